@@ -1,8 +1,8 @@
 """The hardware: device kinds, clusters, links, and what was measured of them.
 
 Importing this package imports no JAX. The modules that touch JAX are imported by name:
-``whalejax.meshes.build`` makes a ``jax.sharding.Mesh``, ``whalejax.meshes.calibrate``
-measures the local devices.
+``whalejax.meshes.jax_mesh`` makes a ``jax.sharding.Mesh``,
+``whalejax.meshes.calibration.calibrate`` measures the local devices.
 """
 
 if __name__ == "meshes":
@@ -15,10 +15,10 @@ from whalejax.meshes.cluster import CompilerProfile as CompilerProfile
 from whalejax.meshes.cluster import Level as Level
 from whalejax.meshes.cluster import Node as Node
 from whalejax.meshes.cluster import cluster as cluster
-from whalejax.meshes.kinds import BandwidthPoint as BandwidthPoint
-from whalejax.meshes.kinds import DeviceKind as DeviceKind
-from whalejax.meshes.kinds import MatmulPoint as MatmulPoint
-from whalejax.meshes.kinds import Source as Source
-from whalejax.meshes.kinds import TimedModel as TimedModel
-from whalejax.meshes.problems import Problems as Problems
-from whalejax.meshes.problems import WhaleError as WhaleError
+from whalejax.meshes.device_kinds import BandwidthPoint as BandwidthPoint
+from whalejax.meshes.device_kinds import DeviceKind as DeviceKind
+from whalejax.meshes.device_kinds import MatmulPoint as MatmulPoint
+from whalejax.meshes.device_kinds import Source as Source
+from whalejax.meshes.device_kinds import TimedModel as TimedModel
+from whalejax.meshes.errors import Problems as Problems
+from whalejax.meshes.errors import WhaleError as WhaleError

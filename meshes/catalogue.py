@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.resources
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.fitted import constants
-from whalejax.meshes.kinds import DeviceKind, Source
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.device_kinds import DeviceKind, Source
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.ratings import catalogue_data, rating_of
+from whalejax.meshes.ratings import catalogue_text as catalogue_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,9 @@ class Entry:
         chip_devices: how many devices a chip is.
         torus: None for kinds that are joined in nodes.
         network: link between nodes or slices; None where nothing is known.
+        domain: link between the nodes that one switch joins, where there is one beyond
+            a node.
+        domain_devices: how many devices such nodes hold together.
         sources: of every number of this entry; ``kind.sources`` has the device's.
     """
 
@@ -94,6 +97,8 @@ class Entry:
     chip_devices: int
     torus: Torus | None
     network: Link | None
+    domain: Link | None
+    domain_devices: int
     sources: tuple[Source, ...]
 
 
@@ -161,17 +166,11 @@ def entry_of_device(device_kind_text: str) -> Entry | None:
 @functools.cache
 def entries() -> Mapping[str, Entry]:
     """Every entry by its kind's name, in the order of the file."""
-    data = tomllib.loads(catalogue_text())
+    data = catalogue_data()
     return {
         name: _entry(name, table, data["sources"])
         for name, table in data["kinds"].items()
     }
-
-
-def catalogue_text() -> str:
-    """The catalogue as it is written."""
-    package = importlib.resources.files("whalejax.meshes")
-    return (package / "catalogue.toml").read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -185,7 +184,7 @@ def _by_name() -> Mapping[str, Entry]:
 def _entry(name: str, table: dict[str, Any], documents: dict[str, Any]) -> Entry:
     links = {
         key: _link(table[key])
-        for key in ("node", "chip", "torus", "network")
+        for key in ("node", "chip", "torus", "network", "domain")
         if key in table
     }
     sources = _sources(table, documents)
@@ -210,11 +209,15 @@ def _entry(name: str, table: dict[str, Any], documents: dict[str, Any]) -> Entry
         chip_devices=table.get("chip", {}).get("devices", 1),
         torus=torus,
         network=links.get("network"),
+        domain=links.get("domain"),
+        domain_devices=table.get("domain", {}).get("devices", 1),
         sources=sources,
     )
 
 
 def _kind(name: str, table: dict[str, Any], sources: tuple[Source, ...]) -> DeviceKind:
+    rated = rating_of(name)
+    assert rated is not None
     return DeviceKind(
         name=name,
         label=table["label"],
@@ -226,10 +229,12 @@ def _kind(name: str, table: dict[str, Any], sources: tuple[Source, ...]) -> Devi
         host_link_bytes_per_second=table.get("host_link_bytes_per_second"),
         op_overhead_seconds=table["op_overhead_seconds"],
         efficiency=table.get("efficiency")
-        or constants().of(name.partition("-")[0], "bf16"),
+        or constants().efficiency_of(rated, "bf16").share,
         curve="" if "efficiency" in table else table["platform"],
         transcendentals_per_second=table.get("transcendentals_per_second"),
         cores=table.get("cores", 0),
+        generation=rated.generation,
+        watts=rated.watts,
         sources=sources,
     )
 

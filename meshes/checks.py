@@ -1,4 +1,4 @@
-"""Checks of what public functions are given, in one home.
+"""Checks of arguments of public functions, and of fields of dataclasses.
 
 A wrong argument is best refused where it was given: ten calls further in it is a
 message of Python's or JAX's that names none of the user's words. ``Arguments`` collects
@@ -6,7 +6,7 @@ what is wrong with the arguments of one call and raises once; ``check_fields`` h
 fields of a frozen dataclass to their annotations. Values are shown shortened, escaped,
 and without trusting their own ``repr``.
 
-It stands beside ``problems`` at the bottom of the import order, and imports no JAX.
+It stands beside ``errors`` at the bottom of the import order, and imports no JAX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, TypeVar, Union
 
 import numpy as np
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written, visible
 
 

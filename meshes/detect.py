@@ -13,16 +13,16 @@ from typing import Any
 
 import jax
 
-from whalejax.meshes import host
-from whalejax.meshes.calibrate import calibrate as calibrate_local
+from whalejax.meshes import host_facts
+from whalejax.meshes.calibration.calibrate import calibrate as calibrate_local
 from whalejax.meshes.catalogue import Entry, Torus, entry, entry_of_device
-from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
-from whalejax.meshes.grammar import near_cube, node_levels, torus_levels
-from whalejax.meshes.kinds import DeviceKind
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.formats.cluster_text import near_cube, node_levels, torus_levels
 
 
-def detect(calibrate: bool = True) -> Cluster:
+def detect(calibrate: bool = True) -> ClusterData:
     """The devices of this process and of those it is joined with.
 
     Args:
@@ -40,7 +40,7 @@ def detect(calibrate: bool = True) -> Cluster:
     return assemble(devices, calibrate_local() if calibrate else None)
 
 
-def assemble(devices: Sequence[Any], measured: Cluster | None) -> Cluster:
+def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterData:
     """A cluster from devices, in their order.
 
     Args:
@@ -67,7 +67,7 @@ def assemble(devices: Sequence[Any], measured: Cluster | None) -> Cluster:
         levels = node_levels(entries, [node.count for node in nodes])
         levels = _with_measured_inside(levels, measured)
     platform = entries[0].kind.platform
-    return Cluster(nodes=nodes, levels=levels, compiler=COMPILERS[platform])
+    return ClusterData(nodes=nodes, levels=levels, compiler=COMPILERS[platform])
 
 
 def _groups(devices: Sequence[Any]) -> list[list[Any]]:
@@ -107,12 +107,12 @@ def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
     """CPU devices have a share of this host's memory, not of the reference's."""
     if kind.platform != "cpu":
         return kind
-    share = host.host_memory_bytes() // len(devices)
+    share = host_facts.host_memory_bytes() // len(devices)
     return dataclasses.replace(kind, memory_bytes=share)
 
 
 def _with_measured_inside(
-    levels: tuple[Level, ...], measured: Cluster | None
+    levels: tuple[Level, ...], measured: ClusterData | None
 ) -> tuple[Level, ...]:
     """The measured link in place of the catalogue's, where it joins as many devices."""
     if measured is None or measured.levels[0].size != levels[0].size:

@@ -7,10 +7,10 @@ off its arrays; here the two meet.
 from __future__ import annotations
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
-DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
+DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8", "f4")
 
 # Which rates stand in, in order, where a kind has none of its own for a type. Half
 # precision is what its user asked for, so the other half type comes before f32; f64 has
@@ -22,6 +22,7 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "bf16": ("bf16", "f16", "f32"),
     "f16": ("f16", "bf16", "f32"),
     "f8": ("f8", "bf16", "f16", "f32"),
+    "f4": ("f4", "f8", "bf16", "f16", "f32"),
 }
 
 # Products of integers and booleans are too rare to have rates of their own.
@@ -55,8 +56,10 @@ def dtype_name(dtype: str) -> str:
         return dtype
     if dtype in _NUMPY_NAMES:
         return _NUMPY_NAMES[dtype]
-    if dtype.startswith("float8"):
+    if dtype.startswith(("float8", "float6")):
         return "f8"
+    if dtype.startswith("float4"):
+        return "f4"
     if dtype.startswith(("int", "uint")):
         return "f32"
     raise WhaleError(

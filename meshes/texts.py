@@ -1,4 +1,4 @@
-"""Text that comes from outside: whether it can be shown, and how it is quoted.
+"""Checks and quotes text that comes from outside, such as names in files.
 
 A name in a file reaches terminals, pages and charts. Control characters move a
 terminal's cursor, bidirectional marks reorder a line, newlines forge a second one:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.checks import Arguments, check_fields
-from whalejax.meshes.kinds import DeviceKind, Platform
+from whalejax.meshes.device_kinds import DeviceKind, Platform
 
 
 def detour(peers: Any, size: Any) -> Any:

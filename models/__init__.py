@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.models._names import check_options, pick
 
 
 if TYPE_CHECKING:
-    from whalejax.losses import Job
+    from whalejax.api.losses import Job
 
 _NAMES: Final = {
     "bert-base": ("bert", "base"),

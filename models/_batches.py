@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]

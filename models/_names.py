@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 Choice = TypeVar("Choice")

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.models._batches import Batch, chain_tokens, generator
 
 

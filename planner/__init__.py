@@ -3,9 +3,9 @@
 if __name__ == "planner":
     raise ImportError("import whalejax.planner, not planner")
 
-from whalejax.planner.decide import decide as decide
-from whalejax.planner.graph import Graph as Graph
-from whalejax.planner.graph import TaskGraph as TaskGraph
-from whalejax.planner.plan import Plan as Plan
-from whalejax.planner.plan import PlanError as PlanError
-from whalejax.planner.search import Request as Request
+from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.model.graph import Graph as Graph
+from whalejax.planner.model.graph import TaskGraph as TaskGraph
+from whalejax.planner.plan.plan import Plan as Plan
+from whalejax.planner.plan.spmd import decide as decide
+from whalejax.planner.search.request import Request as Request

@@ -6,11 +6,18 @@ import functools
 import math
 import re
 from dataclasses import dataclass
-from typing import SupportsIndex, overload
+from typing import Literal, SupportsIndex, overload
 
-from whalejax.planner.explain import gigabytes, milliseconds
-from whalejax.planner.layout import Spec
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+Spec = tuple[tuple[str, ...], ...]
+"""Mesh axes of each dimension, outermost first; the plain form of a PartitionSpec."""
+
+CollectiveKind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+]
 
 
 @functools.cache
@@ -22,6 +29,15 @@ def itemsize_bytes(dtype: str) -> int:
     """
     bits = re.search(r"[0-9]+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
+
+
+def starred(path: str) -> str:
+    """A path with the numbers of repeated layers replaced by ``*``.
+
+    >>> starred("blocks.3.up.kernel"), starred("layer_11.conv2d.kernel")
+    ('blocks.*.up.kernel', 'layer_*.conv2d.kernel')
+    """
+    return re.sub(r"\d+(?=\.|$)", "*", path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,3 +223,31 @@ class Beyond:
             shares = ", ".join(f"{n} on {kind}" for kind, n in self.shares)
             found.append(f"micro-batches at most {shares}")
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective of the step, folded.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+        axes: mesh axes it runs over.
+        phase: forward, backward or update; turn for what is handed from stage to stage.
+        what: gradient, activation, parameter, border, or ring for what goes round
+            while something is computed.
+        payload_bytes: bytes on one device, each time.
+        count: how often in one micro-batch (in one step for the update).
+        scope: one place of the model.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    phase: str
+    what: str
+    payload_bytes: int
+    count: int
+    scope: str = ""
+
+    def times(self, num_micro_batches: int) -> int:
+        """How often it runs in one step."""
+        return self.count * (1 if self.phase == "update" else num_micro_batches)

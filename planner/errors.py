@@ -1,8 +1,8 @@
-"""What a plan that cannot be had raises; apart from ``plan``, which is its data."""
+"""Exceptions of planning, which every folder of the planner may import."""
 
 from __future__ import annotations
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 class PlanError(WhaleError):

@@ -26,10 +26,10 @@ from pathlib import Path
 # One thread for each process: the fits run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from whalejax.meshes.fitted import write
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner import accuracy
-from whalejax.planner.accuracy import Measured, Score
+from whalejax.estimates import accuracy
+from whalejax.estimates.accuracy import Measured, Score
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import write
 
 
 def percent(value: float | None) -> str:

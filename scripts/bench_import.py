@@ -5,7 +5,7 @@ line printed is one JSON object:
 
     import_s      `import whalejax`, in seconds
     imports_jax   whether that imported JAX
-    front_end_s   `whalejax.planning` and `whalejax.train`, after `import jax, flax`
+    front_end_s   `api.plan` and `runtime.train_step` of it, after `import jax, flax`
     plan_s        planning the quick-start GPT for 8 described devices, tracing
                   included, in a process that has imported both
 
@@ -39,7 +39,7 @@ FRONT_END: Final = """
 import json, time
 import jax, flax
 start = time.perf_counter()
-import whalejax.planning, whalejax.train
+import whalejax.api.plan, whalejax.runtime.train_step
 stop = time.perf_counter()
 print(json.dumps({"seconds": stop - start}))
 """
@@ -49,7 +49,7 @@ import json, time
 import jax
 from flax import nnx
 import whalejax as wh
-import whalejax.planning
+import whalejax.api.plan
 from whalejax import models
 
 job = models.job("gpt")

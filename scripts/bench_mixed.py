@@ -112,8 +112,8 @@ def main() -> None:
     if arguments.process is not None:
         _work(arguments)
         return
-    from whalejax.meshes.launching import free_port
-    from whalejax.meshes.quota import why_no_quota
+    from whalejax.distributed.cgroup_quota import why_no_quota
+    from whalejax.distributed.launcher import free_port
 
     if problem := why_no_quota():
         sys.exit(problem)
@@ -133,7 +133,7 @@ def _work(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {core})
     import jax
 
-    from whalejax.meshes.quota import Quota
+    from whalejax.distributed.cgroup_quota import Quota
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -192,8 +192,8 @@ def _several() -> dict[str, Any]:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    from whalejax.planner.balance import shares
-    from whalejax.planner.rebalance import WINDOW
+    from whalejax.planner.balance.online import WINDOW
+    from whalejax.planner.balance.shares import shares
 
     run = _Run(SHORT, count=MANY)
     run.trained.rebalances = False
@@ -275,7 +275,7 @@ class _Run:
         """Seconds of a step without any micro-batch: the exchange and the update."""
         import jax
 
-        from whalejax.planner.rebalance import Rebalance
+        from whalejax.planner.balance.online import Rebalance
 
         kept, self.runner._balance = self.runner._balance, Rebalance([0, 0])
         spare = jax.tree.map(lambda x: x.copy(), self.state)
@@ -290,7 +290,7 @@ class _Run:
         """Seconds of a micro-batch of this process, without the other."""
         import jax
 
-        from whalejax.planner.rebalance import Rebalance
+        from whalejax.planner.balance.online import Rebalance
 
         several = [count] * len(self.runner.shares)
         kept, self.runner._balance = self.runner._balance, Rebalance(several)
@@ -309,7 +309,7 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    from whalejax.planner.balance import shares
+    from whalejax.planner.balance.shares import shares
 
     run.trained.rebalances = True
     run.trained.shares = [COUNT // 2] * 2
@@ -411,7 +411,7 @@ class _Trace:
 
     def times(self) -> tuple[list[float], list[float]]:
         """Seconds of the steps behind the first, and the least possible of each."""
-        from whalejax.planner.balance import makespan, shares
+        from whalejax.planner.balance.shares import makespan, shares
 
         took = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
         seen = list(zip(took, self.shares[1:], self.seconds[1:], strict=True))

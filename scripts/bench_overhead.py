@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import models  # noqa: E402
-from whalejax.adapters import adapt  # noqa: E402
-from whalejax.meshes.build import partition_spec  # noqa: E402
+from whalejax.adapters.base import adapt  # noqa: E402
+from whalejax.meshes.jax_mesh import partition_spec  # noqa: E402
 
 
 # Sizes at which a step takes some tenths of a second on two cores: large enough that

@@ -54,8 +54,8 @@ from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
-from whalejax.lowering.dealt import places_of  # noqa: E402
-from whalejax.planner.unequal import with_layers  # noqa: E402
+from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
+from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
 
 STAGES, FEW, MANY, SAMPLES = 2, 8, 32, 4

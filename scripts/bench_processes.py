@@ -65,7 +65,7 @@ def main() -> None:
         return
     if not arguments.default_malloc:
         keep_memory()
-    from whalejax.meshes.launching import free_port
+    from whalejax.distributed.launcher import free_port
 
     command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -212,7 +212,7 @@ class _Run:
         import numpy as np
         from jax.experimental import multihost_utils
 
-        from whalejax.planner.simulate import simulate
+        from whalejax.planner.pipeline.simulate import simulate
 
         table = self.runner.table
         actions = table.actions
@@ -292,7 +292,7 @@ class _Run:
         """Seconds of a hand-over from stage to stage, and of this side's processor."""
         import jax
 
-        from whalejax.planner.issuing import Handing
+        from whalejax.planner.pipeline.transfer_order import Handing
 
         moves = self.runner.moves
         there = Handing(micro_batch=0, source=0, target=1, action="forward")

@@ -49,10 +49,10 @@ from flax import nnx  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
-from whalejax.lowering import one_stage  # noqa: E402
-from whalejax.lowering.counted import Turns  # noqa: E402
-from whalejax.lowering.dealt import places_of  # noqa: E402
-from whalejax.planner.unequal import with_layers  # noqa: E402
+from whalejax.lowering.pipeline_spmd import stage_body  # noqa: E402
+from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns  # noqa: E402
+from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
+from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
 
 MICRO_BATCHES = 8
@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layers = tuple(arguments.layers)
     uneven = _Training(layers)
-    with mock.patch.object(one_stage, "counted", _masked):
+    with mock.patch.object(stage_body, "counted", _masked):
         alike = _Training(layers)
     found: dict[str, Any] = {}
     for key, masked in (("", _ByHand(layers)), ("_alike", alike)):

@@ -1,24 +1,26 @@
 """Predicts what Whale published for mixed clusters and for a split head.
 
-One V100:P100 ratio for each model, from a measurement on one GPU of each that others
-published; the same ratio for data parallelism and for pipelines. Nothing is fitted to
-Whale's own speed-ups. Where no measurement of a model on both was found, the nearest
-model's stands in, and the output says so. Beside each prediction stands what the data
-sheets' float32 rates alone would give. The last line printed is one JSON object with,
-for each case, ``NAME`` (predicted), ``NAME_error`` (predicted over published, less one)
-and ``NAME_sheet``.
+V100 over P100 for each model is what the planner's weights of the two kinds make of
+the model's products and memory traffic; the same ratio for data parallelism and for
+pipelines. Nothing is fitted to Whale's own speed-ups, nor to any of these models.
+Beside each ratio stands one that others measured, where there is one, and beside each
+prediction what the data sheets' float32 rates alone would give. The last line printed
+is one JSON object with, for each case, ``NAME`` (predicted), ``NAME_error`` (predicted
+over published, less one) and ``NAME_sheet``, and for each model ``ratio_NAME`` and
+``ratio_NAME_measured``.
 
     python scripts/bench_whale_tables.py
 
-Shares and stages are the planner's (``balance``, ``place``, the 1F1B table, simulated);
-collectives are priced as it prices them. Data-parallel rows count no communication:
-the paper gives no batch sizes for them.
+Shares and stages are the planner's (``shares``, ``stage_placement``, the 1F1B table,
+simulated); collectives are priced as it prices them. Data-parallel rows count no
+communication: the paper gives no batch sizes for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Final
@@ -27,16 +29,23 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from whalejax.estimates.decoder import Decoder  # noqa: E402
+from whalejax.estimates.frameworks import framework  # noqa: E402
+from whalejax.estimates.run import Run  # noqa: E402
+from whalejax.estimates.step_model import Runs  # noqa: E402
+from whalejax.estimates.workload import LAYER  # noqa: E402
 from whalejax.meshes import Cluster, device_kind  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
+from whalejax.meshes.catalogue import entry  # noqa: E402
 from whalejax.meshes.cluster import Level, Node  # noqa: E402
-from whalejax.meshes.fitted import constants  # noqa: E402
-from whalejax.planner.balance import Device, balance  # noqa: E402
-from whalejax.planner.collectives import axis_parts, collective_seconds  # noqa: E402
-from whalejax.planner.placing import place  # noqa: E402
-from whalejax.planner.schedules import schedule  # noqa: E402
-from whalejax.planner.simulate import simulate  # noqa: E402
-from whalejax.planner.stages import Layer, Stage  # noqa: E402
+from whalejax.meshes.device_kinds import DeviceKind  # noqa: E402
+from whalejax.meshes.fitted_constants import constants  # noqa: E402
+from whalejax.planner.balance.shares import Device, balance  # noqa: E402
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds  # noqa: E402
+from whalejax.planner.pipeline.partition import Layer, Stage  # noqa: E402
+from whalejax.planner.pipeline.schedules import schedule  # noqa: E402
+from whalejax.planner.pipeline.simulate import simulate  # noqa: E402
+from whalejax.planner.pipeline.stage_placement import place  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +67,7 @@ GAVEL: Final = (
     "stanford-futuredata/gavel, scheduler/oracle_throughputs.json (19b15c0), alone on "
     "one GPU, steps/s, "
 )
-RATIOS: Final = {
+MEASURED: Final = {
     "resnet50": Measured(
         v100=298.51,
         p100=181.53,
@@ -84,7 +93,8 @@ RATIOS: Final = {
         stands_in="a translation Transformer",
     ),
 }
-"""Batch sizes are the largest that both report. Gavel's ResNet-50 (ratio 2.1 to 2.7) is
+"""What others measured, beside which ``ratio`` is held; no prediction uses it. Batch
+sizes are the largest that both report. Gavel's ResNet-50 (ratio 2.1 to 2.7) is
 not taken: its P100 makes 130 to 142 images/s at every batch from 16 to 128, which is a
 bound of something else than the GPU."""
 
@@ -92,6 +102,109 @@ DATA: Final = {"resnet50": 1.30, "gnmt": 1.27, "bert": 1.45}
 PIPELINE: Final = {"bert": 1.23, "t5": 1.23}
 HEAD: Final = {8: 1.13, 16: 1.66, 32: 2.43}
 """Published: Jia et al., USENIX ATC 2022, evaluation; some are read off its figures."""
+
+KINDS: Final = ("v100-16", "p100-16")
+PASSES: Final = 13
+"""Over an activation that is normalized and clipped, by kernels of their own: forward
+five (statistics read; normalized and clipped, each read and written), backward eight
+(clipped: two read, one written; two read for sums, two for the gradient, one
+written)."""
+
+GATES: Final = 30
+"""Over the state of an LSTM's step: four gates and two states, forward read and
+written, backward twice so much, and the sums between."""
+
+
+def products_seconds(
+    kind: DeviceKind, shapes: list[tuple[int, int, int, int]]
+) -> float:
+    """Products in float32 with their two gradients: (m, k, n, how many in turn)."""
+    return math.fsum(
+        float(kind.matmul_seconds("f32", *sides)) * times
+        for m, k, n, times in shapes
+        for sides in ((m, k, n), (m, n, k), (k, m, n))
+    )
+
+
+def resnet50_seconds(kind: DeviceKind, batch: int = 32) -> float:
+    """A step of ResNet-50 on 224 × 224 images, its convolutions as products."""
+    shapes, elements = [(batch * 112 * 112, 3 * 49, 64, 1)], batch * 112 * 112 * 64
+    inside, side = 64, 56
+    for wide, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(blocks):
+            pixels = batch * side * side
+            shapes += [(pixels, inside, wide, 1), (pixels, 9 * wide, wide, 1)]
+            shapes += [(pixels, wide, 4 * wide, 1)]
+            shapes += [(pixels, inside, 4 * wide, 1)] * (number == 0)
+            elements += pixels * (2 * wide + 4 * wide * (1 + (number == 0)))
+            inside = 4 * wide
+        side //= 2
+    moved = 4.0 * elements * PASSES
+    return products_seconds(kind, shapes) + float(kind.elementwise_seconds(moved))
+
+
+def gnmt_seconds(kind: DeviceKind, batch: int = 128, length: int = 25) -> float:
+    """A step of GNMT: 16 LSTM layers of 1,024 units, attention left out, 32,000 words.
+
+    What a layer reads of the one below is one product over all steps; what it reads of
+    its own state is one for each step.
+    """
+    tokens, layers, units = batch * length, 16, 1024
+    shapes = [
+        (tokens, units, 4 * units, layers),
+        (batch, units, 4 * units, layers * length),
+    ]
+    shapes += [(tokens, units, 32_000, 1)]
+    moved = 4.0 * tokens * (layers * units * GATES + 32_000 * 6)
+    return products_seconds(kind, shapes) + float(kind.elementwise_seconds(moved))
+
+
+def transformer_seconds(kind: str, sizes: Decoder) -> float:
+    """A layer of a Transformer in float32, without an attention kernel."""
+    run = Run(
+        sizes=sizes,
+        framework=framework("vtrain"),
+        device=entry(kind),
+        dtype="f32",
+        remat="none",
+        micro_batch=8,
+        global_batch=8,
+        **dict.fromkeys(("num_devices", "devices_per_node", "data", "fsdp"), 1),
+        **dict.fromkeys(("tensor", "stages", "context", "expert", "chunks"), 1),
+        zero=0,
+        sequence_parallel=False,
+    )
+    runs = Runs([dataclasses.replace(run, framework=ALONE)])
+    ahead, behind = runs.places(constants())
+    return float((ahead + behind)[LAYER, 0])
+
+
+ALONE: Final = dataclasses.replace(framework("vtrain"), kernels_only=True)
+LARGE: Final = Decoder(
+    layers=24,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    head_dim=64,
+    ffn=4096,
+    vocab=30522,
+    seq=512,
+    flash=False,
+    dropout=True,
+)
+"""BERT-Large, and T5-Large, whose layers are as wide."""
+
+
+def ratio(model: str) -> float:
+    """V100 over P100, as the planner weighs them."""
+    if model == "resnet50":
+        fast, slow = (resnet50_seconds(device_kind(name)) for name in KINDS)
+    elif model == "gnmt":
+        fast, slow = (gnmt_seconds(device_kind(name)) for name in KINDS)
+    else:
+        fast, slow = (transformer_seconds(name, LARGE) for name in KINDS)
+    return slow / fast
+
 
 SAMPLES: Final = 240
 """Of a step on all 16 devices; shares are whole samples."""
@@ -166,7 +279,7 @@ def split_head(devices: int, share: float = ETHERNET) -> float:
     hidden = achieved.overlap_gradients
     flops = 3 * 2.0 * FEATURES * CLASSES * BATCH
     head = flops / kind.peak_flops("f32")
-    compute = BATCH / RATIOS["resnet50"].v100 + head
+    compute = BATCH / MEASURED["resnet50"].v100 + head
 
     def reduced(nbytes: float) -> float:
         # As estimates count it: what hides, hides behind computation.
@@ -193,26 +306,32 @@ def main() -> None:
         device_kind("p100-16").peak_flops("f32")
         / device_kind("v100-32").peak_flops("f32")
     )
+    ratios = {model: ratio(model) for model in MEASURED}
     rows = [
         *(
-            (f"dp_{m}", p, data_parallel(RATIOS[m].ratio), data_parallel(sheet))
+            (f"dp_{m}", p, data_parallel(ratios[m]), data_parallel(sheet))
             for m, p in DATA.items()
         ),
         *(
             (
                 f"pipeline_{m}",
                 p,
-                pipeline(RATIOS[m].ratio, LAYERS[m]),
+                pipeline(ratios[m], LAYERS[m]),
                 pipeline(sheet, LAYERS[m]),
             )
             for m, p in PIPELINE.items()
         ),
         *((f"head_{n}", p, split_head(n), split_head(n)) for n, p in HEAD.items()),
     ]
-    for name, one in RATIOS.items():
-        note = f" ({one.stands_in} stands in)" if one.stands_in else ""
-        print(f"{name}: V100 {one.ratio:.2f}× P100{note}: {one.source}")
     found: dict[str, float] = {}
+    for name, one in MEASURED.items():
+        note = f" ({one.stands_in})" if one.stands_in else ""
+        print(
+            f"{name}: V100 {ratios[name]:.2f}× P100, measured {one.ratio:.2f}{note}: "
+            f"{one.source}"
+        )
+        found[f"ratio_{name}"] = round(ratios[name], 3)
+        found[f"ratio_{name}_measured"] = round(one.ratio, 3)
     for name, published, predicted, by_sheet in rows:
         error = predicted / published - 1
         print(

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from whalejax.lowering.dealt import rows_of
+from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import rows_of
 from whalejax.models._layers import cross_entropy
 
 

@@ -132,9 +132,9 @@ def _timed_kinds(name: str, sizes: dict[str, Any]) -> tuple[Any, float]:
     from jax.experimental import multihost_utils
 
     from whalejax import models
+    from whalejax.cli.measure_model import with_timing
     from whalejax.meshes import cluster
     from whalejax.meshes.cluster import Node
-    from whalejax.timing import with_timing
 
     job = models.job(f"{name}-test", annotated=False, **sizes)
     two = cluster("cpu:2")

@@ -23,9 +23,9 @@ import jax  # noqa: E402
 
 from tests import browser  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
+from whalejax.api.search import search  # noqa: E402
 from whalejax.display.page import page  # noqa: E402
-from whalejax.planner.plan import Plan  # noqa: E402
-from whalejax.searching import search  # noqa: E402
+from whalejax.planner.plan.plan import Plan  # noqa: E402
 
 
 WIDTH: Final = 1120

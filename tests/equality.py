@@ -27,11 +27,11 @@ import whalejax as wh
 from tests import cases, stages
 from tests.cases import Case, Dtype, Precision
 from tests.compilations import count_compilations
-from whalejax.adapters import adapt
-from whalejax.losses import Job
-from whalejax.lowering import streamed
-from whalejax.precision import FIRST_SCALE
-from whalejax.train import TrainStep
+from whalejax.adapters.base import adapt
+from whalejax.api.losses import Job
+from whalejax.lowering.spmd import host_optimizer
+from whalejax.runtime.mixed_precision import FIRST_SCALE
+from whalejax.runtime.train_step import TrainStep
 
 
 FLOAT64_TOLERANCE: Final = 1e-10
@@ -427,7 +427,7 @@ def run_case(case: Case, *, steps: int = 5) -> Verdict:
     name, dtype, count = case.model.name, case.dtype, case.num_micro_batches
     with (
         jax.enable_x64(dtype == "float64"),
-        mock.patch.object(streamed, "PIECE_BYTES", PIECE_BYTES),
+        mock.patch.object(host_optimizer, "PIECE_BYTES", PIECE_BYTES),
     ):
         job, strategy = _job(name, dtype, **changes), case.strategy
         if strategy.schedule:

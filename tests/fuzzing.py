@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from tests.mutants import as_text, changed, damaged
 from whalejax.meshes import Cluster, cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -40,9 +40,9 @@ Target = Callable[[random.Random, Path], str]
 def plans() -> Target:
     """Plan files: what was changed and not hashed anew is never believed."""
     from tests.planner.plans import example
-    from whalejax.planner.documents import document_hash
-    from whalejax.planner.plan import Plan
-    from whalejax.planner.serial import decode
+    from whalejax.planner.json_codec import decode
+    from whalejax.planner.plan.plan import Plan
+    from whalejax.planner.plan.plan_file import document_hash
 
     plan = example()
     document = json.loads(json.dumps(plan.document()))
@@ -74,7 +74,7 @@ def plans() -> Target:
 
 def toml() -> Target:
     """Cluster files in TOML."""
-    from whalejax.meshes.tables import toml_text
+    from whalejax.meshes.checked_tables import toml_text
 
     texts = []
     for given in ("h100:2x4", "v5p:2x2x1", "v100-32:2+p100-16:2"):
@@ -118,8 +118,8 @@ def _used(found: Cluster) -> str:
 def tables() -> Target:
     """Tables for estimates."""
     from tests.planner.test_tables import TABLE
-    from whalejax.planner.published import COLUMNS
-    from whalejax.planner.tables import estimate_file
+    from whalejax.estimates.read_table import COLUMNS
+    from whalejax.estimates.table import estimate_file
 
     cells = ("", "0", "1", "-1", "7", "1e26", "1e308", "1e309", "nan", "9" * 400, "x")
     cells += ("²", "a\x1b[1m", "4096.0", "1e6", "2147483648", "65536", "A100", "full")

@@ -117,24 +117,24 @@ class Reached(BaseException):
 # Which callables there are.
 
 RETURNED: Final = (
-    "whalejax.annotations.Annotation",
+    "whalejax.api.annotations.Annotation",
     "whalejax.display.device_map.DeviceMap",
     "whalejax.display.memory.MemoryChart",
     "whalejax.display.searches.SearchChart",
     "whalejax.display.sliders.Sliders",
     "whalejax.display.timelines.StepTimeline",
-    "whalejax.found.Found",
-    "whalejax.found.Weighed",
-    "whalejax.planner.differences.PlanDiff",
+    "whalejax.api.search_result.Found",
+    "whalejax.api.search_result.Weighed",
+    "whalejax.planner.plan.report.diff.PlanDiff",
     "whalejax.verification.comparison.Verification",
 )
 """Classes that nobody builds, but whose instances public callables return."""
 
 
 NAMED: Final = (
-    "whalejax.meshes.build.build_mesh",
-    "whalejax.meshes.build.partition_spec",
-    "whalejax.meshes.calibrate.calibrate",
+    "whalejax.meshes.jax_mesh.build_mesh",
+    "whalejax.meshes.jax_mesh.partition_spec",
+    "whalejax.meshes.calibration.calibrate.calibrate",
 )
 """Functions of modules that users import by name, because they start JAX."""
 

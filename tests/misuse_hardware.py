@@ -205,8 +205,8 @@ HARDWARE: Final[Mapping[str, Entry]] = {
             "clock": ("function class", "it is called when something is timed"),
             "today": NONE,
         },
-        stops=("whalejax.meshes.calibrate:_machine",),
-        kept=("whalejax.meshes.calibrate:_machine",),
+        stops=("whalejax.meshes.calibration.calibrate:_machine",),
+        kept=("whalejax.meshes.calibration.calibrate:_machine",),
     ),
     "build_mesh": Entry(
         given=lambda w: {

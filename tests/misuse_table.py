@@ -406,7 +406,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         of=lambda w: w.step,
         given=lambda w: {"path": w.folder / "checkpoint", "state": w.state},
         legal={"path": FILE},
-        stops=("whalejax.checkpoint:_write_arrays",),
+        stops=("whalejax.runtime.checkpoint:_write_arrays",),
     ),
     "TrainStep.shares=": Entry(of=lambda w: w.step, given=given(shares=[1])),
     "TrainState": Entry(
@@ -440,8 +440,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "timeout_seconds": POSITIVE,
             "heartbeat_seconds": POSITIVE,
         },
-        stops=("whalejax.joining:_join",),
-        kept=("whalejax.joining:_join",),
+        stops=("whalejax.distributed.init_distributed:_join",),
+        kept=("whalejax.distributed.init_distributed:_join",),
     ),
     **HARDWARE,
 }

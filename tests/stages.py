@@ -18,8 +18,8 @@ import whalejax as wh
 from tests import cases
 from tests.cases import Case, Dtype, Model, Precision, Strategy
 from tests.covering import cover, pinned
-from whalejax.planner.mpmd import CHUNKS, SCHEDULES
-from whalejax.planner.pipelines import LOCKSTEP
+from whalejax.planner.plan.pipeline_mpmd import CHUNKS, SCHEDULES
+from whalejax.planner.plan.pipeline_spmd import LOCKSTEP
 
 
 STAGES: Final = (2, 4, 8)

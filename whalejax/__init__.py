@@ -13,52 +13,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whalejax._version import __version__ as __version__
+
 
 if TYPE_CHECKING:
-    from whalejax.annotations import pipeline as pipeline
-    from whalejax.annotations import replicate as replicate
-    from whalejax.annotations import split as split
-    from whalejax.annotations import stage as stage
-    from whalejax.attending import attention as attention
-    from whalejax.feed import Feed as Feed
-    from whalejax.joining import init_distributed as init_distributed
-    from whalejax.losses import Aux as Aux
-    from whalejax.losses import Job as Job
-    from whalejax.losses import WeightedLoss as WeightedLoss
+    from whalejax.api.annotations import pipeline as pipeline
+    from whalejax.api.annotations import replicate as replicate
+    from whalejax.api.annotations import split as split
+    from whalejax.api.annotations import stage as stage
+    from whalejax.api.attention import attention as attention
+    from whalejax.api.feed import Feed as Feed
+    from whalejax.api.losses import Aux as Aux
+    from whalejax.api.losses import Job as Job
+    from whalejax.api.losses import WeightedLoss as WeightedLoss
+    from whalejax.api.plan import plan as plan
+    from whalejax.api.search import search as search
+    from whalejax.distributed.init_distributed import (
+        init_distributed as init_distributed,
+    )
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
-    from whalejax.planning import plan as plan
-    from whalejax.searching import search as search
-    from whalejax.state import TrainState as TrainState
-    from whalejax.train import TrainStep as TrainStep
-    from whalejax.train import compile as compile
-
-__version__ = "0.1.0"
+    from whalejax.runtime.state import TrainState as TrainState
+    from whalejax.runtime.train_step import TrainStep as TrainStep
+    from whalejax.runtime.train_step import compile as compile
 
 _MODULE_OF_NAME = {
-    "Aux": "whalejax.losses",
+    "Aux": "whalejax.api.losses",
     "Cluster": "whalejax.meshes",
-    "Feed": "whalejax.feed",
-    "Job": "whalejax.losses",
+    "Feed": "whalejax.api.feed",
+    "Job": "whalejax.api.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
-    "TrainState": "whalejax.state",
-    "TrainStep": "whalejax.train",
-    "WeightedLoss": "whalejax.losses",
+    "TrainState": "whalejax.runtime.state",
+    "TrainStep": "whalejax.runtime.train_step",
+    "WeightedLoss": "whalejax.api.losses",
     "WhaleError": "whalejax.meshes",
-    "attention": "whalejax.attending",
+    "attention": "whalejax.api.attention",
     "cluster": "whalejax.meshes",
-    "compile": "whalejax.train",
-    "init_distributed": "whalejax.joining",
-    "pipeline": "whalejax.annotations",
-    "plan": "whalejax.planning",
-    "replicate": "whalejax.annotations",
-    "search": "whalejax.searching",
-    "split": "whalejax.annotations",
-    "stage": "whalejax.annotations",
+    "compile": "whalejax.runtime.train_step",
+    "init_distributed": "whalejax.distributed.init_distributed",
+    "pipeline": "whalejax.api.annotations",
+    "plan": "whalejax.api.plan",
+    "replicate": "whalejax.api.annotations",
+    "search": "whalejax.api.search",
+    "split": "whalejax.api.annotations",
+    "stage": "whalejax.api.annotations",
 }
 
 __all__ = [

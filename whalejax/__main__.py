@@ -1,7 +1,7 @@
 """``python -m whalejax`` and the ``whalejax`` command: two names for one entry.
 
 It is its own module because the packaging names it, and it does nothing but defer to
-``whalejax.cli``, so that finding the command never costs an import.
+``whalejax.cli.main``, so that finding the command never costs an import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status of the process.
     """
-    from whalejax.cli import main as run
+    from whalejax.cli.main import main as run
 
     return run(sys.argv[1:] if argv is None else argv)
 

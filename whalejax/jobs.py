@@ -13,16 +13,17 @@ from typing import Any
 
 import jax
 
-from whalejax.adapters import wants_key
-from whalejax.found import Found
-from whalejax.losses import Job
+from whalejax.adapters.base import wants_key
+from whalejax.api.losses import Job
+from whalejax.api.plan import ask
+from whalejax.api.plan import plan as find_plan
+from whalejax.api.search import search as find_plans
+from whalejax.api.search_result import Found
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.plan import Plan, Question
-from whalejax.planning import ask
-from whalejax.planning import plan as find_plan
-from whalejax.searching import search as find_plans
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import Question
 
 
 def abstract_model(job: Job) -> Any:
@@ -75,30 +76,18 @@ def make_plan(
     *,
     precision: str | Mapping[str, str] | None,
     micro_batches: int | None,
-    shares: str | Sequence[int] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    runnable: bool = True,
-    allow_idle: bool = False,
-    remat: str | Mapping[str, str] | None = None,
     offload: Sequence[str] = (),
-    attention: str | Mapping[str, str] | None = None,
-    loss_chunks: int | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
+    **options: Any,
 ) -> Plan:
     """``wh.plan`` of a job, with the options of the command line.
 
     Args:
         precision: as for ``wh.plan``; None is ``"f32"``.
-        shares: as for ``wh.plan``.
-        mesh: sizes of axes that are fixed, or None.
-        runnable, allow_idle: as for ``wh.plan``.
-        remat: what layers compute again; None leaves it to the planner.
+        micro_batches: of a step, or None for the planner.
         offload: what lies in host memory; ``"none"``, or nothing for the planner.
-        attention: how it runs, or None for the planner.
-        loss_chunks: parts in which logits are made, or None for the planner.
-        compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
+        options: others, as for ``wh.plan``.
     """
     found = find_plan(
         job.loss_fn,
@@ -108,15 +97,8 @@ def make_plan(
         cluster=cluster,
         precision=precision or "f32",
         num_micro_batches=micro_batches,
-        shares=shares,
-        mesh=mesh,
-        runnable=runnable,
-        allow_idle=allow_idle,
-        remat=remat,
         offload=() if tuple(offload) == ("none",) else offload or None,
-        attention=attention,
-        loss_chunks=loss_chunks,
-        compiler_options=compiler_options,
+        **options,
     )
     return dataclasses.replace(found, source=source)
 

@@ -25,8 +25,8 @@ from typing import Final
 
 import pytest
 
-from whalejax import cli
-from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from whalejax.cli import main
+from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def help_of() -> HelpOf:
         words = [subcommand] if subcommand else []
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = cli.main([*words, "--help"])
+            status = main.main([*words, "--help"])
         return said.getvalue() if status == 0 else ""
 
     return text

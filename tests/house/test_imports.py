@@ -10,6 +10,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -31,14 +32,27 @@ ALLOWED_TARGETS: Final = {
 }
 # These measure devices or build a mesh: JAX is what they are for.
 MESHES_WITH_JAX: Final = (
-    "build.py",
     "calibrate.py",
     "detect.py",
-    "measure.py",
+    "jax_mesh.py",
     "probes.py",
+    "timers.py",
 )
-# Plain data shows itself in notebooks by what stands above it: through this one door.
-DOOR: Final = "displays.py"
+# Plans and clusters show themselves in notebooks by what stands above them.
+DOORS: Final = ("meshes/cluster.py", "planner/plan/report/pictures.py")
+# A folder of the planner imports those that stand before it, and the modules beside
+# them all, such as ``planner.errors``.
+PLANNER_ORDER: Final = (
+    "model",
+    "sharding",
+    "cost",
+    "memory",
+    "balance",
+    "pipeline",
+    "search",
+    "plan",
+)
+MOST_MODULES_IN_A_FOLDER: Final = 22
 PythonFiles = Callable[..., list[Path]]
 NAMES: Final = tuple(name for name in whalejax.__all__ if name != "__version__")
 
@@ -77,7 +91,9 @@ def test_import_room_imports_no_jax(room: str) -> None:
 
 def test_planner_imports_no_display() -> None:
     code = "import sys, whalejax.planner; print(*sys.modules)"
-    assert "whalejax.meshes.displays" in (names := run_python(code).split())
+    assert "whalejax.planner.plan.report.pictures" in (
+        names := run_python(code).split()
+    )
     assert not [name for name in names if name.startswith("whalejax.display")]
 
 
@@ -239,10 +255,10 @@ def breaches(room: str, path: Path, source: str) -> Iterator[str]:
     for name, line, lazy in imports_of(source, package_of(path)):
         place = f"{path.relative_to(ROOT)}:{line} imports {name}"
         top, target = name.partition(".")[0], room_of(name)
-        is_command_line = room == "whalejax" and path.name == "cli.py" and lazy
-        if target == "models" and is_command_line:
+        here = path.relative_to(ROOT).as_posix()
+        if target == "models" and here == "whalejax/cli/main.py" and lazy:
             continue
-        if path.name == DOOR and name.startswith("whalejax.display."):
+        if here in DOORS and name.startswith("whalejax.display"):
             continue
         if target is not None and target not in ALLOWED_TARGETS[room]:
             yield f"{place}: {room} may import {sorted(ALLOWED_TARGETS[room])}"
@@ -268,14 +284,14 @@ def test_rooms_import_one_way(room: str, python_files: PythonFiles) -> None:
         ("meshes", "x.py", "from whalejax.planner import graph"),
         ("meshes", "x.py", "import jax"),
         ("meshes", "x.py", "def f():\n    from whalejax.display import page"),
-        ("meshes", "displays.py", "def f():\n    from whalejax import show"),
+        ("meshes", "cluster.py", "def f():\n    from whalejax.cli import show"),
         ("planner", "x.py", "def f():\n    import jax"),
         ("planner", "x.py", "import whalejax as wh"),
-        ("planner", "x.py", "from whalejax import losses"),
-        ("planner", "x.py", "from .. import losses"),
+        ("planner", "x.py", "from whalejax.api import losses"),
+        ("planner", "x.py", "from ..api import losses"),
         ("planner", "x.py", "import importlib\nimportlib.import_module('optax')"),
         ("whalejax", "x.py", "def f():\n    from whalejax.models import gpt"),
-        ("whalejax", "cli.py", "from whalejax import models"),
+        ("whalejax", "cli/main.py", "from whalejax import models"),
         ("whalejax", "capture/x.py", "from ..models import gpt"),
     ],
 )
@@ -287,16 +303,98 @@ def test_forbidden_import_is_seen(room: str, file: str, source: str) -> None:
     ("room", "file", "source"),
     [
         ("meshes", "x.py", "def f():\n    import jax"),
-        ("meshes", "build.py", "import jax"),
-        ("meshes", "displays.py", "def f():\n    from whalejax.display import page"),
+        ("meshes", "jax_mesh.py", "import jax"),
+        ("meshes", "cluster.py", "def f():\n    from whalejax.display import page"),
         ("planner", "x.py", "import numpy as np\nfrom . import graph"),
         ("planner", "x.py", "from whalejax.meshes import Cluster"),
-        ("whalejax", "cli.py", "def f():\n    from whalejax.models import gpt"),
+        ("whalejax", "cli/main.py", "def f():\n    from whalejax.models import gpt"),
         ("models", "x.py", "import whalejax as wh\nfrom flax import nnx"),
     ],
 )
 def test_allowed_import_is_let_be(room: str, file: str, source: str) -> None:
     assert not list(breaches(room, ROOT / room / file, source))
+
+
+def modules(python_files: PythonFiles) -> dict[str, Path]:
+    """Every module of ours by its dotted name; a package by that of its folder."""
+    found = {}
+    for path in python_files(*ROOMS):
+        name = f"{package_of(path)}.{path.stem}"
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def arrows(known: dict[str, Path]) -> dict[str, set[str]]:
+    """What each module imports of ours, inside functions and for types too."""
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        targets = set()
+        for name, _, _ in imports_of(path.read_text(), package_of(path)):
+            target = name if name in known else name.rpartition(".")[0]
+            targets |= {target} & known.keys() - {module}
+        found[module] = targets
+    return found
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that import each other in a ring; empty where none do."""
+    done: set[str] = set()
+    for start in graph:
+        path, left = [start], [sorted(graph[start])]
+        while path:
+            if not left[-1]:
+                done.add(path.pop())
+                left.pop()
+                continue
+            name = left[-1].pop()
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in done:
+                path.append(name)
+                left.append(sorted(graph[name]))
+    return []
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_modules_import_each_other(python_files: PythonFiles) -> None:
+    assert not cycle(arrows(modules(python_files)))
+
+
+def test_folders_of_the_planner_import_one_way(python_files: PythonFiles) -> None:
+    def rank(module: str) -> int:
+        parts = module.split(".")
+        inside = len(parts) > 3 or (ROOT / "planner" / parts[-1]).is_dir()
+        return PLANNER_ORDER.index(parts[2]) if inside else -1
+
+    known = modules(python_files)
+    graph = {
+        module: {name for name in targets if name.startswith("whalejax.planner.")}
+        for module, targets in arrows(known).items()
+        if module.startswith("whalejax.planner.")
+    }
+    folders = {m.split(".")[2] for m in graph if rank(m) >= 0}
+    assert folders == set(PLANNER_ORDER)
+    wrong = [
+        f"{module} imports {name}"
+        for module, targets in graph.items()
+        for name in targets
+        if rank(name) > rank(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_folders_are_small(python_files: PythonFiles) -> None:
+    count = Counter(path.parent for path in python_files(*ROOMS))
+    large = {
+        folder.relative_to(ROOT).as_posix(): number
+        for folder, number in count.items()
+        if number > MOST_MODULES_IN_A_FOLDER + 1  # and its __init__.py
+    }
+    assert not large
 
 
 def test_private_jax_is_used_in_one_module(python_files: PythonFiles) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from whalejax.meshes import WhaleError
-from whalejax.meshes.build import build_mesh, factorizations
+from whalejax.meshes.jax_mesh import build_mesh, factorizations
 
 
 def test_devices_in_order_with_auto_axes() -> None:

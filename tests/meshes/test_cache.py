@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.meshes import cache, cluster
+from whalejax.meshes import cluster
+from whalejax.meshes.calibration import cache
 
 
 KEY: dict[str, str | int | float] = {

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from whalejax.meshes import Cluster, WhaleError, calibrate, cluster, measure, probes
-from whalejax.meshes.build import build_mesh
-from whalejax.meshes.probes import (
+from whalejax.meshes import Cluster, WhaleError, cluster
+from whalejax.meshes.calibration import calibrate, probes, timers
+from whalejax.meshes.calibration.probes import (
     EXP_BYTES,
     Chain,
     Collective,
@@ -27,12 +29,13 @@ from whalejax.meshes.probes import (
     Probe,
     Product,
 )
+from whalejax.meshes.jax_mesh import build_mesh
 
 
 DEVICES = jax.devices()
 
 
-def _result(run: measure.Run, iterations: int) -> np.ndarray:
+def _result(run: timers.Run, iterations: int) -> np.ndarray:
     return np.asarray(run(iterations), np.float64)
 
 
@@ -41,30 +44,30 @@ def _result(run: measure.Run, iterations: int) -> np.ndarray:
 def test_products_neither_grow_nor_vanish(
     dtype: str, shape: tuple[int, int, int]
 ) -> None:
-    run = measure.matmul_run(DEVICES, dtype, *shape)
+    run = timers.matmul_run(DEVICES, dtype, *shape)
     once, often = _result(run, 1), _result(run, 500)
     assert once.shape == (8, *shape[:2])
     assert np.abs(often).mean() == pytest.approx(np.abs(once).mean(), rel=0.2)
 
 
 def test_products_of_a_batch_are_those_of_its_matrices() -> None:
-    one = _result(measure.matmul_run(DEVICES, "f32", 16, 32, 64), 3)
-    many = _result(measure.matmul_run(DEVICES, "f32", 16, 32, 64, batch=4), 3)
+    one = _result(timers.matmul_run(DEVICES, "f32", 16, 32, 64), 3)
+    many = _result(timers.matmul_run(DEVICES, "f32", 16, 32, 64, batch=4), 3)
     assert many.shape == (8, 4, 16, 32)
     np.testing.assert_allclose(many, np.repeat(one[:, None], 4, axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
-@pytest.mark.parametrize("collective", list(measure.COLLECTIVES))
+@pytest.mark.parametrize("collective", list(timers.COLLECTIVES))
 def test_collectives_of_ones_stay_ones(collective: str, group_size: int) -> None:
-    run = measure.collective_run(DEVICES, collective, group_size, 256)
+    run = timers.collective_run(DEVICES, collective, group_size, 256)
     local = 64 // group_size if collective == "all-gather" else 64
     np.testing.assert_array_equal(_result(run, 3), np.ones((8, local)))
 
 
-@pytest.mark.parametrize("collective", list(measure.COLLECTIVES))
+@pytest.mark.parametrize("collective", list(timers.COLLECTIVES))
 def test_each_collective_is_in_its_compiled_program(collective: str) -> None:
-    operation = measure.COLLECTIVES[collective]
+    operation = timers.COLLECTIVES[collective]
     mesh = build_mesh((("in", 8),), DEVICES)
     spec = jax.P("in")
     program = jax.shard_map(
@@ -76,17 +79,17 @@ def test_each_collective_is_in_its_compiled_program(collective: str) -> None:
     )
     text = jax.jit(program).lower(np.ones(512, np.float32)).compile().as_text()
     assert text is not None
-    found = {name for name in measure.COLLECTIVES if f" {name}(" in text}
+    found = {name for name in timers.COLLECTIVES if f" {name}(" in text}
     assert found == {collective}
 
 
 def test_elementwise_programs() -> None:
     np.testing.assert_allclose(
-        _result(measure.add_run(DEVICES, 64), 10), np.full((8, 16), 1 + 1e-5), rtol=1e-6
+        _result(timers.add_run(DEVICES, 64), 10), np.full((8, 16), 1 + 1e-5), rtol=1e-6
     )
-    fixed_point = _result(measure.exp_run(DEVICES, 64), 100)
+    fixed_point = _result(timers.exp_run(DEVICES, 64), 100)
     np.testing.assert_allclose(fixed_point, np.exp(-fixed_point), rtol=1e-5)
-    assert np.isfinite(_result(measure.chain_run(DEVICES), 50)).all()
+    assert np.isfinite(_result(timers.chain_run(DEVICES), 50)).all()
 
 
 def test_what_every_run_costs_is_taken_off() -> None:
@@ -97,7 +100,7 @@ def test_what_every_run_costs_is_taken_off() -> None:
         now += 0.5 + 1e-3 * iterations
         return 0
 
-    watch = measure.Stopwatch(clock=lambda: now)
+    watch = timers.Stopwatch(clock=lambda: now)
     assert watch.seconds_each(run) == pytest.approx(1e-3)
 
 
@@ -112,7 +115,7 @@ class _Machine:
     def clock(self) -> float:
         return self.now
 
-    def run_of(self, probe: Probe, devices: object) -> measure.Run:
+    def run_of(self, probe: Probe, devices: object) -> timers.Run:
         self.done.append(probe)
 
         def run(iterations: int) -> int:
@@ -128,6 +131,18 @@ def _measured(
     machine = _Machine(costs)
     monkeypatch.setattr(probes, "_run_of", machine.run_of)
     return machine, probes.measure_devices(DEVICES, budget, machine.clock)
+
+
+def test_small_and_narrow_products_come_early_on_accelerators() -> None:
+    """What any product takes is measured in any case, narrow ones before batches."""
+    gpu: Any = SimpleNamespace(platform="gpu")
+    found, essential = probes._probes([gpu])
+    products = [p for p in found if isinstance(p, Product)]
+    first = [p for p in found[:essential] if isinstance(p, Product)]
+    assert {(p.dtype, p.m) for p in first} >= {("bf16", 256), ("f32", 256)}
+    narrow = [i for i, p in enumerate(products) if min(p.k, p.n) == 64 and p.batch == 1]
+    batched = [i for i, p in enumerate(products) if p.batch > 1]
+    assert len([i for i in narrow if i < batched[0]]) == 4
 
 
 def test_the_essential_part_is_measured_on_any_budget(
@@ -183,7 +198,7 @@ def test_times_become_a_cluster(
                 m, k, n = probe.product
                 return 3 * 2 * m * k * n / 4e8 + probe.turned_bytes / 5e8
             case Chain():
-                return measure.OPS_IN_CHAIN * 1e-6
+                return timers.OPS_IN_CHAIN * 1e-6
             case Collective(collective, size, payload):
                 rounds = 2 if collective == "all-reduce" else 1
                 # Threads over one memory: a wait for each, and the whole payload.
@@ -246,10 +261,11 @@ def test_memory_of_a_device_that_does_not_tell() -> None:
 
 SCRIPT = """
 import json, sys
-from whalejax.meshes import calibrate
-one = calibrate.measured(0.5)
+from whalejax.meshes import Cluster
+from whalejax.meshes.calibration import calibrate
+one = Cluster.of(calibrate.measured(0.5))
 one.save(sys.argv[1])
-print(json.dumps([one.to_json(), calibrate.calibrate(0.5) == one]))
+print(json.dumps([one.to_json(), Cluster.of(calibrate.calibrate(0.5)) == one]))
 """
 
 
@@ -295,7 +311,8 @@ def _found(*more: Probe) -> probes.Seconds:
 def test_a_known_accelerator_keeps_its_datasheet() -> None:
     devices = [_Silent()] * 2
     found = _found(Collective("all-gather", 2, 2**20))
-    one = calibrate._cluster(devices, found, calibrate._machine(devices), "2026-11-20")
+    made = calibrate._cluster(devices, found, calibrate._machine(devices), "2026-11-20")
+    one = Cluster.of(made)
     kind, known = one.nodes[0].kind, cluster("h100:2").nodes[0].kind
     assert one.describe() == "2×H100 (1 node of 2, nvlink)"
     assert one.hash == cluster("h100:2").hash
@@ -330,12 +347,12 @@ def test_an_accelerator_does_more_in_a_turn_of_a_loop() -> None:
     small = Product("f32", 64, 64, 64)
     for probe in (small, Elementwise("add", 2**20), Chain()):
         on_cpu = probes._operations_in(probe, True)
-        assert probes._operations_in(probe, False) == measure.REPEATED * on_cpu
-    assert measure._repeated([_Silent()]) == measure.REPEATED
-    assert measure._repeated(jax.local_devices()) == 1
+        assert probes._operations_in(probe, False) == timers.REPEATED * on_cpu
+    assert timers._repeated([_Silent()]) == timers.REPEATED
+    assert timers._repeated(jax.local_devices()) == 1
 
 
 def test_what_a_loop_repeats_is_done_each_time() -> None:
-    mesh = measure._everywhere(jax.local_devices()[:1])
-    run = measure._looped(lambda x, y: x + y, mesh, [np.zeros(2), np.ones(2)], 8)
+    mesh = timers._everywhere(jax.local_devices()[:1])
+    run = timers._looped(lambda x, y: x + y, mesh, [np.zeros(2), np.ones(2)], 8)
     np.testing.assert_array_equal(np.asarray(run(3))[0], [24.0, 24.0])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from whalejax.meshes import WhaleError, device_kind, kind_names
+from whalejax.meshes import WhaleError, device_kind, kind_names, kind_table
 from whalejax.meshes.catalogue import (
     catalogue_text,
     entries,
@@ -18,7 +19,10 @@ from whalejax.meshes.catalogue import (
 
 KINDS = (
     "p100-16 v100-16 v100-32 t4 a100-40 a100-80 h100 h200 b200 gh200-96 rtx2080 "
-    "titanrtx rtx3090 v4 v5e v5p v6e v7x cpu"
+    "titanrtx rtx3090 v100-pcie p40 titanv a10 a10g a30 a40 a6000 l4 l20 l40 l40s "
+    "rtx6000ada rtx2080ti rtx3080 rtx4090 rtx5090 h100-nvl h20 b100 b300 gb200 "
+    "gb200-nvl36 gb300 gb300-nvl36 mi210 mi250x mi300a mi300x mi325x mi355x w6800 "
+    "v4 v5e v5p v6e v7x cpu"
 ).split()
 
 
@@ -53,7 +57,7 @@ def test_no_source_and_no_source_path_is_unused() -> None:
 def test_dense_rates_rise_as_precision_falls() -> None:
     for name in KINDS:
         rates = dict(device_kind(name).flops_per_second)
-        order = [rates[d] for d in ("f32", "tf32", "f16", "f8") if d in rates]
+        order = [rates[d] for d in ("f32", "tf32", "f16", "f8", "f4") if d in rates]
         assert order == sorted(order), name
 
 
@@ -89,9 +93,7 @@ def test_no_name_means_two_kinds() -> None:
 def test_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(WhaleError) as error:
         device_kind("h1000")
-    assert str(error.value).startswith(
-        "unknown device kind 'h1000'. Did you mean h100 or "
-    )
+    assert str(error.value).startswith("unknown device kind 'h1000'. Did you mean h100")
     assert str(error.value).endswith(
         f"Known: {', '.join(KINDS)}. Any other kind can be described in a TOML file"
     )
@@ -104,6 +106,9 @@ def test_unknown_name_gives_the_nearest() -> None:
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("Tesla V100-SXM2-16GB", "v100-16"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU v6 lite", "v6e"),
@@ -118,3 +123,17 @@ def test_found_by_what_jax_shows(shown: str, name: str) -> None:
 
 def test_a_device_that_is_not_listed() -> None:
     assert entry_of_device("Abacus") is None
+
+
+def test_the_documentation_has_the_table_of_kinds() -> None:
+    """``python -m whalejax.meshes.kind_table`` prints it anew."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
+    assert "\n".join(kind_table.table()) in page.read_text(encoding="utf-8")
+
+
+def test_numbers_keep_their_type_through_a_file() -> None:
+    """Hashes of plans are of text: 700 and 700.0 are two."""
+    for one in entries().values():
+        rates = [rate for _, rate in one.kind.flops_per_second]
+        for value in (one.kind.watts, one.kind.memory_bytes_per_second, *rates):
+            assert value is None or isinstance(value, float)

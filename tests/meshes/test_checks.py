@@ -19,7 +19,7 @@ from whalejax.meshes.checks import (
     is_whole,
     shown,
 )
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 @pytest.mark.parametrize(

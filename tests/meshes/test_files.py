@@ -24,8 +24,8 @@ from whalejax.meshes import (
     device_kind,
 )
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.files import from_data
-from whalejax.meshes.tables import toml_text
+from whalejax.meshes.checked_tables import toml_text
+from whalejax.meshes.formats.cluster_toml import from_data
 
 
 POSITIVE = st.floats(1e-9, 1e18)
@@ -127,7 +127,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
 @given(_clusters())
 def test_toml_round_trip(one: Cluster) -> None:
     text = toml_text(one.to_json())
-    assert from_data(tomllib.loads(text), "test") == one
+    assert Cluster.of(from_data(tomllib.loads(text), "test")) == one
 
 
 @given(_clusters())
@@ -147,7 +147,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def _load(text: str) -> Cluster:
-    return from_data(tomllib.loads(text), "cluster file")
+    return Cluster.of(from_data(tomllib.loads(text), "cluster file"))
 
 
 def _error(text: str) -> str:

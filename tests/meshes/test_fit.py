@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.meshes.fit import CollectiveTime, fit_link
+from whalejax.meshes.calibration.link_fit import CollectiveTime, fit_link
 
 
 RINGS = ("all-reduce", "all-gather", "reduce-scatter")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from whalejax.meshes import device_kind
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.fitted import (
+from whalejax.meshes.delivered import efficiency_notes
+from whalejax.meshes.fitted_constants import (
     ASSUMED,
     CORE,
     Achieved,
@@ -20,6 +23,7 @@ from whalejax.meshes.fitted import (
     tile_share,
     write,
 )
+from whalejax.meshes.ratings import POWER
 
 
 SHARES = (
@@ -42,10 +46,66 @@ def test_shares_are_shares_and_times_are_times() -> None:
 def test_every_kind_of_the_catalogue_has_an_efficiency() -> None:
     known = constants()
     for one in entries().values():
-        for dtype in ("bf16", "f32", "f8"):
-            assert 0 < known.of(one.kind.family, dtype) <= 1
-    assert known.of("p100", "bf16") == known.of("v100", "f16")
-    assert known.of("unheard-of", "bf16") == ASSUMED
+        for dtype in ("bf16", "f32", "tf32", "f8", "f4"):
+            assert 0 < known.efficiency_of(one.kind, dtype).share <= 1
+        assert 0 < known.memory_of(one.kind) <= 1
+    unheard = dataclasses.replace(device_kind("h100"), name="other", generation="")
+    assert known.efficiency_of(unheard, "bf16").share == ASSUMED
+
+
+TABLE = "p100 p40 v100-16 v100-pcie t4 a100-40 a100-80 a10g a6000 l4 h100-nvl w6800"
+
+
+@pytest.mark.parametrize("name", TABLE.split())
+def test_kinds_of_the_published_layers_were_measured(name: str) -> None:
+    kind = device_kind(name)
+    found = kind.efficiency_in(kind.multiplies_in("f16"))
+    assert found.measured
+    assert efficiency_notes([kind], "f16") == ()
+
+
+def test_what_was_not_measured_is_its_generation_by_its_power() -> None:
+    known, l4, l40s = constants(), device_kind("l4"), device_kind("l40s")
+    found = known.efficiency_of(l40s, "bf16")
+    assert (found.measured, found.of) == (False, ("l4",))
+    watts = (350 / 362) / (72 / 121)
+    assert found.share == pytest.approx(known.blocks["l4", "bf16"] * watts**POWER)
+    # A kind without a board power is as its generation is.
+    bare = dataclasses.replace(l40s, watts=None)
+    own = known.efficiency_of(l4, "bf16").share
+    assert known.efficiency_of(bare, "bf16").share == own
+    assert [known.efficiency_of(device_kind("h200"), "bf16").of] == [("h100",)]
+    # Nothing of AMD's generation is known: Hopper stands in.
+    other = known.efficiency_of(device_kind("mi300x"), "bf16")
+    assert other.of == ("h100",)
+    # What a watt buys differs between generations.
+    assert other.share == known.efficiency["h100", "bf16"]
+
+
+def test_notes_of_kinds_say_whose_numbers_they_are_and_how_far_off() -> None:
+    (note,) = efficiency_notes([device_kind("mi300x")] * 2, "bfloat16")
+    rates = re.findall(r"[\d.]+ of|\([\d.]+ to [\d.]+\)", note)
+    assert note.startswith("MI300X was not measured in bf16: ")
+    assert note.endswith(", as h100")
+    assert len(rates) == 2
+    other = dataclasses.replace(device_kind("h100"), name="other", generation="")
+    assert efficiency_notes([other], "bf16")[0].endswith("assumed")
+    assert efficiency_notes([device_kind("l4")], "f32")[0].endswith("another type")
+    assert efficiency_notes([device_kind("v5e"), device_kind("cpu")], "bf16") == ()
+    assert len(efficiency_notes([device_kind("l4"), device_kind("l40s")], "bf16")) == 1
+
+
+def test_plan_estimate_and_array_read_one_efficiency() -> None:
+    """A change of one number changes the price of one product and of many alike."""
+    kind = device_kind("a10g")
+    one = float(kind.matmul_seconds("bf16", 4096, 4096, 4096))
+    many = kind.matmul_seconds("bf16", np.array([4096.0]), 4096, 4096)
+    peak, share = kind.peak_flops("bf16"), constants().efficiency_of(kind, "bf16").share
+    curve = constants().platforms["gpu"]
+    sizes = (4096.0, 4096.0, 4096.0, 1.0, kind.cores)
+    part = float(shape_share(*sizes, curve, pace_of(peak, kind.cores)))
+    assert one == pytest.approx(2 * 4096**3 / (peak * share * part))
+    assert one == pytest.approx(float(many[0]))
 
 
 def test_constants_survive_their_file(tmp_path: Path) -> None:
@@ -54,10 +114,11 @@ def test_constants_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "fitted.toml"
     write(constants(), path, "one, two")
     text = path.read_text()
-    assert "#     one, two" in text
     again = read(tomllib.loads(text))
-    for key, share in constants().efficiency.items():
-        assert again.efficiency[key] == pytest.approx(share, rel=1e-3)
+    assert again.sources == "one, two"
+    for name in ("efficiency", "blocks", "memory"):
+        before, after = getattr(constants(), name), getattr(again, name)
+        assert after == pytest.approx(before, rel=1e-3), name
     assert again.node == pytest.approx(constants().node, rel=1e-3)
 
 

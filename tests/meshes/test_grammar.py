@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import Cluster, WhaleError, cluster, kind_names
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.fitted import constants
-from whalejax.meshes.grammar import GRAMMAR, near_cube
+from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.formats.cluster_text import GRAMMAR, near_cube
 
 
 NODE_KINDS = [n for n, e in entries().items() if e.torus is None and n != "cpu"]
@@ -225,3 +225,30 @@ def test_a_file_by_its_ending(tmp_path: Path) -> None:
     path = tmp_path / "Mixed.toml"
     cluster("h100:2x8").save(path)
     assert cluster(str(path)) == cluster("h100:2x8")
+
+
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [
+        ("gb200:4", [("nvlink", 4)]),
+        ("gb200:72", [("nvlink", 4), ("nvlink-domain", 18)]),
+        ("gb200:18x4", [("nvlink", 4), ("nvlink-domain", 18)]),
+        ("gb300:2x72", [("nvlink", 4), ("nvlink-domain", 18), ("infiniband", 2)]),
+        ("gb200-nvl36:36", [("nvlink", 4), ("nvlink-domain", 9)]),
+        ("gb200-nvl36:18x4", [("nvlink", 4), ("nvlink-domain", 9), ("infiniband", 2)]),
+        ("b200:9x8", [("nvlink", 8), ("infiniband", 9)]),
+    ],
+)
+def test_racks_that_one_switch_joins_are_a_level(
+    text: str, levels: list[tuple[str, int]]
+) -> None:
+    found = cluster(text)
+    assert [(level.name, level.size) for level in found.levels] == levels
+    speeds = [level.bandwidth_bytes_per_second for level in found.levels]
+    if levels[1:2] and levels[1][0] == "nvlink-domain":
+        assert speeds[0] == speeds[1]
+
+
+def test_a_rack_has_no_more_than_its_devices() -> None:
+    with pytest.raises(WhaleError, match=r"Write gb200:20x4, or describe"):
+        cluster("gb200:80")

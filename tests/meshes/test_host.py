@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from whalejax.meshes.host import cpu_cores, cpu_model, host_memory_bytes
+from whalejax.meshes.host_facts import cpu_cores, cpu_model, host_memory_bytes
 
 
 def test_without_limits_the_whole_machine(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +16,14 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import (
     BandwidthPoint,
+    Cluster,
     DeviceKind,
     MatmulPoint,
     WhaleError,
     device_kind,
 )
+from whalejax.meshes.device_kinds import effective_size
 from whalejax.meshes.dtypes import dtype_name
-from whalejax.meshes.kinds import effective_size
 
 
 def _kind(**changes: Any) -> DeviceKind:
@@ -67,13 +71,19 @@ def test_unknown_element_type() -> None:
         dtype_name("string")
     assert str(error.value) == (
         "element type 'string' has no FLOP/s; expected one of f64, f32, tf32, bf16, "
-        "f16, f8 or numpy's name of a floating or integer type"
+        "f16, f8, f4 or numpy's name of a floating or integer type"
     )
 
 
 @pytest.mark.parametrize(
     ("name", "short"),
-    [("bfloat16", "bf16"), ("int32", "f32"), ("float8_e5m2", "f8"), ("bool", "f32")],
+    [
+        ("bfloat16", "bf16"),
+        ("int32", "f32"),
+        ("float8_e5m2", "f8"),
+        ("float4_e2m1fn", "f4"),
+        ("bool", "f32"),
+    ],
 )
 def test_numpy_names(name: str, short: str) -> None:
     assert dtype_name(name) == short
@@ -93,7 +103,7 @@ def test_half_size_penalizes_small_shapes() -> None:
 
 
 def test_points_are_met_and_interpolated_in_logarithms() -> None:
-    kind = _kind(matmul_points=_points((64, 1e9), (1024, 16e9)))
+    kind = _kind(platform="cpu", matmul_points=_points((64, 1e9), (1024, 16e9)))
     rate = kind.matmul_flops_per_second
     assert rate("f32", 64, 64, 64) == pytest.approx(1e9)
     assert rate("f32", 256, 256, 256) == pytest.approx(4e9)
@@ -102,7 +112,7 @@ def test_points_are_met_and_interpolated_in_logarithms() -> None:
 
 
 def test_points_of_equal_size_are_averaged() -> None:
-    kind = _kind(matmul_points=_points((64, 1e9), (64, 4e9)))
+    kind = _kind(platform="cpu", matmul_points=_points((64, 1e9), (64, 4e9)))
     assert kind.matmul_flops_per_second("f32", 64, 64, 64) == pytest.approx(2e9)
 
 
@@ -117,7 +127,7 @@ def test_a_type_with_a_peak_does_not_borrow_the_points_of_another() -> None:
 def test_products_in_a_batch_have_points_of_their_own() -> None:
     alone = MatmulPoint(dtype="f32", m=64, k=64, n=64, flops_per_second=4e9)
     many = dataclasses.replace(alone, batch=8, flops_per_second=1e9)
-    both = _kind(matmul_points=(alone, many))
+    both = _kind(platform="cpu", matmul_points=(alone, many))
     assert both.matmul_seconds("f32", 64, 64, 64) == pytest.approx(2 * 64**3 / 4e9)
     assert both.matmul_seconds("f32", 64, 64, 64, count=10) == pytest.approx(
         10 * 2 * 64**3 / 1e9
@@ -146,9 +156,8 @@ def test_fresh_memory_costs_where_it_was_measured() -> None:
 def test_interpolation_stays_between_the_points(
     points: list[tuple[int, float]], side: float
 ) -> None:
-    rate = _kind(matmul_points=_points(*points)).matmul_flops_per_second(
-        "f32", side, side, side
-    )
+    kind = _kind(platform="cpu", matmul_points=_points(*points))
+    rate = kind.matmul_flops_per_second("f32", side, side, side)
     rates = [r for _, r in points]
     assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)
 
@@ -200,8 +209,9 @@ def test_all_unfit_numbers_are_named_at_once() -> None:
         "  4. flops_per_second.f32: got -1.0, expected a number above zero\n"
         "  5. matmul_points.0: got 0, expected a number above zero\n"
         "  6. flops_per_second: got 'int4', expected one of f64, f32, tf32, bf16, f16, "
-        "f8\n"
-        "  7. matmul_points: got 'f31', expected one of f64, f32, tf32, bf16, f16, f8\n"
+        "f8, f4\n"
+        "  7. matmul_points: got 'f31', expected one of f64, f32, tf32, bf16, f16, "
+        "f8, f4\n"
         "  8. efficiency: got 1.5, expected a fraction above 0, at most 1\n"
         "  9. op_overhead_seconds: got -1e-06, expected a number of at least zero"
     )
@@ -242,3 +252,53 @@ def test_a_larger_product_never_takes_less_time(name: str) -> None:
     kind = device_kind(name)
     taken = [kind.matmul_seconds("bf16", 2**n, 1024, 1024) for n in range(14)]
     assert all(a <= 1.001 * b for a, b in zip(taken, taken[1:], strict=False))
+
+
+MEASURED = Path(__file__).resolve().parents[2] / "meshes" / "measured"
+PRODUCTS = json.loads((MEASURED / "h200_products.json").read_text(encoding="utf-8"))
+
+
+def _off(kind: DeviceKind, row: dict[str, Any]) -> float:
+    """Predicted over measured seconds of one product, as plans price it."""
+    dtype, m, k, n = (row[name] for name in ("dtype", "m", "k", "n"))
+    moved = {"f32": 4, "bf16": 2}[dtype] * (m * k + k * n + m * n)
+    multiplied = kind.matmul_seconds(dtype, m, k, n)
+    seconds = max(multiplied, kind.elementwise_seconds(moved)) + kind.launch_seconds
+    return float(seconds) / float(row["seconds"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_narrow_products_of_a_calibrated_gpu_are_as_measured(dtype: str) -> None:
+    """With a side of up to 128, they cost memory and what any product takes."""
+    kind = Cluster.load(MEASURED / "h200.toml").slowest
+    rows = [r for r in PRODUCTS["rows"] if r["dtype"] == dtype]
+    rows = [r for r in rows if min(r["k"], r["n"]) <= 128]
+    assert len(rows) >= 29
+    off = [_off(kind, row) for row in rows]
+    assert statistics.median(abs(x - 1) for x in off) < 0.2
+    assert 0.4 < min(off) <= max(off) < 2.0
+
+
+def test_what_any_product_takes_is_the_shortest_one() -> None:
+    def point(m: int, seconds: float, dtype: str = "f32") -> MatmulPoint:
+        rate = 2.0 * m**3 / seconds
+        return MatmulPoint(dtype=dtype, m=m, k=m, n=m, flops_per_second=rate)
+
+    points = (point(64, 4e-6), point(2048, 104e-6))
+    fast = _kind(matmul_points=points, op_overhead_seconds=1e-6)
+    assert float(fast.matmul_seconds("f32", 64, 64, 64)) == pytest.approx(
+        3e-6 + 4 * 3 * 64**2 / fast.memory_bytes_per_second
+    )
+    # A long and narrow one passes through memory once.
+    moved = 4 * (10**6 * 64 * 2 + 64 * 64)
+    assert float(fast.matmul_seconds("f32", 10**6, 64, 64)) == pytest.approx(
+        3e-6 + moved / fast.memory_bytes_per_second
+    )
+    sides = np.array([10**6, 2048])
+    several = fast.matmul_seconds("f32", sides, np.array([64, 2048]), sides)
+    assert float(several[1]) == pytest.approx(104e-6)
+    # Nothing is known of it on CPUs, or where all products are as long.
+    assert _kind(platform="cpu", matmul_points=points).least_product_seconds == 0
+    alike = (point(64, 4e-6), point(128, 5e-6))
+    assert _kind(matmul_points=alike).least_product_seconds == 0
+    assert fast.least_product_seconds == pytest.approx(3e-6)

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.meshes import group, launch, launching
-from whalejax.meshes.launched import KEY
-from whalejax.meshes.launching import Launch
-from whalejax.meshes.problems import WhaleError
+from whalejax.distributed import launch_spec as launch
+from whalejax.distributed import launcher, process_group
+from whalejax.distributed.launch_env import KEY
+from whalejax.distributed.launcher import Launch
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ SECONDS: Final = 60
 
 WHO = """
 import os, sys
-from whalejax.meshes.launched import introduce, launched
+from whalejax.distributed.launch_env import introduce, launched
 address, count, rank = launched()
 introduce(f"kind{rank}", rank + 1)
 print("rank", rank, "of", count, "at", address, sys.argv[1:], os.environ.get("AT"))
@@ -186,7 +187,7 @@ def test_the_rest_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         tells=False,
         stops=False,
     )
-    assert launching.run(launch) == 1
+    assert launcher.run(launch) == 1
     assert (tmp_path / "done").exists()
     said = capsys.readouterr().err
     assert said.startswith("whalejax: rank 1 on localhost failed first, with status 1")
@@ -269,10 +270,10 @@ def test_without_control_groups_it_runs_and_says_so(
     def refuse(_: float) -> None:
         raise WhaleError("no control group can be made here")
 
-    monkeypatch.setattr(group, "Quota", refuse)
+    monkeypatch.setattr(process_group, "Quota", refuse)
     command = (sys.executable, "-c", "print('ran')")
     made = Launch(command=command, processes=1, quotas=(50,), logs=tmp_path)
-    assert launching.run(made) == 0
+    assert launcher.run(made) == 0
     found = capfd.readouterr()
     assert "running without CPU quotas: no control group can be made" in found.err
     assert "ran" in found.out

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.meshes import group, launching
-from whalejax.meshes.launched import MARK, Blamed, Introduced
-from whalejax.meshes.launching import Launch
-from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.pump import TAIL_BYTES, Log, Pump, Shown
+from whalejax.distributed import launcher, process_group
+from whalejax.distributed.launch_env import MARK, Blamed, Introduced
+from whalejax.distributed.launcher import Launch
+from whalejax.distributed.process_output import TAIL_BYTES, Log, Pump, Shown
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -278,7 +278,7 @@ def within(tmp_path: Path, program: str, **given: Any) -> int:
     launch = Launch(
         command=(sys.executable, "-c", program), processes=2, logs=tmp_path, **given
     )
-    return launching.run(launch)
+    return launcher.run(launch)
 
 
 FORKS: Final = "ignore:os.fork"  # JAX may be there; nothing is shared
@@ -292,7 +292,7 @@ def test_a_terminal_that_takes_no_more_stops_nobody(
     said: list[str] = []
     with os.fdopen(target, "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
-        patch.setattr("whalejax.meshes.pump.PATIENCE_SECONDS", 0.01)
+        patch.setattr("whalejax.distributed.process_output.PATIENCE_SECONDS", 0.01)
         shown = Shown(said.append)
         for _ in range(40):
             shown.write(b"x" * 8191 + b"\n")
@@ -326,7 +326,7 @@ def test_one_that_stands_still_at_its_exit(
 
 ABSENT: Final = """
 import os, time
-from whalejax.meshes.launched import joining
+from whalejax.distributed.launch_env import joining
 if os.environ["WHALEJAX_PROCESS_ID"] == "0":
     joining()
     time.sleep(600)
@@ -348,7 +348,7 @@ def test_one_that_ends_well_while_others_wait_for_it_to_join(
 def test_one_that_a_signal_has_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(process_group, "LOOK_SECONDS", 0.02)
     program = (
         "import os, signal, time\n"
         "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
@@ -378,13 +378,13 @@ def test_stopping_has_one_deadline_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(group.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(process_group.time, "monotonic", lambda: clock[0])
     launch = Launch(command=("true",), processes=8, logs=tmp_path)
     with contextlib.ExitStack() as stack:
-        made = group.Group(launch, stack)
+        made = process_group.Group(launch, stack)
         made._running = [Stubborn(clock) for _ in range(8)]  # type: ignore[misc]
         made.stop()
-    assert clock[0] <= 1.5 * group.GRACE_SECONDS
+    assert clock[0] <= 1.5 * process_group.GRACE_SECONDS
     said = capsys.readouterr().err
     assert "stopping rank 0, 1, 2, 3, 4, 5, 6, 7 by SIGTERM" in said
     assert "in 10 s is killed" in said

@@ -14,18 +14,18 @@ from typing import Any, Final
 import pytest
 
 from tests.processes import free_port
-from whalejax import cli
-from whalejax.meshes import checkup, links
-from whalejax.meshes.checkup import Check, Report
-from whalejax.meshes.launched import (
+from whalejax.cli import main
+from whalejax.distributed import host_checks, json_lines
+from whalejax.distributed.host_checks import Check, Report
+from whalejax.distributed.host_comparison import Met, meet
+from whalejax.distributed.launch_env import (
     COORDINATOR,
     NUM_PROCESSES,
     PROCESS_ID,
     launched,
     split_address,
 )
-from whalejax.meshes.meeting import Met, meet
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 FACTS = {"jax": "0.10.2", "python": "3.11", "device kind": "NVIDIA H100"}
@@ -131,7 +131,7 @@ def test_a_coordinator_that_is_not_there_is_said() -> None:
 
 
 def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json"]) == 0
+    assert main.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in found["hosts"][0]["checks"]}
     assert found["ok"] and found["problem"] == 0
@@ -153,14 +153,16 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_wrong_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkup, "_DEVICES", "raise SystemExit('no driver')")
-    monkeypatch.setattr(checkup.metadata, "version", lambda _: "0.4.1")
+    monkeypatch.setattr(host_checks, "_DEVICES", "raise SystemExit('no driver')")
+    monkeypatch.setattr(host_checks.metadata, "version", lambda _: "0.4.1")
     refuse = "no control group can be made here (/sys: Read-only file system). Run as"
-    monkeypatch.setattr(checkup, "why_no_quota", lambda: refuse)
-    monkeypatch.setattr(checkup.metadata, "requires", lambda _: ["jax>=0.10.2,<0.13"])
+    monkeypatch.setattr(host_checks, "why_no_quota", lambda: refuse)
+    monkeypatch.setattr(
+        host_checks.metadata, "requires", lambda _: ["jax>=0.10.2,<0.13"]
+    )
     with socket.create_server(("", 0)) as other:
-        monkeypatch.setattr(checkup, "PORT", other.getsockname()[1])
-        assert cli.main(["doctor"]) == 1
+        monkeypatch.setattr(host_checks, "PORT", other.getsockname()[1])
+        assert main.main(["doctor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     for text in (
         "no driver",
@@ -194,7 +196,7 @@ HOSTILE: Final = (
     json.dumps(host("x").document()).encode() + b"\n[]\n",
     json.dumps(host("x").document()).encode() + b'\n{"time": Infinity}\n',
     json.dumps(host("x").document()).encode() + b'\n{"time": "now"}\n',
-    b"x" * (links.MOST_BYTES + 100_000),
+    b"x" * (json_lines.MOST_BYTES + 100_000),
 )
 
 
@@ -297,7 +299,7 @@ def test_an_environment_that_is_wrong(
         launched(given)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["doctor"]) == 2
+    assert main.main(["doctor"]) == 2
     assert says.partition(";")[0] in capsys.readouterr().err
 
 
@@ -313,7 +315,7 @@ def test_an_environment_that_is_wrong(
 def test_options_that_contradict(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["doctor", *words]) == 2
+    assert main.main(["doctor", *words]) == 2
     assert text in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import whalejax as wh
-from whalejax.meshes.paddle import from_data
+from whalejax.meshes.formats.paddle_json import from_data
 
 
 def machine(number: int, machines: int = 2, gpus: int = 4) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 class _Narrower(WhaleError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import whalejax as wh
-from whalejax.meshes.quota import Quota, why_no_quota
+from whalejax.distributed.cgroup_quota import Quota, why_no_quota
 
 
 BUSY = (

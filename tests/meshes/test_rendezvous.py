@@ -13,11 +13,10 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from tests.processes import free_port
-from whalejax.meshes import rendezvous as meeting_place
-from whalejax.meshes.launched import joined_address
-from whalejax.meshes.links import MOST_BYTES, Link, greet
-from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.rendezvous import (
+from whalejax.distributed import rendezvous as meeting_place
+from whalejax.distributed.json_lines import MOST_BYTES, Link, greet
+from whalejax.distributed.launch_env import joined_address
+from whalejax.distributed.rendezvous import (
     PURPOSE,
     Guest,
     Host,
@@ -26,6 +25,7 @@ from whalejax.meshes.rendezvous import (
     missing_words,
     rendezvous,
 )
+from whalejax.meshes.errors import WhaleError
 
 
 class Process:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import pytest
 
 from tests.planner.plans import example
-from whalejax import cli
-from whalejax.meshes import streams
+from whalejax.cli import main
+from whalejax.distributed import standard_streams
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def full(*, buffered: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            streams.drop_stdout()
+            standard_streams.drop_stdout()
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
@@ -71,7 +71,7 @@ def test_a_full_disk(
     command: tuple[str, ...], buffered: bool, here: Path, capfd: Any
 ) -> None:
     with full(buffered=buffered):
-        assert cli.main(command) == 2
+        assert main.main(command) == 2
     said = capfd.readouterr().err
     assert said.count(SAYS) == 1 and "Traceback" not in said
 
@@ -80,7 +80,7 @@ def test_a_full_disk(
 def test_a_rank_that_failed_keeps_its_status(here: Path, capfd: Any) -> None:
     (here / "script.py").write_text("raise SystemExit(3)")
     with full(buffered=True):
-        assert cli.main(["launch", "--processes", "1", "--json", "script.py"]) == 3
+        assert main.main(["launch", "--processes", "1", "--json", "script.py"]) == 3
     assert SAYS in capfd.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_closed_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(words.split()) == status
+    assert main.main(words.split()) == status
     errors = capfd.readouterr().err
     assert says in errors and bool(says) == bool(errors)
 
@@ -116,7 +116,7 @@ def test_errors_that_cannot_be_shown(
         out = file and io.TextIOWrapper(file, "utf-8", write_through=True)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", out)
-            assert cli.main(["show", "none.json"]) == 2
+            assert main.main(["show", "none.json"]) == 2
     assert capfd.readouterr().out == ""
 
 
@@ -138,9 +138,9 @@ def test_who_has_read_enough(here: Path) -> None:
 def test_other_files_keep_their_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full for another file is not standard output's affair."""
     with (
-        streams.standard_output(),
+        standard_streams.standard_output(),
         pytest.raises(OSError) as caught,
         open("/dev/full", "w", encoding="utf-8") as file,
     ):
         file.write("a")
-    assert not isinstance(caught.value, streams.Unwritten)
+    assert not isinstance(caught.value, standard_streams.Unwritten)

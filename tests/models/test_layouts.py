@@ -12,7 +12,7 @@ from flax import nnx
 import whalejax as wh
 import whalejax.models as models
 from tests.equality import FLOAT64_TOLERANCE, OneDevice, check, on_one_device
-from whalejax import cli
+from whalejax.cli import main
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax promotes its step count
@@ -80,7 +80,7 @@ def test_it_is_planned_for_eight_devices(name: str, annotated: bool) -> None:
 def test_the_command_line_plans_it(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", name, "--cluster", "h100:8"]) == 0
+    assert main.main(["plan", name, "--cluster", "h100:8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Plan    8×H100 ")
     assert "obeyed: replicate" in text

@@ -13,7 +13,7 @@ import pytest
 import whalejax as wh
 import whalejax.models as models
 from tests.equality import FLOAT64_TOLERANCE, OneDevice, check, on_one_device
-from whalejax import cli
+from whalejax.cli import main
 
 
 NAMES: Final = ("t5-test", "m6-test")
@@ -77,5 +77,5 @@ def test_is_planned_on_the_command_line(
 ) -> None:
     path = tmp_path / "plan.json"
     words = ("plan", "t5-test", "--cluster", "h100:8", "-o", str(path))
-    assert cli.main(words) == 0, capsys.readouterr().err
+    assert main.main(words) == 0, capsys.readouterr().err
     assert wh.Plan.load(path).leaves

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from whalejax import models
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.models import bert, gpt, moe, resnet
 
 

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whalejax.planner.graph import Factor, Graph
-from whalejax.planner.programs import Program as Program
+from whalejax.planner.model.builder import Program as Program
+from whalejax.planner.model.graph import Factor, Graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,17 +16,17 @@ from functools import cache, cached_property
 from typing import Any
 
 from tests.planner.oracle_stage import Inner, compositions, shares_of
-from whalejax.meshes.fitted import WHOLE, constants
-from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
-from whalejax.planner.frames import CHUNKS, ORDERS
-from whalejax.planner.layout import spec_of
-from whalejax.planner.outlook import PLACES, Placement
-from whalejax.planner.schedules import schedule
-from whalejax.planner.simulate import simulate
-from whalejax.planner.stored import HOLDERS
+from whalejax.meshes.fitted_constants import WHOLE, constants
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds, runs_as
+from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.batched.cases import PLACES, Placement
+from whalejax.planner.search.batched.mesh_grid import CHUNKS, ORDERS
+from whalejax.planner.search.batched.parameter_bytes import HOLDERS
+from whalejax.planner.sharding.layout import spec_of
 from whalejax.planner.terms import OFFLOADS
-from whalejax.planner.wide import WideSearch
 
 
 table_of = cache(schedule)

@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from whalejax.planner.cost import (
+from whalejax.planner.cost.operation_cost import (
     Setting,
     flow_cost,
     gradients_of,
     row_hits,
     row_seconds,
 )
-from whalejax.planner.layout import MESH_AXES
-from whalejax.planner.memory import kept_bytes
-from whalejax.planner.priced import Links
-from whalejax.planner.variants import Variant
-from whalejax.planner.wide import WideSearch
+from whalejax.planner.memory.saved_tensors import kept_bytes
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.batched.cells import Links
+from whalejax.planner.search.batched.layout_variants import Variant
+from whalejax.planner.sharding.layout import MESH_AXES
 
 
 class Inner:

@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from whalejax.found import Found, Refused, Weighed
+from whalejax.api.search_result import Found, Refused, Weighed
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
-from whalejax.planner.cost import Collective
-from whalejax.planner.display import plan_lines
-from whalejax.planner.entries import BatchLeaf, Candidate, LeafPlan, RegionTable
+from whalejax.planner.entries import (
+    BatchLeaf,
+    Candidate,
+    Collective,
+    LeafPlan,
+    RegionTable,
+)
 from whalejax.planner.entries import RoleInfo as Role
-from whalejax.planner.lines import plain
-from whalejax.planner.plan import NothingFits, Plan, Stages
+from whalejax.planner.errors import NothingFits
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.report.page import plan_lines
+from whalejax.planner.plan.report.text_layout import plain
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from tests.planner.graphs import Sizes, gpt
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.decide import decide
-from whalejax.planner.graph import Graph
-from whalejax.planner.leaves import OptimizerBytes
-from whalejax.planner.plan import BatchLeaf, Plan
-from whalejax.planner.search import Request, Search
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.spmd import decide
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 
 
 WIDE = Sizes(

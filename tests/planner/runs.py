@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.frameworks import framework
+from whalejax.estimates.run import Run
 from whalejax.meshes.catalogue import entry
-from whalejax.planner.decoder import Decoder
-from whalejax.planner.frameworks import framework
-from whalejax.planner.runs import Run
 
 
 SIZES = Decoder(

@@ -12,7 +12,7 @@ import scipy.optimize
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from whalejax.planner.balance import (
+from whalejax.planner.balance.shares import (
     Device,
     balance,
     check_pieces,
@@ -23,8 +23,12 @@ from whalejax.planner.balance import (
     speed_bound,
     water_fill,
 )
-from whalejax.planner.plan import PlanError
-from whalejax.planner.whale_balance import algorithm_1, formula_1, uneven_shards
+from whalejax.planner.balance.whale_algorithm1 import (
+    algorithm_1,
+    formula_1,
+    uneven_shards,
+)
+from whalejax.planner.errors import PlanError
 
 
 SECONDS = st.floats(0.1, 10.0)

@@ -15,13 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.planner.test_dimensions import assert_disequal
 from whalejax import hlo, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.choices import choices
-from whalejax.planner.dimensions import Dimensions, analyse
-from whalejax.planner.graph import Graph
-from whalejax.planner.regions import expert_roles
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.expert_regions import expert_roles
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.sharding.strategies import choices
 
 
 pytestmark = pytest.mark.relaxed_promotion

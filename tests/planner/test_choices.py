@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.graphs import Program, gpt, mlp
-from whalejax.planner.choices import (
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph, Mark, Tensor
+from whalejax.planner.sharding.metadata_constraints import unplanned_pins, written
+from whalejax.planner.sharding.strategies import (
     NEEDS_AN_AXIS,
     NO_EXPERTS,
     NO_TENSOR,
@@ -20,11 +26,6 @@ from whalejax.planner.choices import (
     idle_marks,
     sharded_by_split,
 )
-from whalejax.planner.dimensions import Dimensions, analyse
-from whalejax.planner.graph import Graph, Mark, Tensor
-from whalejax.planner.pins import unplanned_pins, written
-from whalejax.planner.plan import PlanError
-from whalejax.planner.views import build_rows
 
 
 def mark(kind: str, **attributes: str) -> Mark:

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import Level
-from whalejax.planner.collectives import (
-    CollectiveKind,
-    axis_parts,
-    collective_seconds,
-    span_rates,
-)
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds, span_rates
+from whalejax.planner.entries import CollectiveKind
 
 
 def two_levels(inner: int, outer: int) -> Cluster:

@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 from tests.planner.pages import spmd
-from whalejax.planner.compared import told, told_apart
-from whalejax.planner.plan import Plan
+from whalejax.planner.fingerprint import told, told_apart
+from whalejax.planner.plan.plan import Plan
 
 
 def apart(one: Plan, other: Plan) -> str:

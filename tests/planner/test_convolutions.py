@@ -10,12 +10,12 @@ import pytest
 
 from tests.planner.test_captured_dimensions import captured
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.cost import Setting, row_seconds
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import CONVOLUTION, Graph
-from whalejax.planner.layout import Table
-from whalejax.planner.memory import kept_bytes, residents
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.operation_cost import Setting, row_seconds
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.memory.saved_tensors import kept_bytes, residents
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import CONVOLUTION, Graph
+from whalejax.planner.sharding.layout import Table
 
 
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}

@@ -11,21 +11,28 @@ import pytest
 from tests.planner.graphs import Program, Sizes, gpt
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import COMPILERS
-from whalejax.meshes.kinds import Platform
-from whalejax.planner.cost import (
-    Collective,
+from whalejax.meshes.device_kinds import Platform
+from whalejax.planner.cost.operation_cost import (
     Setting,
     as_run,
     flow_cost,
     row_cost,
     row_hits,
 )
-from whalejax.planner.dimensions import Dimensions, analyse
-from whalejax.planner.fused import reading
-from whalejax.planner.graph import Graph, Mark
-from whalejax.planner.layout import Table, extend_spec, local_bytes, shards, spec_of
-from whalejax.planner.leaves import LeafFacts, OptimizerBytes
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import Collective
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph, Mark
+from whalejax.planner.sharding.fused_parameters import reading
+from whalejax.planner.sharding.layout import (
+    Table,
+    extend_spec,
+    local_bytes,
+    shards,
+    spec_of,
+)
+from whalejax.planner.sharding.parameter_layout import LeafFacts, OptimizerBytes
 
 
 Z = Sizes()

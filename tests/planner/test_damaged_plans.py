@@ -19,11 +19,12 @@ from tests.mutants import deep
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
 from whalejax.meshes import cluster
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.display import bar_text
-from whalejax.planner.documents import document_hash
-from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.serial import decode
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.json_codec import decode
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.plan_file import document_hash
+from whalejax.planner.plan.report.page import bar_text
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from whalejax.planner.decoder import REGIONS, Decoder, decoder_graph
-from whalejax.planner.dimensions import analyse
+from whalejax.estimates.decoder import REGIONS, Decoder, decoder_graph
+from whalejax.planner.model.dimension_analysis import analyse
 
 
 GPT = Decoder(

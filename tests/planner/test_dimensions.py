@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.graphs import Program, Sizes, gpt, mlp
-from whalejax.planner.dimensions import Dimensions, analyse, starred
-from whalejax.planner.graph import Graph
-from whalejax.planner.regions import expert_roles
-from whalejax.planner.rows import Flow
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import starred
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.expert_regions import expert_roles
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.sharding.operation_rows import Flow
 
 
 HUMAN = {

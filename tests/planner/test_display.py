@@ -21,17 +21,24 @@ from tests.planner.pages import (
     spmd,
     staged,
 )
-from whalejax.planner.differences import Shift, signed
-from whalejax.planner.display import plan_lines
-from whalejax.planner.explain import gigabytes, layout_text
-from whalejax.planner.lines import cells, line_cells, paragraph, plain, table
-from whalejax.planner.parameters import (
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.diff import Shift, signed
+from whalejax.planner.plan.report.page import plan_lines
+from whalejax.planner.plan.report.parameter_table import (
     collective_words,
     collectives_of,
     homes,
     parameter_rows,
 )
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.report.text_layout import (
+    cells,
+    line_cells,
+    paragraph,
+    plain,
+    table,
+)
+from whalejax.planner.plan.report.why import layout_text
 
 
 made = functools.cache(pages)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.planner.runs import run
+from whalejax.estimates import step_model
+from whalejax.estimates.heterogeneous import price_unlike
+from whalejax.estimates.run import Replica, Run, StageOf
+from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.fitted import constants
-from whalejax.planner import estimate
-from whalejax.planner.estimate import Runs
-from whalejax.planner.runs import Replica, Run, StageOf
-from whalejax.planner.unlike import price_unlike
+from whalejax.meshes.fitted_constants import constants
 
 
 def seconds(*runs: Run) -> list[float]:
@@ -93,7 +93,7 @@ def test_a_long_pipeline_is_the_simulation_of_all_its_rows(
         for chunks in (1, 2)
     ]
     short = seconds(*several)
-    monkeypatch.setattr(estimate, "OUTER", 1000)
+    monkeypatch.setattr(step_model, "STEADY_AFTER", 1000)
     assert seconds(*several) == pytest.approx(short, rel=1e-3)
 
 
@@ -105,11 +105,11 @@ def test_a_host_that_launches_bounds_small_layers() -> None:
     )
     found = Runs([eager, compiled])
     ahead, behind = found.places(constants())
-    layer = (ahead + behind)[estimate.LAYER]
+    layer = (ahead + behind)[step_model.LAYER]
     launches = sum(
         (1 + k.gradients) * k.count
         for k in found.work[0].kernels
-        if k.place == estimate.LAYER
+        if k.place == step_model.LAYER
     )
     host = launches * constants().platforms["gpu"].dispatch_seconds
     assert layer[0] >= host
@@ -229,7 +229,7 @@ def test_sizes_that_do_not_divide_by_sixteen_bytes_slow_products_down() -> None:
     def head(vocab: int, source: str) -> float:
         one = run("a100-80", source=source, sizes={"vocab": vocab}, zero=0)
         ahead, behind = Runs([one]).places(constants())
-        return float((ahead + behind)[estimate.HEAD, 0])
+        return float((ahead + behind)[step_model.HEAD, 0])
 
     assert head(50257, "vtrain") > 1.05 * head(50264, "vtrain")
     # Compilers pad operands.

@@ -9,7 +9,8 @@ import pytest
 
 from tests.planner.graphs import Sizes, gpt
 from tests.planner.test_search import plan_of
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 
 
 SIZES = Sizes(batch=64, seq=64, embed=512, key=64, value=64, mlp=2048)

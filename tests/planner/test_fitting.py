@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from tests.planner.runs import run
+from whalejax.estimates import accuracy, fit_constants
+from whalejax.estimates.accuracy import Measured, leave_one_source_out, load, scores
+from whalejax.estimates.fit_constants import fit, source_weights
+from whalejax.estimates.frameworks import framework
+from whalejax.estimates.run import Run
+from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.fitted import Constants, constants
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner import accuracy, fitting
-from whalejax.planner.accuracy import Measured, leave_one_source_out, load, scores
-from whalejax.planner.estimate import Runs
-from whalejax.planner.fitting import fit, source_weights
-from whalejax.planner.frameworks import framework
-from whalejax.planner.runs import Run
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import Constants, constants
 
 
 def slower(efficiency: float) -> Constants:
@@ -52,7 +52,7 @@ def sweep() -> list[Run]:
 def test_a_fit_explains_what_its_own_formulas_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fitting, "ROUNDS", 1)
+    monkeypatch.setattr(fit_constants, "ROUNDS", 1)
     runs = Runs(sweep())
     truth = runs.price(slower(0.4)).step_seconds
     before = runs.price(constants()).step_seconds
@@ -63,7 +63,7 @@ def test_a_fit_explains_what_its_own_formulas_made(
 
 
 def test_a_fit_finds_links_of_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "ROUNDS", 1)
+    monkeypatch.setattr(fit_constants, "ROUNDS", 1)
     base = [dataclasses.replace(r, framework=framework("vtrain")) for r in sweep()]
     several = [*base, *(dataclasses.replace(r, device=entry("a100")) for r in base)]
     runs = Runs(several)
@@ -77,19 +77,19 @@ def test_a_fit_finds_links_of_one_family(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_constants_move_together_that_no_run_feels_two_of() -> None:
     several = [*sweep()[:2], run("v5p", source="maxtext"), run("a100-80"), run("h200")]
     runs = Runs(several)
-    places, _ = fitting._places(runs)
-    groups = fitting._together(runs, places)
+    places, _ = fit_constants._places(runs)
+    groups = fit_constants._together(runs, places)
     assert sorted(i for group in groups for i in group) == list(range(len(places)))
     assert len(groups) < len(places)
     for group in groups:
-        felt = [fitting._feels(runs, places[i]) for i in group]
+        felt = [fit_constants._feels(runs, places[i]) for i in group]
         assert np.sum(felt, axis=0).max() <= 1
     # What is said not to be felt is not.
     for place in places:
-        changed = fitting._with(constants(), [place], np.array([place.range.low]))
+        changed = fit_constants._with(constants(), [place], np.array([place.range.low]))
         before = runs.price(constants(), settle=False).step_seconds
         after = runs.price(changed, settle=False).step_seconds
-        assert (before == after)[~fitting._feels(runs, place)].all()
+        assert (before == after)[~fit_constants._feels(runs, place)].all()
 
 
 def test_a_source_of_many_rows_weighs_more_but_not_in_proportion() -> None:
@@ -133,7 +133,7 @@ def _dump(path: Path, rows: list[dict[str, str]]) -> None:
 def test_a_source_is_predicted_from_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "ROUNDS", 1)
+    monkeypatch.setattr(fit_constants, "ROUNDS", 1)
     write_tables(tmp_path)
     measured = load(tmp_path)
     predicted, judged = leave_one_source_out(measured, workers=1)

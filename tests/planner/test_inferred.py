@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.planner.test_published import ROW
-from whalejax.planner.inferred import readings
-from whalejax.planner.published import Reading
+from tests.planner.test_published import read as described
+from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.read_table import Reading
 
 
 LARGE = {"layers": "96", "hidden": "12288", "heads": "96", "tp": "8", "pp": "8"}
@@ -63,3 +64,9 @@ def test_what_fits_no_other_way_is_sharded() -> None:
 def test_what_does_not_fit_at_all_is_said() -> None:
     found = one(**LARGE, device="T4", remat="", zero_stage="1")
     assert found.notes[-1] == "remat full (nothing fits; it takes least)"
+
+
+def test_a_rack_behind_one_switch_is_a_node() -> None:
+    rack = {"device": "GB200", "num_devices": "64", "devices_per_node": ""}
+    assert described(**rack).devices_per_node == 64
+    assert described(**{**rack, "device": "B200"}).devices_per_node == 8

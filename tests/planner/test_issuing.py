@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from whalejax.planner.issuing import Handing, issue_order
-from whalejax.planner.schedules import Action, Row, Schedule, schedule
-from whalejax.planner.simulate import simulate
+from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.transfer_order import Handing, issue_order
 
 
 SIZES = [

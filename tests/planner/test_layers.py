@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from whalejax import models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster
-from whalejax.planner import layers as layers_module
-from whalejax.planner.chain import (
+from whalejax.planner.model import repeated_layers as layers_module
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.layer_chain import (
     ENDS,
     EVERYWHERE,
     FIRST,
@@ -23,13 +25,11 @@ from whalejax.planner.chain import (
     LAYER,
     chain_of,
 )
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph
-from whalejax.planner.layers import find_layers
-from whalejax.planner.leaves import OptimizerBytes
-from whalejax.planner.search import Request
-from whalejax.planner.wide import WideSearch
-from whalejax.precision import at_precision
+from whalejax.planner.model.repeated_layers import find_layers
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
+from whalejax.runtime.mixed_precision import at_precision
 
 
 def captured(name: str, **options: Any) -> Graph:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.graphs import Program, mlp
 from tests.planner.plans import plan_of
-from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.terms import MemoryTerms
 
 
 BATCH, WIDTHS = 4096, (24, 320, 48, 40)

@@ -12,10 +12,9 @@ import pytest
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, plan_of
 from whalejax.meshes import Cluster, WhaleError, cluster
-from whalejax.planner.collectives import CollectiveKind
-from whalejax.planner.cost import Collective
-from whalejax.planner.ordering import ordered, traffic_bytes
-from whalejax.planner.plan import Plan
+from whalejax.planner.entries import Collective, CollectiveKind
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.sharding.device_order import ordered, traffic_bytes
 
 
 FAST, SLOW = 100e9, 10e9

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from whalejax.planner.parts import Unit, Units, Value, divided, divided_by_marks
-from whalejax.planner.plan import PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.program_cut import (
+    Unit,
+    Units,
+    Value,
+    divided,
+    divided_by_marks,
+)
 
 
 def inputs(*numbers: int) -> list[Value]:

@@ -9,8 +9,8 @@ import pytest
 from tests.planner.graphs import Program
 from tests.planner.plans import plan_of
 from whalejax.meshes import cluster
-from whalejax.planner.graph import Graph, Stacked
-from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.model.graph import Graph, Stacked
+from whalejax.planner.terms import MemoryTerms
 
 
 DEVICES = 4

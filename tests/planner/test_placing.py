@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.test_stages import brute_force
-from whalejax.planner.placing import in_order, memory_order, place
-from whalejax.planner.plan import PlanError
-from whalejax.planner.stages import Layer, Stage
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.partition import Layer, Stage
+from whalejax.planner.pipeline.stage_placement import in_order, memory_order, place
 
 
 KINDS = (

@@ -15,7 +15,8 @@ import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
-from whalejax.planner.plan import PLAN_VERSION, Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import PLAN_VERSION, Plan
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(
 
 def test_the_hash_is_the_same_in_every_process(plan: Plan, saved: Path) -> None:
     code = (
-        "import sys; from whalejax.planner.plan import Plan\n"
+        "import sys; from whalejax.planner.plan.plan import Plan\n"
         "print(Plan.load(sys.argv[1]).hash)\n"
         "from tests.planner.plans import example; print(example().hash)"
     )

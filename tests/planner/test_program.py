@@ -9,14 +9,18 @@ import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, search_of
-from whalejax.planner.between import Split, split_between, splits_between
-from whalejax.planner.cost import RowCost, flow_cost, row_cost, row_hits
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.layout import Table
-from whalejax.planner.leaves import lay_out
-from whalejax.planner.peaks import peak_of
-from whalejax.planner.search import Search
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, row_hits
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.memory.peak import peak_of
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import lay_out
+from whalejax.planner.sharding.sequence_parallel import (
+    Split,
+    split_between,
+    splits_between,
+)
 
 
 LAYERS = 3

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
-from whalejax.meshes.named import read_device
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.frameworks import framework
-from whalejax.planner.published import (
+from whalejax.estimates.frameworks import framework
+from whalejax.estimates.read_table import (
     Reading,
     measured_seconds,
     read_row,
     read_table,
 )
-from whalejax.planner.runs import Run
+from whalejax.estimates.run import Run
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.device_aliases import read_device
 
 
 ROW = {
@@ -156,12 +157,21 @@ def test_words_for_rematerialization_are_mapped_to_the_nearest() -> None:
         ("float8", "f8"),
         ("float32", "f32"),
         ("float16", "f16"),
+        ("mxfp8", "f8"),
+        ("MXFP6", "f8"),
     ],
 )
 def test_words_for_precision_are_mapped(text: str, dtype: str) -> None:
     assert read(precision=text, device="H100").dtype == dtype
     noted = text not in ("fp16", "tf32")
     assert (f"precision {dtype} (for {text!r})" in note(precision=text)) == noted
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "MXFP4", "fp4"])
+def test_four_bits_run_in_eight_where_there_are_no_units(text: str) -> None:
+    assert read(precision=text, device="B200").dtype == "f4"
+    assert read(precision=text, device="H100").dtype == "f8"
+    assert "H100 has no fp4: fp8's peak" in note(precision=text, device="H100")
 
 
 def test_micro_batches_are_inferred_small_in_pipelines() -> None:
@@ -176,6 +186,30 @@ def test_fully_sharded_means_an_axis_of_its_own() -> None:
     assert (found.zero, found.fsdp, found.data) == (3, 16, 1)
     hybrid = read(source="axlearn", tp="1", pp="1", fsdp="8", zero_stage="3")
     assert (hybrid.fsdp, hybrid.data) == (8, 2)
+
+
+def test_a_rest_is_what_the_other_axes_leave() -> None:
+    sharded = {"source": "maxtext", "tp": "1", "pp": "1", "zero_stage": ""}
+    found = read(**sharded, fsdp="-1")
+    assert (found.fsdp, found.data, found.zero) == (16, 1, 3)
+    found = read(**sharded, fsdp="-1", dp="2")
+    assert (found.fsdp, found.data) == (8, 2)
+    assert "fsdp 8 (-1: what dp 2 leaves of 16)" in note(**sharded, fsdp="-1", dp="2")
+    wrong = read_row({**ROW, **sharded, "fsdp": "-1", "dp": "3"})
+    assert wrong.run is None
+    assert "dp 3 does not divide 16 data ranks" in wrong.notes[0]
+    assert read(**sharded, fsdp="8", dp="-1").data == 2
+
+
+def test_samples_that_are_not_whole_are_those_of_each_device() -> None:
+    halves = {"source": "maxtext", "pp": "1", "micro_batch": "0.5"}
+    assert read(**halves, tp="2").micro_batch == 1
+    assert "micro_batch 1 (0.5 for each of 2 devices)" in note(**halves, tp="2")
+    # Without tensor ranks, those of a context share the sample.
+    alone = read(**halves, tp="1", global_batch="8")
+    assert (alone.context, alone.micro_batch, alone.global_batch) == (2, 1, 8)
+    assert "cp 2 (a sample on 2 devices)" in note(**halves, tp="1")
+    assert read(source="maxtext", pp="1", tp="2", micro_batch="1.5").micro_batch == 3
 
 
 def test_modern_megatron_interleaves_and_shards_the_sequence() -> None:
@@ -210,20 +244,38 @@ def test_devices_are_matched_by_family_and_memory(
 
 def test_cards_and_export_models_are_slower() -> None:
     whole, card = read_device("A100").entry, read_device("A100-PCIe-40GB")
-    assert card.entry.kind.peak_flops("bf16") < whole.kind.peak_flops("bf16")
-    assert card.notes[0] == "A100-40 as a PCIe card"
+    rates = [
+        e.kind.matmul_flops_per_second("bf16", *[4096] * 3) for e in (whole, card.entry)
+    ]
+    assert rates[1] < rates[0]
+    assert card.notes == (
+        "A100-40 as a PCIe card",
+        "300 of 400 W: products at 0.89 of their speed",
+    )
     export = read_device("A800-80GB")
     assert export.notes == ("A800 is A100 with 400 GB/s of NVLink",)
     assert export.entry.node is not None
     assert export.entry.node.bandwidth_bytes_per_second == 200e9
 
 
-def test_a_device_that_the_catalogue_lacks_is_taken_by_its_datasheet() -> None:
-    card = read_device("NVIDIA L40S")
-    assert card.notes == ("NVIDIA L40S by its datasheet, as efficient as RTX 3090",)
-    kind = card.entry.kind
+def test_a_device_that_was_not_measured_is_its_generation_by_its_power() -> None:
+    found = read_row({**ROW, "device": "NVIDIA L40S"})
+    assert found.run is not None
+    kind = found.run.device.kind
     assert (kind.peak_flops("bf16"), kind.memory_bytes) == (362e12, 48 * 2**30)
-    assert read_device("A10G").entry.kind.peak_flops("bf16") == 70e12
+    (said,) = [n for n in found.notes if "was not measured" in n]
+    assert re.fullmatch(
+        r"L40S was not measured in bf16: [\d.]+ of 362 TFLOP/s \([\d.]+ to [\d.]+\), "
+        "as l4 by its power",
+        said,
+    )
+    assert "was not measured" not in note(device="A10G")
+
+
+def test_devices_of_no_plug_in_are_taken_by_their_datasheet() -> None:
+    assert read_device("Gaudi3").notes == (
+        "Gaudi3 by its datasheet, as efficient as H100",
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +285,7 @@ def test_a_device_that_the_catalogue_lacks_is_taken_by_its_datasheet() -> None:
         ("RTX A6000", 154.8, 48),
         ("RTX 6000 Ada", 364, 48),
         ("MI300A", 980.6, 128),
-        ("AMD MI300X", 1307, 192),
+        ("AMD MI300X", 1307.4, 192),
         ("H20-141GB", 148, 141),
         ("p4d.24xlarge", 312, 40),
         ("a2-megagpu-16g", 312, 40),
@@ -241,7 +293,7 @@ def test_a_device_that_the_catalogue_lacks_is_taken_by_its_datasheet() -> None:
         ("A10G", 70, 24),
         ("B300", 2250, 288),
         ("RTX 5090", 209.5, 32),
-        ("MI325X", 1307, 256),
+        ("MI325X", 1307.4, 256),
         ("Gaudi2", 432, 96),
         ("TPU v3-512", 61.5, 16),
         ("v5p-128", 459, 95),
@@ -481,16 +533,23 @@ def test_what_is_not_as_the_row_says_is_said() -> None:
     assert "topk 1 (the row says 0)" in note(experts="8", topk="0")
     assert "ep 1 (none given)" in note(experts="8")
     assert "sp on (for 'maybe')" in note(sp="maybe")
-    assert "V100-32 has no bf16: f16's peak" in note(device="V100-32GB")
+    for device, dtype in (("V100-32GB", "bf16"), ("P40", "fp16")):
+        said = note(device=device, precision=dtype)
+        assert f"has no fast {dtype.replace('fp', 'f')}: products run in f32" in said
+    assert read(device="V100-32GB", precision="").dtype == "f16"
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("RTX4090", "rtx3090-4090"),
-        ("RTX 4090", "rtx3090-4090"),
+        ("RTX4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
         ("A10080GB", "a100-80"),
-        ("GB200", "b200"),
+        ("GB200", "gb200"),
+        ("GB200 NVL36", "gb200-nvl36"),
+        ("V100-PCIe-16GB", "v100-pcie"),
+        ("H100-NVL", "h100-nvl"),
+        ("DGX-H100", "h100"),
     ],
 )
 def test_names_without_blanks(text: str, kind: str) -> None:
@@ -500,7 +559,9 @@ def test_names_without_blanks(text: str, kind: str) -> None:
 def test_what_only_looks_like_a_name_is_none() -> None:
     with pytest.raises(WhaleError, match="'A1000' names no family"):
         read_device("A1000")
-    assert read_device("GB200 NVL72", guess=True).notes == ("GB200 NVL72 as B200",)
+    assert read_device("Foo9", guess=True).notes == (
+        "device 'Foo9' is unknown: as a100-80",
+    )
 
 
 UNLIKE = "stages [V100-16xTP2] -> [T4xTP1]; profile-layers per stage 6|4"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.ranks import _exchanged, _gains, cost, place
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.sharding.rank_order import _exchanged, _gains, cost, place
 
 
 def matrices(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from whalejax.planner.balance import makespan, shares
-from whalejax.planner.rebalance import Rebalance
+from whalejax.planner.balance.online import Rebalance
+from whalejax.planner.balance.shares import makespan, shares
 
 
 def run(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.rings import BLOCK, ring
+from whalejax.planner.sharding.ring_rounds import BLOCK, ring
 
 
 def _later(rows: int, columns: int) -> np.ndarray:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import (
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import (
     NAMES,
     Row,
     Schedule,

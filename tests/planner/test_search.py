@@ -10,12 +10,14 @@ import pytest
 from tests.planner.graphs import Program, Sizes, gpt
 from tests.planner.plans import HUGE, WIDE, plan_of, search_of
 from whalejax.meshes import cluster
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph, Mark
-from whalejax.planner.layout import shards
-from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.ranking import TIE
-from whalejax.planner.search import Scored, Search, meshes, ranked
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.graph import Graph, Mark
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.enumerate import Search, meshes, ranked
+from whalejax.planner.search.ranking import TIE
+from whalejax.planner.search.request import Scored
+from whalejax.planner.sharding.layout import shards
 
 
 def searched(graph: Graph, machine: str = "h100:8", **options: object) -> Search:

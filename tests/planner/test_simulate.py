@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.test_schedules import schedules
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import Schedule, schedule, written
-from whalejax.planner.simulate import Timeline, compiled, simulate, simulate_many
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import Schedule, schedule, written
+from whalejax.planner.pipeline.simulate import (
+    Timeline,
+    compiled,
+    simulate,
+    simulate_many,
+)
 
 
 PLAIN = ("gpipe", "1f1b", "1f1b-ahead", "gpipe-lockstep", "1f1b-lockstep")

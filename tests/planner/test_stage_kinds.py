@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes import cluster
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import schedule
-from whalejax.planner.stage_kinds import (
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.heterogeneous_stages import (
     Ground,
     allot,
     by_memory,
     least_seconds,
     unlike,
 )
-from whalejax.planner.stages import Layer
+from whalejax.planner.pipeline.partition import Layer
+from whalejax.planner.pipeline.schedules import schedule
 
 
 KINDS = ("rtx3090", "v100-32", "a100-40")

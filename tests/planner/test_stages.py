@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import NAMES, schedule
-from whalejax.planner.stages import Layer, Stage, cut, stages_under
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.partition import Layer, Stage, cut, stages_under
+from whalejax.planner.pipeline.schedules import NAMES, schedule
 
 
 NUMBERS = st.integers(0, 9).map(float)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fuzzing import fuzzed
-from whalejax.cli import main
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.tables import ADDED, estimate_file
+from whalejax.cli.main import main
+from whalejax.estimates.table import ADDED, estimate_file, write_estimates
+from whalejax.meshes.errors import WhaleError
 
 
 HEADER = (
@@ -117,6 +117,38 @@ def test_the_table_is_not_written_over(tmp_path: Path) -> None:
         estimate_file(source, tmp_path)
 
 
+def test_rows_that_cannot_be_read_say_why_and_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are estimated as without them."""
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    bad = ["nemo,gpt,8,wide,16,2048,64,H100,8,2,1,,", "nemo,gpt,8"]
+    source.write_text(TABLE + "\n".join(bad) + "\n")
+    assert main(["estimate", str(source), "-o", str(target)]) == 2
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("3 of 6 runs predicted")
+    assert out[1] == "2 rows could not be read; their note says why"
+    with target.open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[4]["hidden"] == "wide"
+    assert rows[4]["predicted_step_time_s"] == rows[5]["fits"] == ""
+    assert rows[4]["note"] == "not read: column hidden: 'wide' is no number"
+    assert rows[5]["note"] == "not read: 3 cells, the header has 13"
+    assert rows[:4] == estimated(tmp_path)
+
+
+def test_a_strict_table_is_refused_with_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(f"{TABLE}nemo,gpt,8,wide,16,2048,64,H100,8,2,1,,\nnemo\n")
+    assert main(["estimate", str(source), "-o", str(target), "--strict"]) == 2
+    said = capsys.readouterr().err
+    assert "line 6, column hidden: 'wide' is no number" in said
+    assert "line 7: 1 cells, the header has 13" in said
+    assert not target.exists()
+
+
 LARGE = {
     "layers": "1e308",
     "hidden": "1e26",
@@ -145,7 +177,7 @@ def test_a_number_beyond_all_runs_is_refused(tmp_path: Path, column: str) -> Non
     row[column] = LARGE[column]
     source.write_text(f"{columns}\n{','.join(row.values())}\n")
     with pytest.raises(WhaleError) as caught:
-        estimate_file(source, tmp_path / "out.csv")
+        write_estimates(source, tmp_path / "out.csv", strict=True)
     expected = f"line 2, column {column}: {LARGE[column]}; expected at most "
     assert expected in str(caught.value)
 
@@ -179,7 +211,7 @@ def test_tables_that_are_none(tmp_path: Path, content: bytes, text: str) -> None
     source = tmp_path / "in.csv"
     source.write_bytes(content)
     with pytest.raises(WhaleError) as caught:
-        estimate_file(source, tmp_path / "out.csv")
+        write_estimates(source, tmp_path / "out.csv", strict=True)
     assert text in str(caught.value) and len(str(caught.value)) < 1500
 
 

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.layout import shards
-from whalejax.planner.plan import LeafPlan
-from whalejax.planner.unequal import Dealt, exchanged, layers_of, stored_apart
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.pipeline.uneven_layers import (
+    Dealt,
+    exchanged,
+    layers_of,
+    stored_apart,
+)
+from whalejax.planner.sharding.layout import shards
 
 
 WHOLE = ((), (), ())

@@ -9,22 +9,26 @@ import pytest
 from tests.planner.graphs import Program
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.collectives import CollectiveKind
-from whalejax.planner.cost import Collective, Setting, row_seconds
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.fused import reading
-from whalejax.planner.graph import Graph
-from whalejax.planner.leaves import LeafFacts, OptimizerBytes, lay_out
-from whalejax.planner.peaks import largest_gather
-from whalejax.planner.plan import MemoryTerms
-from whalejax.planner.rows import Row
-from whalejax.planner.update import (
+from whalejax.planner.cost.operation_cost import Setting, row_seconds
+from whalejax.planner.cost.optimizer_step import (
     CUT_TURNS,
     GATHER_TURNS,
     turning_seconds,
     update_seconds,
 )
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import Collective, CollectiveKind
+from whalejax.planner.memory.peak import largest_gather
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.sharding.fused_parameters import reading
+from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    OptimizerBytes,
+    lay_out,
+)
+from whalejax.planner.terms import MemoryTerms
 
 
 DEVICES = 4

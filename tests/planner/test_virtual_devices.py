@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import Mark, MarkKind, TaskGraph
-from whalejax.planner.plan import PlanError
-from whalejax.planner.virtual_devices import (
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import Mark, MarkKind, TaskGraph
+from whalejax.planner.sharding.virtual_devices import (
     check_devices,
     copies,
     virtual_devices,

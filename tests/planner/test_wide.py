@@ -14,31 +14,36 @@ from hypothesis import strategies as st
 
 from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
+from whalejax.estimates.decoder import Decoder, decoder_graph
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.balance import pieces_at, smallest_pace
-from whalejax.planner.collectives import (
+from whalejax.planner.balance.shares import pieces_at, smallest_pace
+from whalejax.planner.cost.collectives import (
     axis_parts,
     collective_seconds,
     runs_as,
     span_rates,
     spans_of,
 )
-from whalejax.planner.decide import analyse_graph
-from whalejax.planner.decoder import Decoder, decoder_graph
-from whalejax.planner.estimate import OUTER
-from whalejax.planner.foresee import foresee
-from whalejax.planner.frames import ORDERS, Frames
-from whalejax.planner.graph import Graph
-from whalejax.planner.layer_cuts import cut_layers
-from whalejax.planner.layout import MESH_AXES
-from whalejax.planner.leaves import OptimizerBytes
-from whalejax.planner.outlook import Cases, Placement
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import most_in_flight, schedule
-from whalejax.planner.search import Request, Search
-from whalejax.planner.simulate import any_cut_share, simulate, simulate_many
-from whalejax.planner.weigh import Weighed, settle, weigh
-from whalejax.planner.wide import WideSearch
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.schedules import most_in_flight, schedule
+from whalejax.planner.pipeline.simulate import (
+    STEADY_AFTER,
+    any_cut_share,
+    simulate,
+    simulate_many,
+)
+from whalejax.planner.plan.estimate_only import foresee
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.batched.cases import Cases, Placement
+from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames
+from whalejax.planner.search.batched.partition import cut_layers
+from whalejax.planner.search.batched.step_time import Weighed, settle, weigh
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 
 
 MOST_CHOICES = 9000
@@ -327,10 +332,10 @@ def test_a_long_pipeline_is_timed_by_its_own_pace() -> None:
         float(
             simulate_many(schedule("1f1b", 4, n), forward, backward, np.array([0.5]))[0]
         )
-        for n in (OUTER * 4, (OUTER - 1) * 4)
+        for n in (STEADY_AFTER * 4, (STEADY_AFTER - 1) * 4)
     )
     assert long == pytest.approx(whole)
-    assert some + (64 - OUTER * 4) * (some - fewer) / 4 == pytest.approx(whole)
+    assert some + (64 - STEADY_AFTER * 4) * (some - fewer) / 4 == pytest.approx(whole)
 
 
 @given(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.planner.runs import SIZES, run
-from whalejax.planner.work import HEAD, LAYER, Work, levels_of, wires, work_of
+from whalejax.estimates.workload import HEAD, LAYER, Work, levels_of, wires, work_of
 
 
 STREAM = 2 * 2 * SIZES.seq * SIZES.hidden

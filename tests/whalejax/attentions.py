@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from whalejax import _compat, rebuild
-from whalejax.capture.attention import attention_of
-from whalejax.capture.calls import is_attention
-from whalejax.lowering.ring import attend
+from whalejax import _compat
+from whalejax.capture.patterns.attention import attention_of
+from whalejax.capture.patterns.calls import is_attention
+from whalejax.jaxpr import rebuild
+from whalejax.lowering.spmd.ring_attention import attend
 
 
 def in_blocks(program: Any, mesh: Mesh, *, rows: bool = True) -> Callable[..., Any]:

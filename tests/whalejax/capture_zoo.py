@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import whalejax as wh
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import whalejax as wh
-from whalejax.train import TrainState, TrainStep
+from whalejax.runtime.train_step import TrainState, TrainStep
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import whalejax as wh
-from whalejax.adapters import Adapter, adapt
+from whalejax.adapters.base import Adapter, adapt
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import whalejax as wh
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 
 
 PARAMS = {"w": jnp.ones((3, 2))}

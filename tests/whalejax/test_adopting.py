@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import adopting
+from whalejax.runtime import adopt_state
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam's counts
@@ -291,7 +291,7 @@ def test_a_state_without_an_origin_has_no_model(step: Any, tmp_path: Any) -> Non
 def test_layouts_are_compared_once(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = step(step.init_from(MODEL), X)[0]
     step.eval(state, X)
-    monkeypatch.setattr(adopting, "_other_leaves", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(adopt_state, "_other_leaves", lambda *_: pytest.fail("again"))
     for _ in range(2):
         state, _ = step(state, X)
         step.eval(state, X)

@@ -13,27 +13,27 @@ import pytest
 
 import whalejax as wh
 from tests.processes import finish, start
-from whalejax.lowering.fingerprints import fingerprint
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
+from whalejax.lowering.multihost.fingerprints import fingerprint
 
 
 PROGRAM: Final = """
 import time
 import numpy as np, optax
 import whalejax as wh
-from whalejax import beats
-from whalejax.lowering import agreement
+from whalejax.distributed import heartbeat
+from whalejax.lowering.multihost import agreement
 
 case = sys.argv[5]
 odd = index == count - 1
 if odd and case == "versions":
-    wh.__version__ = "0.0.9"
+    agreement.__version__ = "0.0.9"
     agreement.jaxlib.version.__version__ = "0.0.8"
 x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
 tx = optax.sgd(0.1)
 if case == "ended":
-    beats.begun()
+    heartbeat.begun()
     if odd:
         sys.exit()
 if odd and case == "optimizer":

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 import whalejax as wh
-from whalejax.annotations import (
+from whalejax.api.annotations import (
     Annotation,
     nesting_problem,
     parse_scope,
     recording,
     scope_name,
 )
-from whalejax.planner.graph import Mark
+from whalejax.planner.model.graph import Mark
 
 
 MARKS = [

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
 from whalejax import _compat, hlo
-from whalejax.capture.attention import Attention, attention_of
-from whalejax.capture.calls import is_attention, with_calls
+from whalejax.capture.patterns.attention import Attention, attention_of
+from whalejax.capture.patterns.calls import is_attention, with_calls
 from whalejax.models._layers import causal_attention
 
 

@@ -41,11 +41,11 @@ from tests.whalejax.capture_zoo import (
     transformer_loss,
 )
 from whalejax import _compat
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.capture.walk import inner_jaxprs, recursion
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph, Op
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.graph import Graph, Op
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -20,8 +20,8 @@ from tests.whalejax.capture_zoo import (
     transformer_batch,
     transformer_loss,
 )
-from whalejax.annotations import Annotation
-from whalejax.planner.graph import Graph, TaskGraph
+from whalejax.api.annotations import Annotation
+from whalejax.planner.model.graph import Graph, TaskGraph
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph, Op
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.graph import Graph, Op
 
 
 Shape = tuple[int, ...]

@@ -28,10 +28,10 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
-from whalejax.checkpoint import UncheckedCheckpoint
-from whalejax.checkpoint_record import UNFINISHED_SUFFIX
-from whalejax.state import Origin
-from whalejax.train import TrainState, TrainStep
+from whalejax.runtime.checkpoint import UncheckedCheckpoint
+from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.runtime.state import Origin
+from whalejax.runtime.train_step import TrainState, TrainStep
 
 
 # Adam promotes its count.
@@ -166,7 +166,7 @@ def test_odd_leaves_come_back(tmp_path: Path) -> None:
         loss_scale=None,
         origin=Origin(shared_step().adapter),
     )
-    from whalejax import checkpoint
+    from whalejax.runtime import checkpoint
 
     checkpoint.save(tmp_path / "a", state, plan)
     abstract = jax.tree.map(
@@ -311,7 +311,7 @@ def test_numbers_that_orbax_cannot_read(copy: Path) -> None:
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from tests.whalejax import runs
-from whalejax import checkpoint
+from whalejax.runtime import checkpoint
 
 step = runs.shared_step()
 state = runs.fresh_state(step)

@@ -21,9 +21,9 @@ import pytest
 import whalejax as wh
 from tests.whalejax.runs import fresh_state, host_leaves, run_script, shared_step
 from tests.whalejax.test_checkpoint import data_files, without_hashes
-from whalejax import checkpoint, checkpoint_files
-from whalejax.checkpoint import UncheckedCheckpoint
-from whalejax.checkpoint_record import RECORD, DamagedCheckpoint, read_record
+from whalejax.runtime import checkpoint, checkpoint_files
+from whalejax.runtime.checkpoint import UncheckedCheckpoint
+from whalejax.runtime.checkpoint_record import RECORD, DamagedCheckpoint, read_record
 
 
 # Adam promotes its count.
@@ -109,7 +109,7 @@ def test_a_record_that_was_changed_is_named(copy: Path) -> None:
 )
 def test_records_that_say_what_cannot_be(copy: Path, changes: dict[str, Any]) -> None:
     """A hash that is right does not make a record one."""
-    from whalejax.checkpoint_record import _hash_of
+    from whalejax.runtime.checkpoint_record import _hash_of
 
     record = {**json.loads((copy / RECORD).read_text()), **changes}
     (copy / RECORD).write_text(
@@ -209,7 +209,7 @@ def test_a_record_that_may_not_be_read_is_no_damage(
     def fail(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("whalejax.checkpoint_record.read_text", fail)
+    monkeypatch.setattr("whalejax.runtime.checkpoint_record.read_text", fail)
     with pytest.raises(
         wh.WhaleError, match="Permission denied. Ask for leave"
     ) as caught:

@@ -13,8 +13,9 @@ import json, os
 from pathlib import Path
 import numpy as np, optax
 import whalejax as wh
-from whalejax import checkpoint_files, loop
-from whalejax.resuming import held, resumed
+from whalejax.cli import train_loop
+from whalejax.runtime import checkpoint_files
+from whalejax.runtime.resume import held, resumed
 
 x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
@@ -66,7 +67,7 @@ if index == 0:
     biggest.write_bytes(content)
 checkpoint_files.told_by_all("", "changed")
 found["damaged"] = refused(lambda: step.restore(folder / "step_000003"))
-again = resumed(step, loop.checkpoints(folder))
+again = resumed(step, train_loop.checkpoints(folder))
 found["resumed"] = [again.checkpoint.name, int(again.state.step), again.state.samples]
 other = compiled(optax.sgd(optax.constant_schedule(0.1)))
 taken = other.restore(again.checkpoint, only="model")

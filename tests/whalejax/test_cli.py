@@ -15,15 +15,16 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
-from whalejax import cli, jobs, models
-from whalejax.meshes.problems import WhaleError
-from whalejax.options import (
+from whalejax import jobs, models
+from whalejax.cli import main
+from whalejax.cli.options import (
     PlanCommand,
     TrainCommand,
     by_task_graph,
     named_values,
 )
-from whalejax.planner.plan import Plan
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
 
 
 # Adam promotes its count.
@@ -87,7 +88,7 @@ TRAIN = ("train", "jobs.py:make", "--cluster", "eight.toml")
 
 def refused(words: list[str] | tuple[str, ...], capsys: Captured) -> str:
     """The message of a command that must fail as a user error."""
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     return capsys.readouterr().err
 
 
@@ -95,12 +96,12 @@ def refused(words: list[str] | tuple[str, ...], capsys: Captured) -> str:
 
 
 def test_version(capsys: Captured) -> None:
-    assert cli.main(["--version"]) == 0
+    assert main.main(["--version"]) == 0
     assert capsys.readouterr().out == f"whalejax {wh.__version__}\n"
 
 
 def test_help_lists_the_commands(capsys: Captured) -> None:
-    assert cli.main(["--help"]) == 0
+    assert main.main(["--help"]) == 0
     text = capsys.readouterr().out
     for command in COMMANDS:
         assert re.search(rf"^\W*{command} +[A-Z]\w+", text, re.MULTILINE), command
@@ -108,7 +109,7 @@ def test_help_lists_the_commands(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_help_text(command: str, capsys: Captured) -> None:
-    assert cli.main([command, "--help"]) == 0
+    assert main.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     # An entry begins in the third column, whatever the box around it looks like.
     entries = re.split(r"^[│ ] (?=-|[A-Z])", text, flags=re.MULTILINE)[1:]
@@ -121,8 +122,8 @@ def test_every_option_has_a_help_text(command: str, capsys: Captured) -> None:
 
 def test_help_and_errors_import_nothing_heavy() -> None:
     code = (
-        "import sys; from whalejax import cli; cli.main(['train', '--help']); "
-        "cli.main(['trein']); assert 'jax' not in sys.modules"
+        "import sys; from whalejax.cli import main; main.main(['train', '--help']); "
+        "main.main(['trein']); assert 'jax' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -163,14 +164,14 @@ def test_a_file_that_makes_no_job(
 def test_a_file_may_import_its_neighbours(here: Path) -> None:
     (here / "neighbour_of_job.py").write_text("from jobs import make\n")
     (here / "other.py").write_text("from neighbour_of_job import make\n")
-    assert cli.find_job("other.py:make").name == "perceptron"
+    assert main.find_job("other.py:make").name == "perceptron"
 
 
 # Training.
 
 
 def test_train_reports_in_one_last_line(here: Path, capsys: Captured) -> None:
-    assert cli.main([*TRAIN, "--steps", "12", "--replay", "5", "--json"]) == 0
+    assert main.main([*TRAIN, "--steps", "12", "--replay", "5", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
     assert report["steps"] == 12
@@ -194,7 +195,7 @@ def test_train_reports_in_one_last_line(here: Path, capsys: Captured) -> None:
 
 def test_quiet_prints_the_report_alone(here: Path, capsys: Captured) -> None:
     words = [*TRAIN, "--steps", "2", "--quiet", "--json", "--replay", "9"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     found = capsys.readouterr()
     report = json.loads(found.out)
     assert report["steps"] == 2
@@ -204,13 +205,13 @@ def test_quiet_prints_the_report_alone(here: Path, capsys: Captured) -> None:
 
 
 def test_quiet_without_json_prints_nothing(here: Path, capsys: Captured) -> None:
-    assert cli.main([*TRAIN, "--steps", "1", "--quiet"]) == 0
+    assert main.main([*TRAIN, "--steps", "1", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
 
 
 def test_train_options_reach_the_plan(here: Path, capsys: Captured) -> None:
     words = [*TRAIN, "--steps", "1", "--batch", "32", "--micro-batches", "2"]
-    assert cli.main([*words, "--precision", "bf16"]) == 0
+    assert main.main([*words, "--precision", "bf16"]) == 0
     assert "2 micro-batches" in capsys.readouterr().out
 
 
@@ -221,21 +222,21 @@ def report_of(capsys: Captured) -> dict[str, Any]:
 
 def test_a_run_resumes_where_it_ended(here: Path, capsys: Captured) -> None:
     saving = [*TRAIN, "--json", "--save", "run", "--save-every", "2"]
-    assert cli.main([*saving, "--steps", "6", "--seed", "3", "--resume"]) == 0
+    assert main.main([*saving, "--steps", "6", "--seed", "3", "--resume"]) == 0
     whole = report_of(capsys)
     assert (
-        cli.main([*TRAIN, "--json", "--steps", "4", "--save", "b", "--seed", "3"]) == 0
+        main.main([*TRAIN, "--json", "--steps", "4", "--save", "b", "--seed", "3"]) == 0
     )
     first = report_of(capsys)
     resumed = [*TRAIN, "--json", "--save", "b", "--resume", "--replay", "2"]
-    assert cli.main([*resumed, "--steps", "6"]) == 0
+    assert main.main([*resumed, "--steps", "6"]) == 0
     second = report_of(capsys)
     assert first["loss_first"] == whole["loss_first"]
     assert second["loss_last"] == whole["loss_last"]
     assert second["steps"] == 2
     assert second["max_rel_diff_vs_one_device"] < 1e-4
     # There is nothing left to do now, and saying so is no error.
-    assert cli.main([*resumed, "--steps", "6"]) == 0
+    assert main.main([*resumed, "--steps", "6"]) == 0
     done = capsys.readouterr().out
     assert "nothing to do: all steps were done before" in done
     assert json.loads(done.splitlines()[-1])["loss_first"] is None
@@ -250,16 +251,16 @@ def test_a_bad_loss_is_a_user_error(here: Path, capsys: Captured) -> None:
 
 def test_an_interrupted_run(here: Path, capsys: Captured) -> None:
     words = ["train", "jobs.py:interrupted", "--cluster", "eight.toml", "--quiet"]
-    assert cli.main(words) == 130
+    assert main.main(words) == 130
     assert capsys.readouterr().err == "whalejax: interrupted\n"
 
 
 def test_sizes_of_axes_are_fixed_by_mesh(here: Path, capsys: Captured) -> None:
     words = ["plan", "gpt-test", "--set", "scan_layers=true", "--cluster", "h100:4"]
-    assert cli.main([*words, "--mesh", "stage=2", "tensor=2", "--json"]) == 0
+    assert main.main([*words, "--mesh", "stage=2", "tensor=2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert dict(plan["axes"]) == {"stage": 2, "tensor": 2}
-    assert cli.main([*TRAIN, "--steps", "1", "--mesh", "fsdp=4", "data=2"]) == 0
+    assert main.main([*TRAIN, "--steps", "1", "--mesh", "fsdp=4", "data=2"]) == 0
     assert "data 2 × fsdp 4" in capsys.readouterr().out
 
 
@@ -327,35 +328,35 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
 
 def test_a_plan_is_made_shown_explained_and_run(here: Path, capsys: Captured) -> None:
     made = ["plan", "jobs.py:make", "--cluster", "eight.toml", "--batch", "32"]
-    assert cli.main([*made, "-o", "plan.json"]) == 0
+    assert main.main([*made, "-o", "plan.json"]) == 0
     table = capsys.readouterr().out
     assert "8×CPU" in table and "written to plan.json" in table
     plan = wh.Plan.load("plan.json")
     assert plan.batch[0].shape[0] == 32
 
-    assert cli.main(["show", "plan.json"]) == 0
+    assert main.main(["show", "plan.json"]) == 0
     assert capsys.readouterr().out.strip() in table
-    assert cli.main(["show", "plan.json", "--json"]) == 0
+    assert main.main(["show", "plan.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(
         Path("plan.json").read_text()
     )
-    assert cli.main([*made, "--json"]) == 0
+    assert main.main([*made, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hash"] == plan.hash
 
-    assert cli.main(["why", "plan.json", "down"]) == 0
+    assert main.main(["why", "plan.json", "down"]) == 0
     assert capsys.readouterr().out == plan.why("down") + "\n"
     text = refused(["why", "plan.json", "dwn"], capsys)
     assert "no parameter has the path 'dwn'" in text and "down" in text
 
     words = ["train", "jobs.py:make", "--plan", "plan.json", "--steps", "2", "--json"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert report_of(capsys)["mesh"] == plan.axis_sizes
 
 
 def test_planning_touches_no_device(here: Path) -> None:
     code = (
-        "from whalejax import cli; import jax._src.xla_bridge as bridge; "
-        "assert cli.main(['plan', 'jobs.py:make', '--cluster', 'h100:4x8', "
+        "from whalejax.cli import main; import jax._src.xla_bridge as bridge; "
+        "assert main.main(['plan', 'jobs.py:make', '--cluster', 'h100:4x8', "
         "'--batch', '64']) == 0; assert not bridge._backends"
     )
     done = subprocess.run(
@@ -371,7 +372,7 @@ def test_planning_touches_no_device(here: Path) -> None:
 
 def test_a_plan_for_other_devices_is_refused(here: Path, capsys: Captured) -> None:
     made = ["plan", "jobs.py:make", "--cluster", "h100:8", "-o", "plan.json"]
-    assert cli.main(made) == 0
+    assert main.main(made) == 0
     capsys.readouterr()
     text = refused(["train", "jobs.py:make", "--plan", "plan.json"], capsys)
     assert "8×H100" in text and f"{jax.device_count()}×cpu" in text
@@ -418,13 +419,13 @@ def test_a_plan_for_another_machine_is_not_shown_first(
     here: Path, capsys: Captured
 ) -> None:
     words = ["plan", "mlp-test", "--cluster", "h100:4x8", "-o", "big.json"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     capsys.readouterr()
-    assert cli.main(["train", "mlp-test", "--plan", "big.json"]) == 2
+    assert main.main(["train", "mlp-test", "--plan", "big.json"]) == 2
     found = capsys.readouterr()
     assert "this plan is for 32×H100" in found.err
     assert "predicted" not in found.out
-    assert cli.main(["train", "mlp-test", "--cluster", "h100:4"]) == 2
+    assert main.main(["train", "mlp-test", "--cluster", "h100:4"]) == 2
     found = capsys.readouterr()
     assert "this plan is for 4×H100" in found.err
     assert "predicted" not in found.out
@@ -438,10 +439,10 @@ def test_a_batch_of_nothing(capsys: Captured) -> None:
 
 def test_options_of_a_model_are_set_from_words() -> None:
     words = ["layers=2", "hidden=64", "heads=4", "ffn=128", "dropout_rate=0.1"]
-    job = cli.find_job("gpt", named_values([*words, "annotated=false"]))
+    job = main.find_job("gpt", named_values([*words, "annotated=false"]))
     assert job.name.startswith("gpt")
     with pytest.raises(WhaleError, match="has no option 'layerz'; nearest: layers"):
-        cli.find_job("gpt", {"layerz": 2})
+        main.find_job("gpt", {"layerz": 2})
 
 
 @pytest.mark.parametrize("name", models.available())
@@ -453,7 +454,7 @@ def test_what_goes_with_the_width_is_changed_with_it(
     assert set(sizes) <= {"mlp"}
     if name == "gpt-small":
         assert sizes == {"mlp": 16_384}
-        job = cli.find_job(name, named_values(["hidden=1536", "layers=2"]))
+        job = main.find_job(name, named_values(["hidden=1536", "layers=2"]))
         up = jobs.abstract_model(job).blocks[0].up.kernel
         assert up.shape == (1536, 6144)
         said = capsys.readouterr().err
@@ -476,10 +477,10 @@ def test_options_are_arguments_of_the_users_function(tmp_path: Path) -> None:
         "def make(width=8):\n"
         "    return models.job('mlp', batch_size=width)\n"
     )
-    job = cli.find_job(f"{path}:make", {"width": 16})
+    job = main.find_job(f"{path}:make", {"width": 16})
     assert job.batch_size == 16
     with pytest.raises(WhaleError, match=r"--set depth: .*make takes width"):
-        cli.find_job(f"{path}:make", {"depth": 2})
+        main.find_job(f"{path}:make", {"depth": 2})
 
 
 # Options by TaskGraph.
@@ -511,7 +512,7 @@ PLAN_GPT: Final = "plan gpt-test --cluster h100:8 --batch 16".split()
 def test_plans_take_options_by_task_graph(here: Path, capsys: Captured) -> None:
     words = [*PLAN_GPT, "--precision", "*=bf16", "split=f32", "-o", "plan.json"]
     words += ["--remat", "replicate=full", "--attention", "*=gather", "replicate=ring"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert "f32 in split, bf16 in all others" in capsys.readouterr().out
     plan = Plan.load(here / "plan.json")
     assert plan.asked_precision == {"*": "bf16", "split": "f32"}
@@ -540,6 +541,6 @@ def test_words_that_say_no_precision_are_named(
 def test_offload_takes_parameters(here: Path, capsys: Captured) -> None:
     words = "plan llama-test --set scan_layers=true --cluster h100:8 --batch 16".split()
     offload = ["--offload", "params", "optimizer", "-o", "plan.json"]
-    assert cli.main([*words, *offload]) == 0
+    assert main.main([*words, *offload]) == 0
     assert "optimizer and params in host memory" in capsys.readouterr().out
     assert Plan.load(here / "plan.json").offload == ("optimizer", "params")

@@ -9,7 +9,7 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.runs import described_cluster
-from whalejax import cli
+from whalejax.cli import main
 
 
 # Adam promotes its count.
@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(words: list[str], capsys: Captured) -> str:
     """The message of a command that must fail as a user error."""
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     return capsys.readouterr().err
 
 
@@ -40,11 +40,11 @@ def test_calibrate_writes_what_cluster_takes(
         asked.append(budget_seconds)
         return described_cluster()
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
-    assert cli.main(["calibrate", "-o", "c.toml", "--seconds", "3"]) == 0
+    monkeypatch.setattr("whalejax.meshes.calibration.calibrate.measured", measured)
+    assert main.main(["calibrate", "-o", "c.toml", "--seconds", "3"]) == 0
     assert "measured and written to c.toml" in capsys.readouterr().out
     assert asked == [3.0]
-    assert cli.main(["plan", "mlp", "--cluster", "c.toml"]) == 0
+    assert main.main(["plan", "mlp", "--cluster", "c.toml"]) == 0
 
 
 def _no_timing(*_: object) -> Any:
@@ -60,10 +60,10 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
         measured.append(budget_seconds)
         return wh.cluster("cpu:8")
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("whalejax.meshes.calibration.calibrate.calibrate", calibrate)
     words = ["calibrate", "-o", "both.toml"]
     assert "'both.toml' does not exist" in refused([*words, "--append"], capsys)
-    assert cli.main([*words, "--kind", "fast"]) == 0
+    assert main.main([*words, "--kind", "fast"]) == 0
     assert "8×fast (1 node of 8, host), measured" in capsys.readouterr().out
     again = [*words, "--append", "--kind"]
     assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
@@ -72,18 +72,18 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert "--kind is ''; expected a word" in refused([*again, ""], capsys)
     model = ["--model", "mlp", "--samples", "64"]
     with monkeypatch.context() as failing:
-        failing.setattr("whalejax.timing.with_timing", _no_timing)
+        failing.setattr("whalejax.cli.measure_model.with_timing", _no_timing)
         assert "give more" in refused([*again, "slow", *model], capsys)
-    assert cli.main([*again, "slow", *model]) == 0  # Nothing was written before.
+    assert main.main([*again, "slow", *model]) == 0  # Nothing was written before.
     said = capsys.readouterr().out
     assert "holds 8×fast + 8×slow (2 nodes of 8, host + host) now" in said
     assert "is not measured: host at 1.2 GB/s is taken" in said
     both = wh.cluster("both.toml")
     assert [(n.kind.name, n.count) for n in both.nodes] == [("fast", 8), ("slow", 8)]
     assert [len(kind.timed_models) for kind in both.kinds] == [0, 1]
-    assert cli.main(["plan", "mlp", "--cluster", "both.toml"]) == 0
+    assert main.main(["plan", "mlp", "--cluster", "both.toml"]) == 0
     assert "8×fast + 8×slow" in capsys.readouterr().out
-    assert cli.main([*words, "--append"]) == 0  # As JAX calls it.
+    assert main.main([*words, "--append"]) == 0  # As JAX calls it.
     assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast", "slow", "cpu"]
     assert "a kind 'cpu' already" in refused([*words, "--append"], capsys)
     assert "and fast alone would be" in refused([*words, "--kind", "fast"], capsys)
@@ -92,7 +92,7 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     words[-1] = "other.toml"
     assert "is no description of a cluster" in refused(words, capsys)
     (here / "other.toml").write_text("")
-    assert cli.main(words) == 0 == cli.main(words)  # Of one kind, anew.
+    assert main.main(words) == 0 == main.main(words)  # Of one kind, anew.
 
 
 def test_files_that_cannot_be_read_again_are_not_written(

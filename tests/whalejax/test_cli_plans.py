@@ -16,8 +16,8 @@ import pytest
 import whalejax as wh
 from tests.planner import pages
 from tests.whalejax.runs import ROOT
-from whalejax import cli
-from whalejax.planner.plan import PLAN_VERSION
+from whalejax.cli import main
+from whalejax.planner.plan.plan import PLAN_VERSION
 
 
 # Adam promotes its count.
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(words: list[str] | tuple[str, ...], capsys: Captured) -> str:
     """The message of a command that must fail as a user error."""
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     return capsys.readouterr().err
 
 
@@ -51,7 +51,7 @@ SEARCH = ("search", "jobs.py:make", "--on", "h100:8", "--on", "v5p:2x2x1")
 
 
 def test_search_ranks_clusters_and_prices_them(here: Path, capsys: Captured) -> None:
-    assert cli.main([*SEARCH, "--batch", "64", "--price", "h100=2.5"]) == 0
+    assert main.main([*SEARCH, "--batch", "64", "--price", "h100=2.5"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["cluster", "devices"] and head.endswith("price a step")
     assert sorted(row.split()[1] for row in rows) == ["h100:8", "v5p:2x2x1"]
@@ -60,7 +60,7 @@ def test_search_ranks_clusters_and_prices_them(here: Path, capsys: Captured) -> 
 
 
 def test_search_prints_json(here: Path, capsys: Captured) -> None:
-    assert cli.main([*SEARCH, "--each", "2", "--json"]) == 0
+    assert main.main([*SEARCH, "--each", "2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     names = [one["cluster"] for one in data["plans"]]
     assert set(names) == {"h100:8", "v5p:2x2x1"} and len(names) > 2
@@ -99,19 +99,19 @@ def two_plans(tmp_path: Path) -> tuple[str, str]:
 def test_diff_prints_only_what_changes(
     two_plans: tuple[str, str], capsys: Captured
 ) -> None:
-    assert cli.main(["diff", *two_plans]) == 0
+    assert main.main(["diff", *two_plans]) == 0
     text = capsys.readouterr().out
     assert "remat   dots → full" in text and "cluster" not in text
-    assert cli.main(["diff", *two_plans, "--json"]) == 0
+    assert main.main(["diff", *two_plans, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(
         json.dumps(pages.spmd().diff(pages.other()).document())
     )
-    assert cli.main(["diff", two_plans[0], two_plans[0]]) == 0
+    assert main.main(["diff", two_plans[0], two_plans[0]]) == 0
     assert capsys.readouterr().out == "the plans are the same\n"
 
 
 def test_why_prints_json(two_plans: tuple[str, str], capsys: Captured) -> None:
-    assert cli.main(["why", two_plans[0], "head.kernel", "--json"]) == 0
+    assert main.main(["why", two_plans[0], "head.kernel", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["parameter"]["shape"] == [4096, 32_000]
     assert data["why"] == pages.spmd().why("head.kernel").splitlines()
@@ -119,9 +119,9 @@ def test_why_prints_json(two_plans: tuple[str, str], capsys: Captured) -> None:
 
 
 def test_describe_is_a_command(two_plans: tuple[str, str], capsys: Captured) -> None:
-    assert cli.main(["show", two_plans[0], "--describe"]) == 0
+    assert main.main(["show", two_plans[0], "--describe"]) == 0
     assert capsys.readouterr().out.split() == pages.spmd().describe().split()
-    assert cli.main(["show", two_plans[0], "--describe", "--json"]) != 0
+    assert main.main(["show", two_plans[0], "--describe", "--json"]) != 0
     assert "--describe and --json" in capsys.readouterr().err
 
 
@@ -145,10 +145,10 @@ def test_pipes_are_as_wide_as_columns_says(
     columns: int,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert cli.main(["show", two_plans[0]]) == 0
+    assert main.main(["show", two_plans[0]]) == 0
     text = capsys.readouterr().out
     assert text == (pages.FOLDER / f"spmd-{columns}.txt").read_text()
-    assert cli.main(["diff", *two_plans]) == 0
+    assert main.main(["diff", *two_plans]) == 0
     assert capsys.readouterr().out == (pages.FOLDER / f"diff-{columns}.txt").read_text()
 
 
@@ -241,7 +241,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     ("shell", "begins"), [("zsh", "#compdef whalejax"), ("fish", "# ")]
 )
 def test_other_shells_get_a_script(shell: str, begins: str, capsys: Captured) -> None:
-    assert cli.main(["completion", shell]) == 0
+    assert main.main(["completion", shell]) == 0
     text = capsys.readouterr().out
     assert text.startswith(begins)
     assert all(word in text for word in ("search", "diff", "describe"))
@@ -254,7 +254,7 @@ def test_an_unknown_shell_is_refused(capsys: Captured) -> None:
 def test_devices_may_be_left_idle_on_purpose(here: Path, capsys: Captured) -> None:
     words = ["plan", "jobs.py:make", "--cluster", "h100:8", "--mesh", "data=3"]
     assert "allow_idle=True (--allow-idle)" in refused(words, capsys)
-    assert cli.main([*words, "--batch", "12", "--allow-idle"]) == 0
+    assert main.main([*words, "--batch", "12", "--allow-idle"]) == 0
     assert "2 of 8 devices are left idle" in capsys.readouterr().out
 
 
@@ -263,7 +263,7 @@ def test_devices_may_be_left_idle_on_purpose(here: Path, capsys: Captured) -> No
 
 def test_shares_are_given_as_words(here: Path, capsys: Captured) -> None:
     plan = ("plan", "jobs.py:make", "--cluster", "cpu:2", "-o", "plan.json")
-    assert cli.main([*plan, "--shares", "3,1", "--batch", "8"]) == 0
+    assert main.main([*plan, "--shares", "3,1", "--batch", "8"]) == 0
     assert wh.Plan.load("plan.json").shares == (3, 1)
     capsys.readouterr()
     said = refused([*plan, "--shares", "3;1"], capsys)
@@ -279,11 +279,11 @@ def test_a_model_is_trained_with_the_options_of_its_plan(
     here: Path, capsys: Captured
 ) -> None:
     smaller = ("--set", "layers=1", "--cluster", "cpu:8")
-    assert cli.main(["plan", "gpt-test", *smaller, "-o", "plan.json"]) == 0
+    assert main.main(["plan", "gpt-test", *smaller, "-o", "plan.json"]) == 0
     train = ("train", "gpt-test", "--steps", "1", "--json", "--quiet")
     capsys.readouterr()
     for words in (("--plan", "plan.json"), smaller):
-        assert cli.main([*train, *words]) == 0
+        assert main.main([*train, *words]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[-1])
     other = ("--plan", "plan.json", "--set", "layers=2")
     assert "another model or batch" in refused([*train, *other], capsys)
@@ -315,7 +315,7 @@ def test_code_that_a_plan_names_is_not_run(
     assert f"name it, with --model '{code}:make' --set layers=2" in text
     for words in (["show"], ["why"], ["diff"]):
         more = {"why": ["head.kernel"], "diff": [str(path)]}.get(words[0], [])
-        assert cli.main([*words, str(path), *more]) == 0
+        assert main.main([*words, str(path), *more]) == 0
     assert not written.exists()
 
 

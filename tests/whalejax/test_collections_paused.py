@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from whalejax.collections_paused import collections_paused
+from whalejax.api.garbage_collection import collections_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])

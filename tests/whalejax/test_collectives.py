@@ -23,7 +23,7 @@ import whalejax as wh
 from tests.cases import MODELS
 from tests.equality import build, compiled, free_links
 from whalejax import hlo, models
-from whalejax.train import TrainStep
+from whalejax.runtime.train_step import TrainStep
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

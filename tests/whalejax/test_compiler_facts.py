@@ -13,7 +13,7 @@ import pytest
 
 from whalejax.meshes import cluster
 from whalejax.meshes.topology import KEEPS_SCATTERS
-from whalejax.planner.collectives import axis_parts, runs_as
+from whalejax.planner.cost.collectives import axis_parts, runs_as
 
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ COMPILE = textwrap.dedent(
     import jax, jax.numpy as jnp, numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from whalejax.meshes.build import cluster_order
+    from whalejax.meshes.jax_mesh import cluster_order
 
     def kind_of(compiled):
         text = compiled.as_text()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from whalejax.lowering.counted import Turns, counted
+from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, counted
 
 
 LAYERS, WIDTH = 4, 8

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import whalejax as wh
-from whalejax.cutting import Fixed, Steps
-from whalejax.lowering.parted import Parted, Where
+from whalejax.jaxpr.steps import Fixed, Steps
+from whalejax.lowering.pipeline_mpmd.update import Parted, Where
 
 
 def written(function: Any, *arguments: Any) -> Steps:

@@ -21,14 +21,14 @@ import whalejax as wh
 from tests import browser, perfetto_engine
 from tests.whalejax.test_estimates import planned as estimated
 from tests.whalejax.test_searching import searched
+from whalejax.cli.show import seconds_text
 from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
-from whalejax.meshes.build import build_mesh, partition_spec
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.layout import MESH_AXES, Spec
-from whalejax.planner.paced import paced, table_of
-from whalejax.planner.schedules import schedule
-from whalejax.show import seconds_text
+from whalejax.meshes.jax_mesh import build_mesh, partition_spec
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.timed_schedule import paced, table_of
+from whalejax.planner.sharding.layout import MESH_AXES, Spec
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam promotes its count.

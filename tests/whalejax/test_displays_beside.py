@@ -9,7 +9,7 @@ from functools import cache
 
 import whalejax as wh
 from tests.whalejax.test_displays import checked, html_of, shape, unrolled
-from whalejax.planner.explain import gigabytes
+from whalejax.meshes.units import gigabytes
 
 
 @cache

@@ -38,8 +38,8 @@ from tests.equality import (
     run_case,
     worst_leaf,
 )
-from whalejax.adapters import adapt
-from whalejax.meshes.build import partition_spec
+from whalejax.adapters.base import adapt
+from whalejax.meshes.jax_mesh import partition_spec
 
 
 # The matrix.

@@ -13,12 +13,13 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import cli, models
-from whalejax.annotations import SCHEDULES
+from whalejax import models
+from whalejax.api.annotations import SCHEDULES
+from whalejax.cli import main
 from whalejax.jobs import abstract_model
-from whalejax.planner import frames
-from whalejax.planner.plan import PLAN_VERSION
-from whalejax.planner.schedules import NAMES
+from whalejax.planner.pipeline.schedules import NAMES
+from whalejax.planner.plan.plan import PLAN_VERSION
+from whalejax.planner.search.batched import mesh_grid
 
 
 # Adam promotes its count.
@@ -168,7 +169,7 @@ def test_the_command_line_estimates(
         "plan llama-test --set layers=12 embed=1024 --cluster h100:8 --batch 64 "
         "--estimate --json"
     ).split()
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["whalejax_plan"] == PLAN_VERSION
 
@@ -210,7 +211,7 @@ def test_a_schedule_that_plans_do_not_weigh_is_refused() -> None:
 
 
 def test_what_may_be_asked_is_weighed_or_refused() -> None:
-    assert set(SCHEDULES) == {"auto", "zb-h1", *frames.SCHEDULES}
+    assert set(SCHEDULES) == {"auto", "zb-h1", *mesh_grid.SCHEDULES}
     assert set(SCHEDULES) < {"auto", *NAMES}
 
 

@@ -13,12 +13,12 @@ import pytest
 from flax import linen, nnx
 
 import whalejax as wh
-from whalejax.adapters import adapt
-from whalejax.lowering.mpmd import Apart
-from whalejax.lowering.pipes import Pipes
-from whalejax.lowering.uneven import Uneven
-from whalejax.ragged import passes
-from whalejax.runner import OneProgram
+from whalejax.adapters.base import adapt
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.uneven.pipeline_executor import Pipes
+from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.runtime.ragged_batch import passes
+from whalejax.runtime.runner import OneProgram
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -23,14 +23,15 @@ from tests.cases import MODELS
 from tests.chains import STEPS, WIDTHS, Step, job_of
 from tests.equality import OneDevice, build, keep_gradient, on_one_device, worst_leaf
 from whalejax import hlo
-from whalejax.adapters import Adapter, adapt
-from whalejax.batches import batch_leaves, batch_tree
+from whalejax.adapters.base import Adapter, adapt
 from whalejax.capture import capture
-from whalejax.optimizers import optimizer_bytes
-from whalejax.planner.decide import Analysed, analyse_graph
-from whalejax.planner.plan import Plan
-from whalejax.planner.search import Request, Search
-from whalejax.planner.written import written
+from whalejax.planner.model.analysis import Analysed, analyse_graph
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request
+from whalejax.runtime.batch_record import batch_leaves, batch_tree
+from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

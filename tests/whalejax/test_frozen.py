@@ -18,7 +18,7 @@ from flax import linen, nnx
 
 import whalejax as wh
 from tests.equality import free_links
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax counts steps in integers

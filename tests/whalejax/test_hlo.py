@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from whalejax import hlo
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 ENTRY: Final = "ENTRY %main.1 (x: f32[4,3]) -> f32[4,3] {"

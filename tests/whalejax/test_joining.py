@@ -16,7 +16,7 @@ import pytest
 
 import whalejax as wh
 from tests.processes import ROOT, free_port
-from whalejax import joining
+from whalejax.distributed import init_distributed
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_mutual_tls_that_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """It would run without, and nobody would know."""
     monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
     without = inspect.Signature()
-    monkeypatch.setattr(joining.inspect, "signature", lambda _: without)
+    monkeypatch.setattr(init_distributed.inspect, "signature", lambda _: without)
     with pytest.raises(
         wh.WhaleError, match="JAX_MTLS_CERT_FILE set, and JAX .* has no"
     ):
@@ -135,7 +135,7 @@ WINDOWS: Final = """
 import atexit, os, signal, sys, threading, time
 import jax
 import whalejax as wh
-from whalejax import beats
+from whalejax.distributed import heartbeat
 
 case, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 1)
@@ -166,7 +166,7 @@ if case == "goodbye" and rank == 0:
     atexit.register(time.sleep, 600)
 if case == "goodbye" and rank == 1:
     def interrupt():
-        while not beats.begun()._ended:
+        while not heartbeat.begun()._ended:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()

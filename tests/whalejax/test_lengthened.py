@@ -22,12 +22,12 @@ from tests.whalejax.test_sequence_whole import (
     parameters,
     planned,
 )
-from whalejax import rebuild
 from whalejax._compat import bind
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.capture.reductions import batch_reductions
-from whalejax.planner.last_tokens import gathered_bytes
+from whalejax.capture.batch_reductions import batch_reductions
+from whalejax.jaxpr import rebuild
+from whalejax.planner.model.last_tokens import gathered_bytes
 
 
 Array = jax.Array

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from whalejax import _compat
-from whalejax.lowering.lookups import INDEXED, in_parts
-from whalejax.lowering.staged import in_stages
-from whalejax.planner.layout import Spec
+from whalejax.lowering.pipeline_spmd.stage_ops import in_stages
+from whalejax.lowering.spmd.gather_scatter import INDEXED, in_parts
+from whalejax.planner.sharding.layout import Spec
 
 
 DATA, TENSOR, WHOLE = ("data",), ("tensor",), ()

@@ -14,8 +14,13 @@ import pytest
 
 import whalejax as wh
 from tests.equality import keep_gradient
-from whalejax import cli, loop
-from whalejax.precision import FIRST_SCALE, GROWS_AFTER, LossScale, all_finite
+from whalejax.cli import main, train_loop
+from whalejax.runtime.mixed_precision import (
+    FIRST_SCALE,
+    GROWS_AFTER,
+    LossScale,
+    all_finite,
+)
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax relies on it
@@ -161,7 +166,7 @@ def test_checkpoints_move_between_precisions(tmp_path: Path) -> None:
 def test_training_goes_on_after_an_overflow(tmp_path: Path) -> None:
     step = step_of()
     wild = 2
-    found = loop.train(
+    found = train_loop.train(
         step,
         step.init_from(net()),
         lambda i: data(1e6 if i == wild else 1.0),
@@ -171,7 +176,7 @@ def test_training_goes_on_after_an_overflow(tmp_path: Path) -> None:
     assert found.state.loss_scale is not None
     assert int(found.state.loss_scale.skipped_steps) == 1
     with pytest.raises(wh.WhaleError, match="the loss is"):
-        loop.train(step, step.init_from(net()), lambda i: data(np.nan), steps=30)
+        train_loop.train(step, step.init_from(net()), lambda i: data(np.nan), steps=30)
 
 
 def test_the_command_line_shows_skipped_steps(
@@ -197,7 +202,7 @@ def make():
 """
     )
     words = f"train {tmp_path}/train.py:make --cluster cpu:8 --steps 4 --precision f16"
-    cli.main(words.split())
+    main.main(words.split())
     said = capsys.readouterr().out.replace("\n", " ")
     assert "1 step changed nothing, because gradients overflowed in float16" in said
     assert "the loss scale is 16384 now" in said

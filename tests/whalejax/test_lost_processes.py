@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 
 from tests.processes import ROOT, free_port
-from whalejax.beats import Beat, Hearing
-from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from whalejax.distributed.heartbeat import Beat, Hearing
+from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
 SCRIPT: Final = """

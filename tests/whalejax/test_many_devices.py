@@ -12,16 +12,16 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.planner import shortlist
-from whalejax.planner.plan import Plan
-from whalejax.planner.ranking import TIE
-from whalejax.planner.search import PLANNED_AXES, Search
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.batched import prefilter
+from whalejax.planner.search.enumerate import PLANNED_AXES, Search
+from whalejax.planner.search.ranking import TIE
 
 
 # Where host memory may serve, optimizers are traced, which promote.
 pytestmark = pytest.mark.relaxed_promotion
 
-decide: Any = importlib.import_module("whalejax.planner.decide")
+decide: Any = importlib.import_module("whalejax.planner.search.spmd")
 
 
 def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) -> Plan:
@@ -52,7 +52,7 @@ def test_the_promising_meshes_hold_the_best(
 
     monkeypatch.setattr(Search, "score", counted)
     found = []
-    for many in (shortlist.MANY, 10**9):
+    for many in (prefilter.MANY, 10**9):
         monkeypatch.setattr(decide, "MANY", many)
         looked_at.append(0)
         found.append(planned(name, cluster, 64).time.step_seconds)
@@ -89,7 +89,7 @@ def test_where_nothing_fits_the_nearest_is_named_soon(
     node = dataclasses.replace(small.nodes[0], kind=kind)
     small = dataclasses.replace(small, nodes=(node,) * len(small.nodes))
     needed = []
-    for many in (shortlist.MANY, 10**9):
+    for many in (prefilter.MANY, 10**9):
         monkeypatch.setattr(decide, "MANY", many)
         with pytest.raises(wh.PlanError, match="needs") as caught:
             planned("gpt-test", small, 64, offload=())

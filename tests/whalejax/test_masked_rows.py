@@ -16,9 +16,9 @@ from flax import nnx
 
 import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
-from whalejax.capture.attention import attention_of
-from whalejax.capture.calls import is_attention, with_calls
-from whalejax.planner import rings
+from whalejax.capture.patterns.attention import attention_of
+from whalejax.capture.patterns.calls import is_attention, with_calls
+from whalejax.planner.sharding import ring_rounds
 
 
 BATCH, LENGTH, DEPTH = 2, 16, 3
@@ -134,8 +134,8 @@ def _gradients(function: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "BLOCK", 4)
-    monkeypatch.setattr(rings, "_LONGEST", 0)
+    monkeypatch.setattr(ring_rounds, "BLOCK", 4)
+    monkeypatch.setattr(ring_rounds, "_LONGEST", 0)
 
 
 @pytest.mark.relaxed_promotion

@@ -14,9 +14,9 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.fused import merging_reshapes
+from whalejax.planner.sharding.fused_parameters import merging_reshapes
 
 
 BATCH, SEQ, EMBED, HEADS, WIDTH = 16, 8, 16, 8, 4

@@ -18,7 +18,7 @@ import pytest
 
 import whalejax as wh
 from tests import misuse, misuse_table, misuse_world
-from whalejax.plan_source import check_source
+from whalejax.cli.plan_source import check_source
 
 
 pytestmark = pytest.mark.relaxed_promotion

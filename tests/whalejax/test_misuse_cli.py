@@ -18,8 +18,8 @@ import pytest
 import tyro
 
 from tests import misuse, misuse_world
-from whalejax import cli, options
-from whalejax.option_checks import LONGEST_WORD, word_of
+from whalejax.cli import main, options
+from whalejax.cli.option_checks import LONGEST_WORD, word_of
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -107,13 +107,13 @@ SAYS: Final[Mapping[str, str]] = {
 """What else errors call an option; those of ``wh.plan`` have its names."""
 
 STOPS: Final = (
-    "whalejax.planning:Asked._programs",
+    "whalejax.api.plan:Asked._programs",
     "whalejax.meshes.detect:detect",
     "whalejax.verification.checking:run",
-    "whalejax.meshes.calibrate:measured",
-    "whalejax.meshes.launching:run",
-    "whalejax.doctor:report",
-    "whalejax.doctor:_on_all",
+    "whalejax.meshes.calibration.calibrate:measured",
+    "whalejax.distributed.launcher:run",
+    "whalejax.distributed.doctor:report",
+    "whalejax.distributed.doctor:_on_all",
 )
 """What takes time or touches devices."""
 
@@ -137,9 +137,9 @@ def quick(
     """In a copy of that folder, with the reference model made once."""
     from whalejax import jobs
 
-    job = cli.find_job("mlp-test")
+    job = main.find_job("mlp-test")
     model = jobs.abstract_model(job)
-    find = cli.find_job
+    find = main.find_job
 
     def found(name: str, given: Mapping[str, Any] | None = None) -> Any:
         return (
@@ -149,7 +149,7 @@ def quick(
     here = tmp_path / "here"
     shutil.copytree(folder, here)
     monkeypatch.chdir(here)
-    monkeypatch.setattr(cli, "find_job", found)
+    monkeypatch.setattr(main, "find_job", found)
     monkeypatch.setattr(jobs, "abstract_model", lambda job: model)
     with misuse.stopped(STOPS):
         yield
@@ -193,7 +193,7 @@ def outcome(command: str, name: str, label: str, argv: list[str], capsys: Any) -
     """What is wrong with how a command ends, or nothing."""
     labels = (LEGAL.get(f"{command}.{name}") or LEGAL.get(name) or ("", ""))[0].split()
     try:
-        status = cli.main(argv)
+        status = main.main(argv)
     except misuse.Reached:
         status = 0
     except BaseException as error:  # a command has no business to raise
@@ -224,7 +224,7 @@ def outcome(command: str, name: str, label: str, argv: list[str], capsys: Any) -
 def test_wrong_options(
     command: str, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    right = cli._parse([command, *GIVEN[command]])
+    right = main._parse([command, *GIVEN[command]])
     right = dataclasses.replace(right, **MORE.get(command, {}))
     found = []
     for name, hint in fields(command).items():
@@ -243,7 +243,7 @@ def test_wrong_options(
 def unread(argv: list[str], word: str, capsys: Any) -> str:
     """What is wrong with how words end that the parser does not take, or nothing."""
     try:
-        status = cli.main(argv)
+        status = main.main(argv)
     except BaseException as error:
         return f"{argv}: ends in {type(error).__name__}: {str(error)[:200]}"
     printed = capsys.readouterr()

@@ -17,10 +17,10 @@ from flax import nnx
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
-from whalejax.meshes.kinds import TimedModel
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.timed import weights_hash
-from whalejax.planner.traffic import traffic
+from whalejax.meshes.device_kinds import TimedModel
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.balance.measured_speed import weights_hash
+from whalejax.planner.plan.report.traffic import traffic
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

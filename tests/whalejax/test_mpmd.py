@@ -26,9 +26,9 @@ from tests.equality import (
 )
 from tests.stages import scheduled
 from whalejax import models
-from whalejax.lowering.mpmd import Apart
-from whalejax.lowering.passing import Pass
-from whalejax.planner.plan import Stages
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.step import Pass
+from whalejax.planner.plan.plan import Stages
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

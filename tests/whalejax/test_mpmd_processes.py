@@ -15,7 +15,7 @@ from typing import Final
 import pytest
 
 from tests.processes import ROOT, finish, free_port, start
-from whalejax.lowering.crossing import Aside
+from whalejax.lowering.pipeline_mpmd.channels import Aside
 
 
 PROGRAM: Final = """

@@ -12,7 +12,7 @@ import pytest
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, compiled, on_one_device
-from whalejax.lowering.mpmd import Apart
+from whalejax.lowering.pipeline_mpmd.executor import Apart
 
 
 WIDTH = 8

@@ -17,7 +17,7 @@ from tests.compilations import count_compilations
 from tests.crossing import crossed
 from whalejax import hlo, models
 from whalejax.jobs import abstract_model
-from whalejax.lowering import streamed
+from whalejax.lowering.spmd import host_optimizer
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax relies on it
@@ -87,7 +87,7 @@ def run(
 def test_it_computes_the_same(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "PIECE_BYTES", 512)
+    monkeypatch.setattr(host_optimizer, "PIECE_BYTES", 512)
     found = []
     with jax.enable_x64(True):
         for offload in ((), "optimizer"):
@@ -179,9 +179,9 @@ def test_a_checkpoint_moves_between_memories(tmp_path: Path) -> None:
     [((8, 8), 1), ((4096, 4096), 4), ((7, 4096, 4096), 32), ((13, 5000, 4096), 100)],
 )
 def test_pieces_divide_and_are_small(shape: tuple[int, ...], count: int) -> None:
-    axis, found = streamed.pieces(shape, 4)
+    axis, found = host_optimizer.pieces(shape, 4)
     assert found == count and shape[axis] % found == 0
-    assert math.prod(shape) * 4 / found <= streamed.PIECE_BYTES
+    assert math.prod(shape) * 4 / found <= host_optimizer.PIECE_BYTES
 
 
 def test_a_parameter_without_elements_stays_where_it_is() -> None:
@@ -272,7 +272,7 @@ class _Device:
 
 
 def test_a_backend_without_host_memory_is_named() -> None:
-    from whalejax.matching import check_host_memory
+    from whalejax.runtime.validate import check_host_memory
 
     plan = asked(80e9, offload="optimizer")
     with pytest.raises(wh.WhaleError) as caught:

@@ -16,7 +16,8 @@ import pytest
 
 import whalejax as wh
 from tests.equality import OneDevice, check, compiled, on_one_device
-from whalejax import _compat, cli, models
+from whalejax import _compat, models
+from whalejax.cli import main
 from whalejax.jobs import abstract_model
 
 
@@ -272,7 +273,7 @@ def test_a_model_without_layers_is_named() -> None:
 
 def test_a_backend_without_host_memory_is_named() -> None:
     from tests.whalejax.test_offload import _Device
-    from whalejax.matching import check_host_memory
+    from whalejax.runtime.validate import check_host_memory
 
     plan = asked(remat="full", offload="activations")
     with pytest.raises(wh.WhaleError) as caught:
@@ -304,12 +305,12 @@ def test_the_command_line_takes_several(
 ) -> None:
     path = str(tmp_path / "plan.json")
     options = ["--remat", "full", "--offload", "activations", "optimizer", "-o", path]
-    assert cli.main([*COMMAND, *options]) == 0
+    assert main.main([*COMMAND, *options]) == 0
     assert "optimizer and activations in host memory" in capsys.readouterr().out
     plan = wh.Plan.load(path)
     assert plan.offload == ("optimizer", "activations") and plan.runnable
     again = ["train", "llama-test", "--plan", path, "--offload", "none"]
-    assert cli.main(again) == 2
+    assert main.main(again) == 2
     assert f"--offload none was given with --plan {path}" in capsys.readouterr().err
 
 
@@ -323,5 +324,5 @@ def test_the_command_line_takes_several(
 def test_the_command_line_names_what_it_does_not_know(
     what: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*COMMAND, "--offload", *what]) == 2
+    assert main.main([*COMMAND, "--offload", *what]) == 2
     assert message in capsys.readouterr().err

@@ -12,9 +12,9 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.adapters import adapt
-from whalejax.meshes.kinds import Platform
-from whalejax.optimizers import optimizer_bytes, updates
+from whalejax.adapters.base import adapt
+from whalejax.meshes.device_kinds import Platform
+from whalejax.runtime.optimizer_state import optimizer_bytes, updates
 
 
 PARAMS = {"wide": {"kernel": jnp.ones((8, 16))}, "bias": jnp.ones((4,))}

@@ -27,8 +27,8 @@ from tests.equality import (
     peak_bytes,
 )
 from whalejax import hlo, jobs, models
-from whalejax.lowering.pipelined import turns_of
-from whalejax.planner.schedules import schedule
+from whalejax.lowering.pipeline_spmd.executor import turns_of
+from whalejax.planner.pipeline.schedules import schedule
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -9,10 +9,10 @@ import pytest
 
 import whalejax as wh
 from whalejax import models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.shared import Shared
+from whalejax.planner.pipeline.layer_stack import Shared
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -25,12 +25,12 @@ from tests.equality import (
     worst_leaf,
 )
 from whalejax import _compat, hlo, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
+from whalejax.cli.replay import one_device_step
 from whalejax.jobs import abstract_model
-from whalejax.planner.graph import ATTENTION
-from whalejax.precision import FIRST_SCALE
-from whalejax.replay import one_device_step
+from whalejax.planner.model.graph import ATTENTION
+from whalejax.runtime.mixed_precision import FIRST_SCALE
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it

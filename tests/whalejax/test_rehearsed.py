@@ -15,9 +15,9 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.lowering.crossing import Way
-from whalejax.lowering.passing import Pass
-from whalejax.lowering.rehearsed import Rehearsal
+from whalejax.lowering.pipeline_mpmd.channels import Way
+from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
+from whalejax.lowering.pipeline_mpmd.step import Pass
 
 
 COUNT = 4

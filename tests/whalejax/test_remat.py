@@ -17,11 +17,11 @@ from jax.experimental import io_callback
 import whalejax as wh
 from tests.equality import OneDevice, check, on_one_device
 from whalejax import _compat, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.decide import analyse_graph
-from whalejax.planner.recompute import Region, checked_policies, regions
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.sharding.remat import Region, checked_policies, regions
 from whalejax.planner.terms import ALL
 
 

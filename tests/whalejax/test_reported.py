@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
+from whalejax.api.losses import Merged
 from whalejax.capture import capture
-from whalejax.losses import Merged
 
 
 BATCH: Final = 16
@@ -333,6 +333,7 @@ def test_a_plan_that_chooses_micro_batches_refuses_too() -> None:
 
 
 EXACT: Final[dict[str, Any]] = {
+    "hits": lambda z: z.argmax(-1) == 3,
     "z": lambda z: z,
     "turned": lambda z: z.T,
     "pred": lambda z: z.argmax(-1),
@@ -363,6 +364,9 @@ EXACT: Final[dict[str, Any]] = {
     "any": lambda z: (z > 3).any(0).astype(int),
     "all": lambda z: (z > -3).all(0).astype(int),
     "none": lambda z: (~(z > 100).any()).astype(int),
+    "some truths": lambda z: (z > 3).any(0),
+    "no truth": lambda z: ~(z > 100).any(),
+    "truth": lambda z: jnp.bool_(True),
     "ten": lambda z: jnp.int32(10),
     "three": lambda z: 3,
     "numbers": lambda z: jnp.arange(3),
@@ -442,6 +446,7 @@ def check_table(found: Any, table: Any, model: Any, x: Any) -> None:
         strict=True,
     ):
         assert a.shape == np.shape(b), path
+        assert (a.dtype == bool) == (jnp.asarray(b).dtype == bool), path
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=str(path))
     if "masked" in found:
         np.testing.assert_allclose(found["masked"], masked(z, x)[2], rtol=1e-4)

@@ -12,11 +12,11 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import jobs, models, programs
-from whalejax.adapters import adapt
-from whalejax.capture import Captured, capture
-from whalejax.planner.graph import Graph
-from whalejax.planner.resized import resized
+from whalejax import jobs, models
+from whalejax.adapters.base import adapt
+from whalejax.capture import Captured, capture, programs
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.rebatch import resized
 
 
 VARIANTS: dict[str, Callable[[Captured], Captured]] = {

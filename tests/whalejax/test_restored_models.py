@@ -23,7 +23,7 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
-from whalejax.train import TrainStep
+from whalejax.runtime.train_step import TrainStep
 
 
 # Adam promotes its count.

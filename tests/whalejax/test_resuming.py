@@ -28,11 +28,12 @@ from tests.whalejax.runs import (
     shared_step,
 )
 from tests.whalejax.test_checkpoint import data_files, without_hashes
-from whalejax import folder_lock, loop, session
-from whalejax.folder_lock import LOCK, FolderLock
-from whalejax.options import TrainCommand
-from whalejax.resuming import batches_from, resumed
-from whalejax.train import TrainState, TrainStep
+from whalejax.cli import train_loop, train_session
+from whalejax.cli.options import TrainCommand
+from whalejax.runtime import folder_lock
+from whalejax.runtime.folder_lock import LOCK, FolderLock
+from whalejax.runtime.resume import batches_from, resumed
+from whalejax.runtime.train_step import TrainState, TrainStep
 
 
 # Adam promotes its count.
@@ -48,7 +49,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the checkpoints of three steps, that tests only read."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     step = shared_step()
-    loop.train(step, fresh_state(step), batches, steps=3, save_dir=folder, save_every=1)
+    train_loop.train(
+        step, fresh_state(step), batches, steps=3, save_dir=folder, save_every=1
+    )
     return folder
 
 
@@ -136,9 +139,9 @@ def test_resuming_with_another_batch_size_skips_no_sample(
     job = job_of_samples(by_number=True)
     command = TrainCommand(model="samples", cluster="cpu:8", save=tmp_path / "run")
     first = dataclasses.replace(command, batch=8, steps=3)
-    session.run(job, first, started=0.0)
+    train_session.run(job, first, started=0.0)
     second = dataclasses.replace(command, batch=16, steps=5, resume=True)
-    session.run(job, second, started=0.0)
+    train_session.run(job, second, started=0.0)
     assert [len(rows) for rows in given] == [8, 8, 8, 16, 16]
     assert sum(given, []) == [*range(56)]
     said = " ".join(capsys.readouterr().out.split())
@@ -159,7 +162,7 @@ def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
     flip_a_bit(run / "step_000003")
     (run / "step_000002" / "whalejax.json").unlink()
     (run / "step_000002.damaged").mkdir()
-    found = resumed(shared_step(), loop.checkpoints(run))
+    found = resumed(shared_step(), train_loop.checkpoints(run))
     assert found is not None
     assert (int(found.state.step), found.checkpoint) == (1, run / "step_000001")
     assert sorted(path.name for path in run.iterdir()) == [
@@ -183,7 +186,7 @@ def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
 def test_what_is_no_folder_is_passed_over(run: Path) -> None:
     (run / "step_000012").write_text("")
     (run / "step_000013").symlink_to(run / "nothing")
-    found = resumed(shared_step(), loop.checkpoints(run))
+    found = resumed(shared_step(), train_loop.checkpoints(run))
     assert found is not None and found.checkpoint == run / "step_000003"
     first, second = found.notes
     where = "there is no checkpoint at this path: it is"
@@ -196,7 +199,7 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(run: Path) -> None:
     record = run / "step_000003" / "whalejax.json"
     record.unlink()
     os.mkfifo(record)
-    found = resumed(shared_step(), loop.checkpoints(run))
+    found = resumed(shared_step(), train_loop.checkpoints(run))
     assert found is not None and found.checkpoint == run / "step_000002"
     assert "no regular file, but a pipe or a device" in found.notes[0]
 
@@ -206,7 +209,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun(run: Path) -> None:
         flip_a_bit(path)
     before = sorted(run.iterdir())
     with pytest.raises(wh.WhaleError) as caught:
-        resumed(shared_step(), loop.checkpoints(run))
+        resumed(shared_step(), train_loop.checkpoints(run))
     text = str(caught.value)
     assert text.startswith("no whole checkpoint to resume from: 3 problems\n")
     assert text.index("step_000003") < text.index("step_000001")
@@ -220,7 +223,7 @@ def test_another_model_is_no_damage(run: Path) -> None:
     (run / "step_000003" / "whalejax.json").write_text(
         record.replace('"whalejax_checkpoint": 1', '"whalejax_checkpoint": 9')
     )
-    found = resumed(shared_step(), loop.checkpoints(run))
+    found = resumed(shared_step(), train_loop.checkpoints(run))
     assert found and "has checkpoint format 9" in found.notes[0]
     other = make_job(make_model=lambda: {"w": jnp.zeros(3)}).make_model()
     step = wh.compile(
@@ -232,7 +235,7 @@ def test_another_model_is_no_damage(run: Path) -> None:
         devices=jax.devices()[:1],
     )
     with pytest.raises(wh.WhaleError, match="of another model or optimizer"):
-        resumed(step, loop.checkpoints(run))
+        resumed(step, train_loop.checkpoints(run))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -251,7 +254,7 @@ def test_a_resumed_session_says_what_is_damaged(
         quiet=quiet,
         replay=1,
     )
-    report = session.run(make_job(), command, started=0.0)
+    report = train_session.run(make_job(), command, started=0.0)
     assert report.steps == 2
     expected = wh_losses(4)[2:]
     assert (report.loss_first, report.loss_last) == pytest.approx(expected, rel=1e-5)
@@ -269,7 +272,7 @@ def test_a_resumed_session_says_what_is_damaged(
 def wh_losses(steps: int) -> list[float]:
     """The losses of a run that nothing happened to."""
     step = shared_step()
-    run = loop.train(step, fresh_state(step), batches, steps=steps)
+    run = train_loop.train(step, fresh_state(step), batches, steps=steps)
     return list(run.losses)
 
 
@@ -278,7 +281,7 @@ def wh_losses(steps: int) -> list[float]:
 HOLDS = """
 import sys
 from pathlib import Path
-from whalejax.folder_lock import FolderLock
+from whalejax.runtime.folder_lock import FolderLock
 
 with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)
@@ -311,7 +314,7 @@ def test_a_directory_is_one_runs_alone(
     folder, step = tmp_path / "run", shared_step()
     asked: list[int] = []
     with pytest.raises(wh.WhaleError) as caught:
-        loop.train(
+        train_loop.train(
             step,
             fresh_state(step),
             asked.append,
@@ -330,7 +333,7 @@ def test_a_directory_is_one_runs_alone(
     )
     command = TrainCommand(model="perceptron", cluster="cpu:8", save=folder, steps=1)
     with pytest.raises(wh.WhaleError, match="is in use by process"):
-        session.run(make_job(), command, started=0.0)
+        train_session.run(make_job(), command, started=0.0)
     # However it ends, the directory is free then, and whoever takes it says so.
     other.kill()
     other.wait()
@@ -356,7 +359,9 @@ def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
         raise KeyError(index)
 
     with pytest.raises(KeyError):
-        loop.train(step, fresh_state(step), fail, steps=2, save_dir=tmp_path / "run")
+        train_loop.train(
+            step, fresh_state(step), fail, steps=2, save_dir=tmp_path / "run"
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -448,7 +453,7 @@ def test_checkpoints_that_cannot_be_listed_or_removed(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", fail)
         with pytest.raises(wh.WhaleError, match="cannot be listed .Permission denied"):
-            loop.latest(run)
+            train_loop.latest(run)
     state = step.restore(run / "step_000003")
     rename: Any = Path.rename
 
@@ -457,5 +462,5 @@ def test_checkpoints_that_cannot_be_listed_or_removed(
 
     monkeypatch.setattr(Path, "rename", fail_to_remove)
     with pytest.raises(wh.WhaleError, match="older checkpoints cannot be removed"):
-        loop.train(step, state, batches, steps=4, save_dir=run, keep=1)
-    assert loop.latest(run) == run / "step_000004"
+        train_loop.train(step, state, batches, steps=4, save_dir=run, keep=1)
+    assert train_loop.latest(run) == run / "step_000004"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.options import TrainCommand
-from whalejax.session import _check_save
+from whalejax.cli.options import TrainCommand
+from whalejax.cli.train_session import _check_save
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 @pytest.mark.parametrize(

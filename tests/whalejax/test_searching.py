@@ -13,9 +13,10 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.found import Found, price_text
-from whalejax.planner.plan import NothingFits
-from whalejax.searching import mesh_of
+from whalejax.api.search import mesh_of
+from whalejax.api.search_data import price_text
+from whalejax.api.search_result import Found
+from whalejax.planner.errors import NothingFits
 
 
 CLUSTERS = ["h100:8", "h100:2x8", "v5p:2x2x1"]

@@ -11,11 +11,12 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.between import SUFFIX
-from whalejax.planner.decide import analyse_graph, analysed_for
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.search.spmd import analysed_for
+from whalejax.planner.sharding.sequence_parallel import SUFFIX
 
 
 def asked(name: str = "gpt-test", batch: int = 16, **options: Any) -> wh.Plan:

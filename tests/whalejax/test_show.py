@@ -15,17 +15,17 @@ from rich.console import Console
 
 import whalejax as wh
 from tests.whalejax.runs import run_script
-from whalejax.meshes.fitted import constants
-from whalejax.meshes.telling import listening, tell
-from whalejax.planner.display import bar_text
-from whalejax.planner.explain import gigabytes
-from whalejax.progress import Meter, Working, progress_words, remark
-from whalejax.show import (
+from whalejax.cli.progress import Meter, Working, progress_words, remark
+from whalejax.cli.show import (
     parameter_rows,
     plan_table,
     print_plan,
     seconds_text,
 )
+from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.progress_events import listening, tell
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.plan.report.page import bar_text
 
 
 def layered_loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -183,7 +183,7 @@ SHOWS_WITHOUT_JAX = """
 import sys
 import whalejax as wh
 from rich.console import Console
-from whalejax.show import print_plan
+from whalejax.cli.show import print_plan
 print_plan(wh.Plan.load(sys.argv[1]), Console())
 assert "jax" not in sys.modules, "showing a plan imported jax"
 """

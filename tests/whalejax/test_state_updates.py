@@ -15,7 +15,7 @@ from flax import nnx
 
 import whalejax as wh
 from tests.equality import LEARNING_RATE, free_links, keep_gradient
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 
 
 WIDTH, SAMPLES = 8, 16

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import whalejax as wh
-from whalejax import cli
+from whalejax.cli import main
+from whalejax.cli.measure_model import timing_words
 from whalejax.meshes import TimedModel
-from whalejax.planner.timed import corrections, weights_hash
-from whalejax.timing import timing_words
+from whalejax.planner.balance.measured_speed import corrections, weights_hash
 
 
 WIDE = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
@@ -102,15 +102,15 @@ def test_calibrate_times_a_model(
         written.append(wh.cluster("cpu:2"))
         return written[-1]
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
+    monkeypatch.setattr("whalejax.meshes.calibration.calibrate.measured", measured)
     path = tmp_path / "c.toml"
     words = ["calibrate", "-o", str(path), "--model", "mlp", "--samples", "32"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert "ms for a micro-batch of 32" in capsys.readouterr().out
     (kind,) = wh.cluster(str(path)).kinds
     (one,) = kind.timed_models
     assert (one.title, one.samples) == ("mlp", 32)
     assert one.seconds > 0 < one.predicted_seconds
-    assert cli.main(words[:3] + ["--samples", "3"]) == 2
+    assert main.main(words[:3] + ["--samples", "3"]) == 2
     assert "--model" not in capsys.readouterr().out
     assert len(written) == 1

@@ -64,7 +64,9 @@ def test_the_step_is_compiled_with_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An option with an effect that can be seen, and that no plan may carry therefore.
-    monkeypatch.setattr("whalejax.xla_options.check_options", lambda *_: None)
+    monkeypatch.setattr(
+        "whalejax.runtime.compiler_options.check_options", lambda *_: None
+    )
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     step = step_for(squares, MODEL, BATCH, compiler_options=options)
     state = step.init_from(MODEL)

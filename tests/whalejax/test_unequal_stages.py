@@ -23,7 +23,7 @@ from tests.equality import (
 )
 from tests.whalejax.test_pipelines import Keyed, job_of
 from whalejax import hlo, jobs
-from whalejax.planner.unequal import with_layers
+from whalejax.planner.pipeline.uneven_layers import with_layers
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

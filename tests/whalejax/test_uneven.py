@@ -16,12 +16,13 @@ from flax import nnx
 
 import whalejax as wh
 from tests import cases
-from whalejax import jobs, models, piping
-from whalejax.losses import Job
-from whalejax.planner import sharing
-from whalejax.planner.rebalance import Rebalance
-from whalejax.planner.unlike_replicas import most_shares
-from whalejax.portions import checked_shares
+from whalejax import jobs, models
+from whalejax.api import executor_choice
+from whalejax.api.losses import Job
+from whalejax.planner.balance.online import Rebalance
+from whalejax.planner.plan import uneven_replicas
+from whalejax.planner.search.uneven_replicas import most_shares
+from whalejax.runtime.sample_shares import checked_shares
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -354,13 +355,13 @@ def test_promising_replicas_are_no_worse_than_all(
         annotated=False,
     )
     weighed: list[int] = []
-    kept = sharing._weigh
+    kept = uneven_replicas._weigh
 
     def counted(*args: Any) -> Any:
         weighed[-1] += 1
         return kept(*args)
 
-    monkeypatch.setattr(sharing, "_weigh", counted)
+    monkeypatch.setattr(uneven_replicas, "_weigh", counted)
 
     def ask() -> wh.Plan:
         weighed.append(0)
@@ -375,7 +376,7 @@ def test_promising_replicas_are_no_worse_than_all(
         )
 
     some = ask()
-    monkeypatch.setattr(sharing, "MANY_DEVICES", math.inf)
+    monkeypatch.setattr(uneven_replicas, "MANY_DEVICES", math.inf)
     every = ask()
     assert some.shares and every.shares
     assert some.time.step_seconds <= every.time.step_seconds * 1.001
@@ -386,13 +387,13 @@ def test_promising_replicas_are_no_worse_than_all(
 def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage would hold all of it; cut in layers it may be faster."""
     asked: list[int] = []
-    kept = piping._Staging.__call__
+    kept = executor_choice._Staging.__call__
 
     def counted(self: Any, *args: Any, **options: Any) -> wh.Plan:
         asked.append(self.asked.mesh["stage"])
         return kept(self, *args, **options)
 
-    monkeypatch.setattr(piping._Staging, "__call__", counted)
+    monkeypatch.setattr(executor_choice._Staging, "__call__", counted)
     for scan, stages in ((True, []), (False, [2, 4])):
         job = models.job(
             "gpt-test",

@@ -16,8 +16,8 @@ import hashlib, json
 jax.config.update("jax_enable_x64", True)
 import numpy as np
 import whalejax as wh
-from whalejax.lowering import uneven
-from whalejax.lowering.ways import unwrapped
+from whalejax.lowering.uneven import replica_executor
+from whalejax.lowering.global_arrays import unwrapped
 from tests.whalejax.test_uneven import apart, dropping
 
 job = dropping()
@@ -80,7 +80,7 @@ def begun(mine):
 
 unlike = begun(index)
 first = begun(0)
-uneven.several_kinds = lambda mesh: True
+replica_executor.several_kinds = lambda mesh: True
 alike = begun(index)
 begins = [unlike == first, alike == first]
 

@@ -24,8 +24,8 @@ from tests.whalejax.test_uneven import (
     simple,
     worst_of,
 )
-from whalejax.lowering import uneven
-from whalejax.lowering.ways import unwrapped
+from whalejax.lowering.global_arrays import unwrapped
+from whalejax.lowering.uneven import replica_executor
 from whalejax.meshes import Cluster
 
 
@@ -151,7 +151,7 @@ def test_devices_of_unlike_kinds_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What no one program can run on both goes by copies."""
-    monkeypatch.setattr(uneven, "several_kinds", lambda mesh: True)
+    monkeypatch.setattr(replica_executor, "several_kinds", lambda mesh: True)
     job = dropping()
     with jax.enable_x64(True):
         for inner in ({}, {"fsdp": 2}):

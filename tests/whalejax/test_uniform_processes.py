@@ -15,7 +15,7 @@ import pytest
 import whalejax as wh
 from tests import cases, equality
 from tests.processes import finish, start
-from whalejax.losses import Job
+from whalejax.api.losses import Job
 
 
 PROGRAM: Final = """

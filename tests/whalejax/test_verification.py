@@ -20,7 +20,8 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import cli, models
+from whalejax import models
+from whalejax.cli import main
 from whalejax.jobs import abstract_model
 from whalejax.verification import checking, gpu
 from whalejax.verification.comparison import Verification, rematerializations
@@ -288,8 +289,8 @@ def test_a_compiler_that_dies_is_survived(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
-    with pytest.raises(VerifyError, match=r"did not end in 7 s(.|\n)*still thinking"):
-        _plan_of(_hanging).verify(timeout_seconds=7)
+    with pytest.raises(VerifyError, match=r"did not end in 20 s(.|\n)*still thinking"):
+        _plan_of(_hanging).verify(timeout_seconds=20)
 
 
 @pytest.mark.parametrize(
@@ -343,9 +344,9 @@ def test_another_model_is_the_plans_error(
 ) -> None:
     file = tmp_path / "plan.json"
     planned("mlp-test", "cpu:8", batch=32).save(file)
-    assert cli.main(["verify", str(file), "--model", "gpt-test"]) == 2
+    assert main.main(["verify", str(file), "--model", "gpt-test"]) == 2
     assert "made for another model or batch" in capsys.readouterr().err
-    assert cli.main(["verify", str(file), "--set", "layers=3"]) == 2
+    assert main.main(["verify", str(file), "--set", "layers=3"]) == 2
     assert "--set changes --model" in capsys.readouterr().err
 
 
@@ -372,10 +373,10 @@ def test_the_command_verifies_a_plan_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    assert cli.main(["plan", "mlp-test", "--cluster", "cpu:8", "-o", str(file)]) == 0
+    assert main.main(["plan", "mlp-test", "--cluster", "cpu:8", "-o", str(file)]) == 0
     before = file.read_bytes()
     capsys.readouterr()
-    assert cli.main(["verify", str(file), "--json"]) == 0
+    assert main.main(["verify", str(file), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["fits"] and said["topology"] == "local"
     assert {q["name"] for q in said["memory"]} >= {"arguments", "peak"}
@@ -389,9 +390,9 @@ def test_a_plan_without_its_model_asks_for_it(
     plan = planned("mlp-test", "cpu:8")
     plan.save(file)
     assert dataclasses.replace(plan, source=("mlp-test",)).hash == plan.hash
-    assert cli.main(["verify", str(file)]) == 2
+    assert main.main(["verify", str(file)]) == 2
     assert "Name the model with --model" in capsys.readouterr().err
-    assert cli.main(["verify"]) == 2
+    assert main.main(["verify"]) == 2
     assert "PLAN.json is missing" in capsys.readouterr().err
 
 

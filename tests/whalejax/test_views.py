@@ -15,10 +15,10 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.capture.views import taken_apart
-from whalejax.planner.dimensions import analyse
+from whalejax.capture.split_dims.rewrite import taken_apart
+from whalejax.planner.model.dimension_analysis import analyse
 
 
 BATCH, SEQ, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 8, 6, 16, 4, 2, 36, 10

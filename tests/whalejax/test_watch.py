@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import whalejax as wh
-from whalejax.lowering import watch
-from whalejax.lowering.watch import FIRST_SECONDS, LEAST_SECONDS, Watch
+from whalejax.lowering.multihost import watchdog
+from whalejax.lowering.multihost.watchdog import FIRST_SECONDS, LEAST_SECONDS, Watch
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(watch.time, "monotonic", found)
+    monkeypatch.setattr(watchdog.time, "monotonic", found)
     # Looked at by hand.
     monkeypatch.setattr(Watch, "_look_on", lambda self: None)
     return found

@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whalejax.adapters import Adapter
-from whalejax.annotations import scope_name
+from whalejax.adapters.base import Adapter
+from whalejax.api.annotations import scope_name
 from whalejax.capture.batch import BatchLeaf
 from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import Walk
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.graph import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.model.graph import (
     LOOKUPS,
     Graph,
     Mark,

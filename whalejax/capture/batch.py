@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from whalejax import _compat
-from whalejax.adapters_leaves import dotted
+from whalejax.adapters.leaves import dotted
 from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, shown
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

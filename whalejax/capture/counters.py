@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from whalejax import _compat
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 
 
 _SAME = ("copy", "copy_p", "convert_element_type", "reshape")

@@ -1,4 +1,4 @@
-"""What the walk writes down before regions and gradients are known.
+"""Records that the walk writes before regions and gradients are known.
 
 It is apart from the walk because regions and gradients read it too.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.annotations import parse_scope
-from whalejax.capture.behaviour import Behaviour
-from whalejax.planner.graph import Factor, Mark, TensorKind
+from whalejax.api.annotations import parse_scope
+from whalejax.capture.rules.behaviour import Behaviour
+from whalejax.planner.model.graph import Factor, Mark, TensorKind
 
 
 Position = tuple[int, ...]

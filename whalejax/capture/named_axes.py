@@ -1,4 +1,4 @@
-"""Axes that a loss names and nobody binds, as ``pmean(x, "batch")`` does.
+"""Named axes that a loss uses and nobody binds, as ``pmean(x, "batch")`` does.
 
 Code that was written for ``jax.pmap`` runs on one device's samples and names the axis
 over which all have theirs. Here a loss is traced for all samples of a micro-batch at

@@ -1,4 +1,4 @@
-"""Batch arrays without samples whose numbers are of samples, as a graph's edges are.
+"""Finds batch arrays that hold indices of samples, such as the edges of a graph.
 
 Every micro-batch gets such an array whole, with a part of the samples that its numbers
 are of, and no program can tell what that means: plans keep to one, and say so.

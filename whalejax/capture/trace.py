@@ -15,48 +15,52 @@ from typing import Any
 import jax
 
 from whalejax import _compat
-from whalejax.adapters import Adapter
-from whalejax.adapters_leaves import is_key
-from whalejax.ambient import tracing
-from whalejax.annotations import recording
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
+from whalejax.api.ambient_mesh import tracing
+from whalejax.api.annotations import recording
+from whalejax.api.losses import check_rows
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
-from whalejax.capture.calls import (
+from whalejax.capture.batch_independent_state import Steady, held_back
+from whalejax.capture.counters import advances
+from whalejax.capture.drafts import Position, Value
+from whalejax.capture.named_axes import bound, traced_with_axes
+from whalejax.capture.numbering import numbering_leaves
+from whalejax.capture.partial_metadata import aligned
+from whalejax.capture.passes.mixed_precision import left_wide, narrowed, wide_products
+from whalejax.capture.passes.remat import applicable, recomputed
+from whalejax.capture.patterns.calls import (
     calls_attention,
     possible_calls,
     with_calls,
     with_logits,
 )
-from whalejax.capture.counters import advances
-from whalejax.capture.drafts import Position, Value
-from whalejax.capture.lengthened import lengthened
-from whalejax.capture.named_axes import bound, traced_with_axes
-from whalejax.capture.narrowing import left_wide, narrowed, wide_products
-from whalejax.capture.numbering import numbering_leaves
-from whalejax.capture.own_layouts import constraint_notes
-from whalejax.capture.paired import Trace
-from whalejax.capture.recompute import applicable, recomputed
-from whalejax.capture.reporting import (
+from whalejax.capture.patterns.full_length import lengthened
+from whalejax.capture.reported.paired import Trace
+from whalejax.capture.reported.values import (
     Reports,
     check_clear,
     check_keys,
     reports,
     undivided,
 )
-from whalejax.capture.steady import Steady, held_back
-from whalejax.capture.unnamed import aligned
-from whalejax.capture.views import taken_apart
+from whalejax.capture.sharding_constraints import constraint_notes
+from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import Walk
-from whalejax.losses import check_rows
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.attended import ringed
-from whalejax.planner.decide import analyse_graph
-from whalejax.planner.fused import fused_dimensions, merging_reshapes, picks
-from whalejax.planner.graph import ATTENTION, Graph, Mark
-from whalejax.planner.last_tokens import gathered_bytes, last_tokens_cut
-from whalejax.planner.plan import Plan
-from whalejax.planner.precisions import precision_for
-from whalejax.planner.recompute import regions
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.graph import ATTENTION, Graph, Mark
+from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.sharding.attention_blocks import ringed
+from whalejax.planner.sharding.fused_parameters import (
+    fused_dimensions,
+    merging_reshapes,
+    picks,
+)
+from whalejax.planner.sharding.precision_regions import precision_for
+from whalejax.planner.sharding.remat import regions
 from whalejax.planner.terms import ALL, precision_words
 
 

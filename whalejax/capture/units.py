@@ -1,4 +1,4 @@
-"""A traced loss as the units that a pipeline may place apart; see ``planner.parts``."""
+"""A traced loss as the units that a pipeline may place apart; see ``program_cut``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from whalejax import _compat
 from whalejax.capture.counters import advances
-from whalejax.planner.graph import CONVOLUTION
-from whalejax.planner.parts import Position, Unit, Units, Value
+from whalejax.planner.model.graph import CONVOLUTION
+from whalejax.planner.pipeline.program_cut import Position, Unit, Units, Value
 
 
 if TYPE_CHECKING:

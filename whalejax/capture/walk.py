@@ -22,8 +22,6 @@ from typing import Any
 from whalejax import _compat
 from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
-from whalejax.capture.behaviour import Behaviour, Equation
-from whalejax.capture.calls import is_attention, keeping, makes_logits
 from whalejax.capture.drafts import (
     Context,
     OpDraft,
@@ -32,9 +30,11 @@ from whalejax.capture.drafts import (
     Value,
     without_literals,
 )
-from whalejax.capture.rules import behaviour
-from whalejax.capture.rules_attention import attention_behaviour
-from whalejax.planner.graph import ATTENTION, Factor, Stacked, TensorKind
+from whalejax.capture.patterns.calls import is_attention, keeping, makes_logits
+from whalejax.capture.rules.attention import attention_behaviour
+from whalejax.capture.rules.behaviour import Behaviour, Equation
+from whalejax.capture.rules.table import behaviour
+from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

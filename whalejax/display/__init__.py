@@ -1,5 +1,5 @@
 """What notebooks show: HTML and SVG that need no network, no script and no JAX.
 
-Apart from ``whalejax.show``, which is for terminals; both show what ``planner.display``
-says. Pictures read plans and never a value of an array.
+Apart from ``whalejax.cli.show``, which is for terminals; both show what
+``planner.plan.report.page`` says. Pictures read plans and never a value of an array.
 """

@@ -1,4 +1,4 @@
-"""Plans and clusters as notebooks show them: one static block of HTML each.
+"""Plans as notebooks show them: one static block of HTML each.
 
 Tables first show what holds most and fold the rest; very long ones end in a count, so
 that a plan of ten thousand parameters is still a page.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import groupby
-from typing import Any
 
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
-from whalejax.meshes.cluster import Cluster
-from whalejax.planner.display import (
+from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import milliseconds as seconds_text
+from whalejax.planner.plan.report.page import (
     SHOWN_ROWS,
     TRAFFIC,
     crossings,
@@ -24,30 +23,28 @@ from whalejax.planner.display import (
     traffic_rows,
     whole_words,
 )
-from whalejax.planner.explain import gigabytes, layout_text, shape_text, spec_text
-from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.parameters import ParameterRow, parameter_rows
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
+from whalejax.planner.plan.report.why import layout_text, shape_text, spec_text
+from whalejax.planner.plan_data import PlanData
 
 
 UNFOLDED_ROWS = 300
 """Rows of parameters that unfold; of more there is only a count."""
 
 
-def bundle(value: Any) -> dict[str, str]:
+def bundle(plan: PlanData) -> dict[str, str]:
     """MIME type to text.
 
     Args:
-        value: a plan or a cluster.
+        plan: what a notebook shows.
     """
-    html = plan_html(value) if isinstance(value, Plan) else cluster_html(value)
-    return bundle_of(html, str(value))
+    return bundle_of(plan_html(plan), str(plan))
 
 
 # Plans.
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: PlanData) -> str:
     """A plan as a fragment of a page, without its style."""
     return "".join(
         (
@@ -78,13 +75,13 @@ def _term_rows(
         )
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanData) -> str:
     seconds = plan.time.step_seconds
     rows = _term_rows(plan.time.by_size(), seconds, seconds_text)
     return table((), rows, caption=f"Step: {seconds_text(seconds)} predicted")
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     """Bars are parts of what a device has, so that what is free is seen too."""
     memory, room = plan.memory, plan.room_bytes
     pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
@@ -105,11 +102,11 @@ def _memory(plan: Plan) -> str:
     return f"<div>{found}</div>"
 
 
-def _mesh(plan: Plan) -> str:
+def _mesh(plan: PlanData) -> str:
     return f"<h4>Mesh</h4>{listed(crossings(plan))}"
 
 
-def _stages(plan: Plan) -> Iterator[str]:
+def _stages(plan: PlanData) -> Iterator[str]:
     """Stages and shares, where there are any."""
     if plan.stages is not None:
         head, rows = stage_rows(plan)
@@ -119,7 +116,7 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield f"<h4>Shares</h4>{listed(share_words(plan))}"
 
 
-def _parameters(plan: Plan) -> str:
+def _parameters(plan: PlanData) -> str:
     """The largest rows, then the others folded, then a count."""
     rows = parameter_rows(plan)
     if not rows:
@@ -162,7 +159,7 @@ def _parameter(row: ParameterRow, used: bool) -> str:
     )
 
 
-def _regions(plan: Plan) -> str:
+def _regions(plan: PlanData) -> str:
     rows = (
         cell(region.task_graph)
         + cell(" > ".join(region.marks) or "unmarked")
@@ -172,7 +169,7 @@ def _regions(plan: Plan) -> str:
     return table(("TaskGraph", "marks", "axis: dimensions"), rows)
 
 
-def _traffic(plan: Plan) -> str:
+def _traffic(plan: PlanData) -> str:
     rows = [
         "".join(cell(text, number=place > 2) for place, text in enumerate(row))
         for row in traffic_rows(plan)
@@ -180,7 +177,7 @@ def _traffic(plan: Plan) -> str:
     return table(TRAFFIC, rows) if rows else "<p>None.</p>"
 
 
-def _noted(plan: Plan) -> Iterator[str]:
+def _noted(plan: PlanData) -> Iterator[str]:
     """What stays whole and why, hints, and notes."""
     for name, texts, opened in (
         ("What stays whole, and why", whole_words(plan), False),
@@ -191,7 +188,7 @@ def _noted(plan: Plan) -> Iterator[str]:
             yield folded(f"{name} ({len(texts)})", listed(texts), opened=opened)
 
 
-def _weighed(plan: Plan) -> Iterator[str]:
+def _weighed(plan: PlanData) -> Iterator[str]:
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     rows = (
         cell(c.layout)
@@ -204,36 +201,3 @@ def _weighed(plan: Plan) -> Iterator[str]:
     if others:
         summary = f"{len(others)} other plan{'s' if len(others) > 1 else ''} weighed"
         yield folded(summary, table(names, rows))
-
-
-# Clusters.
-
-
-def cluster_html(cluster: Cluster) -> str:
-    """A cluster as a fragment of a page, without its style."""
-    groups = groupby(cluster.nodes, key=lambda node: (node.kind, node.count))
-    nodes = []
-    for (kind, count), alike in groups:
-        peaks = ", ".join(
-            f"{dtype} {flops / 1e12:,.4g}" for dtype, flops in kind.flops_per_second
-        )
-        nodes.append(
-            cell(f"{len(list(alike))} × {count}", number=True)
-            + cell(kind.display_name())
-            + cell(gigabytes(kind.memory_bytes), number=True)
-            + cell(f"{gigabytes(kind.memory_bytes_per_second)}/s", number=True)
-            + cell(peaks)
-        )
-    names = "nodes × devices", "kind", "memory", "its bandwidth", "peak TFLOP/s"
-    links = (
-        cell(level.name)
-        + cell(f"{level.size:,}", number=True)
-        + cell(f"{gigabytes(level.bandwidth_bytes_per_second)}/s", number=True)
-        + cell(seconds_text(level.latency_seconds), number=True)
-        for level in cluster.levels
-    )
-    return (
-        f"<h3>{escape(cluster.describe())}</h3>"
-        + table(names, nodes)
-        + table(("link", "joins", "per device, one way", "latency"), links)
-    )

@@ -12,10 +12,11 @@ from html import escape
 
 from whalejax.display.page import Picture, cell, table
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.explain import shape_text, spec_text
-from whalejax.planner.layout import Spec
-from whalejax.planner.plan import LeafPlan, Plan
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.plan.report.why import shape_text, spec_text
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import Spec
 
 
 LAYOUTS = {
@@ -93,7 +94,7 @@ class DeviceMap(Picture):
         ]
 
 
-def device_map(plan: Plan, path: str, of: str = "params") -> DeviceMap:
+def device_map(plan: PlanData, path: str, of: str = "params") -> DeviceMap:
     """The map of a plan's parameter; see ``Plan.device_map``."""
     if not isinstance(of, str) or of not in LAYOUTS:
         raise WhaleError(f"of is {shown(of)}; expected one of {', '.join(LAYOUTS)}")

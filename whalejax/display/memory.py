@@ -14,8 +14,8 @@ from whalejax.display.page import (
     words,
 )
 from whalejax.display.page import cell as td
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.plan import Plan
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import MemoryTerms
 
 
@@ -33,7 +33,7 @@ class MemoryChart(Picture):
         bars: name of a stage, or of the whole, to its terms and what its device has.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanData) -> None:
         self.bars = _bars(plan)
         svg = _drawn(self.bars)
         super().__init__(
@@ -46,12 +46,12 @@ class MemoryChart(Picture):
 Bars = dict[str, tuple[MemoryTerms, int]]
 
 
-def memory_chart(plan: Plan) -> MemoryChart:
+def memory_chart(plan: PlanData) -> MemoryChart:
     """The chart of a plan; see ``Plan.memory_chart``."""
     return MemoryChart(plan)
 
 
-def _bars(plan: Plan) -> Bars:
+def _bars(plan: PlanData) -> Bars:
     each = [one.apart for one in plan.pipelines or (plan,)]
     terms = [one.memory for apart in each for one in apart]
     if plan.pipelines:

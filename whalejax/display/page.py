@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from whalejax.meshes.checks import Arguments
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 FILLS = (

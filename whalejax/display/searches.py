@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from whalejax.api.search_data import FoundData, price_text
 from whalejax.display.bundles import plan_html
 from whalejax.display.page import (
     bundle_of,
@@ -22,28 +23,26 @@ from whalejax.display.page import (
     table,
     write,
 )
-from whalejax.found import price_text
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.plan import Plan
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import milliseconds as seconds_text
+from whalejax.planner.plan_data import PlanData
 
 
 if TYPE_CHECKING:
     import os
 
-    from whalejax.found import Found
 
 UNFOLDED_PLANS = 10
 """Plans that the table brings with it, to unfold."""
 
 
-def bundle(found: Found) -> dict[str, str]:
+def bundle(found: FoundData) -> dict[str, str]:
     """MIME type to text."""
     return bundle_of(found_html(found), str(found))
 
 
-def found_html(found: Found) -> str:
+def found_html(found: FoundData) -> str:
     """The table, every plan folded below it, and where there is none."""
     plural = "s" if len(found) > 1 else ""
     rows = ("".join(cell(text) for text in row) for row in found.rows())
@@ -59,7 +58,7 @@ def found_html(found: Found) -> str:
     )
 
 
-def _plans(found: Found) -> str:
+def _plans(found: FoundData) -> str:
     html = []
     for index, plan in enumerate(found[:UNFOLDED_PLANS]):
         name = f"{index}: {found.names[index]}"
@@ -81,7 +80,7 @@ class SearchChart:
         rows: its data, a dictionary for each point.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundData) -> None:
         self._alt = _needed("altair")
         _needed("vl_convert")
         self.rows = points(found)
@@ -151,7 +150,7 @@ class SearchChart:
         return svg
 
 
-def chart(found: Found) -> SearchChart:
+def chart(found: FoundData) -> SearchChart:
     """The chart of a search; see ``Found.chart``."""
     return SearchChart(found)
 
@@ -166,11 +165,11 @@ def _needed(name: str) -> Any:
         ) from error
 
 
-def _anchor(plan: Plan) -> str:
+def _anchor(plan: PlanData) -> str:
     return f"whalejax-plan-{plan.hash}"
 
 
-def points(found: Found) -> list[dict[str, Any]]:
+def points(found: FoundData) -> list[dict[str, Any]]:
     """One row for each plan that was weighed: its numbers, and the same as text."""
     rows = []
     front = pareto(

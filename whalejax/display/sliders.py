@@ -1,4 +1,4 @@
-"""``Plan.what_if`` by hand: sliders in a notebook, and the plan that they lead to.
+"""Sliders in a notebook that call ``Plan.what_if``, with the plan below them.
 
 Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; readers
 that know no widgets show the plan that was last found.
@@ -15,9 +15,9 @@ from whalejax.display.bundles import plan_html
 from whalejax.display.page import folded, fragment
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import cluster
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.plan import Plan
-from whalejax.planner.recompute import POLICIES
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.remat import POLICIES
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)
@@ -39,15 +39,16 @@ class Sliders:
     """
 
     def __init__(
-        self, plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
+        self, plan: Any, batches: Sequence[int] | None, clusters: Sequence[str]
     ) -> None:
         _check(batches, clusters)
         if plan.question is None:
             plan.what_if()  # says that its model is missing
         widgets = _needed()
-        self.plan, self.problem = plan, ""
+        self.plan: Any = plan
+        self.problem = ""
         self._first = plan
-        self._found: dict[tuple[tuple[str, Any], ...], Plan] = {(): plan}
+        self._found: dict[tuple[tuple[str, Any], ...], Any] = {(): plan}
         self.controls: dict[str, Any] = {
             "batch": widgets.SelectionSlider(
                 options=_sizes(plan, batches),
@@ -116,7 +117,7 @@ class Sliders:
 
 
 def sliders(
-    plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
+    plan: PlanData, batches: Sequence[int] | None, clusters: Sequence[str]
 ) -> Sliders:
     """The sliders of a plan; see ``Plan.sliders``."""
     return Sliders(plan, batches, clusters)
@@ -144,7 +145,9 @@ def _check(batches: Any, clusters: Any) -> None:
         raise WhaleError("\n".join(problems.messages))
 
 
-def _sizes(plan: Plan, batches: Sequence[int] | None) -> list[tuple[str, int | str]]:
+def _sizes(
+    plan: PlanData, batches: Sequence[int] | None
+) -> list[tuple[str, int | str]]:
     """Labels and sizes of batches, in order; the planned one is ``_SAME``."""
     planned = next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
     if batches is None:

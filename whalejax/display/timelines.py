@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
-from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.paced import Paced, paced_beside
-from whalejax.planner.plan import Plan
+from whalejax.meshes.units import milliseconds as seconds_text
+from whalejax.planner.pipeline.timed_schedule import Paced, paced_beside
+from whalejax.planner.plan_data import PlanData
 
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 26.0, 4.0, 6.0, 20.0
@@ -73,7 +73,7 @@ class StepTimeline(Picture):
         step_seconds: the whole step: what is done once, after the last row, included.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanData) -> None:
         self.step_seconds = plan.time.step_seconds
         self.bubble = 0.0
         if plan.stages is None:
@@ -97,7 +97,7 @@ class StepTimeline(Picture):
             svg=svg,
         )
 
-    def _words(self, plan: Plan) -> list[str]:
+    def _words(self, plan: PlanData) -> list[str]:
         """What stands above and below the drawing."""
         step = seconds_text(self.step_seconds)
         if not self._staged:
@@ -181,7 +181,7 @@ class StepTimeline(Picture):
         return {**super()._forms(), ".json": json.dumps(self.trace())}
 
 
-def timeline(plan: Plan) -> StepTimeline:
+def timeline(plan: PlanData) -> StepTimeline:
     """The timeline of a plan; see ``Plan.timeline``."""
     return StepTimeline(plan)
 
@@ -202,7 +202,7 @@ def _slices(lines: Sequence[Paced]) -> Iterator[Slice]:
         first += line.table.num_stages
 
 
-def _terms(plan: Plan) -> Iterator[Slice]:
+def _terms(plan: PlanData) -> Iterator[Slice]:
     now = 0.0
     for name, seconds in plan.time.by_size():
         end = now + seconds

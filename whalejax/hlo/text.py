@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 class HloError(WhaleError):

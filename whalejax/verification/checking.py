@@ -7,13 +7,14 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names
 from whalejax.meshes.checks import is_number, is_printable, shown
-from whalejax.meshes.telling import tell
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.meshes.progress_events import tell
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run
 from whalejax.verification.targets import Target, target_of

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.meshes.cache import directory
+from whalejax.meshes.calibration.cache import directory
 from whalejax.verification.processes import VerifyError
 from whalejax.verification.targets import Target
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.verification.targets import Target
 from whalejax.verification.worker import Request
 

@@ -11,8 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whalejax.planner.explain import gigabytes, layout_text
-from whalejax.verification.comparison import Finding, Quantity, Verification
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.plan.report.why import layout_text
+from whalejax.verification.quantities import Finding, Quantity, VerificationData
 
 
 _WIDTH = 110
@@ -20,7 +21,7 @@ _LEAST = 0.001
 """Part of all traffic from which a line is shown."""
 
 
-def document(found: Verification) -> dict[str, Any]:
+def document(found: VerificationData) -> dict[str, Any]:
     """A verification as plain JSON data."""
 
     def quantity(q: Quantity | None) -> dict[str, Any] | None:
@@ -50,7 +51,7 @@ def document(found: Verification) -> dict[str, Any]:
     }
 
 
-def text(found: Verification) -> str:
+def text(found: VerificationData) -> str:
     """A verification as text without colours."""
     console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
     console.print(table(found))
@@ -58,7 +59,7 @@ def text(found: Verification) -> str:
     return "\n".join(line.rstrip() for line in written.splitlines())
 
 
-def table(found: Verification) -> RenderableType:
+def table(found: VerificationData) -> RenderableType:
     """A verification as something that ``rich`` prints."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
     rows.add_column("")
@@ -75,7 +76,7 @@ def table(found: Verification) -> RenderableType:
     return Group(_head(found), "", rows, *_words(found))
 
 
-def _head(found: Verification) -> Text:
+def _head(found: VerificationData) -> Text:
     versions = ", ".join(f"{name} {v}" for name, v in found.versions.items())
     kind = f" ({found.device_kind})" if found.device_kind else ""
     line = f"compiled for {found.target.words}{kind}"
@@ -115,7 +116,7 @@ def _percent(q: Quantity) -> str:
     return "not compiled" if q.predicted else "not planned"
 
 
-def _words(found: Verification) -> Iterator[RenderableType]:
+def _words(found: VerificationData) -> Iterator[RenderableType]:
     yield ""
     capacity = gigabytes(found.capacity_bytes) if found.capacity_bytes else ""
     if found.fits:

@@ -13,8 +13,9 @@ from typing import Any, Final
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 
 
 TPU_NAMES: Final = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e"}

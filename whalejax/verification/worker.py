@@ -123,8 +123,8 @@ def _apply(settings: dict[str, Any]) -> None:
 def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
     import jax
 
-    from whalejax.planner.plan import Plan
-    from whalejax.train import step_of
+    from whalejax.planner.plan.plan import Plan
+    from whalejax.runtime.train_step import step_of
 
     plan = Plan.from_document(request.plan)
     phase.append("describing the topology")
@@ -199,7 +199,7 @@ def _devices(request: Request) -> list[Any]:
     import jax
     from jax.experimental import topologies
 
-    from whalejax.meshes.build import cluster_order
+    from whalejax.meshes.jax_mesh import cluster_order
 
     target = request.target
     if target.platform == "local":
@@ -292,7 +292,7 @@ def _program(text: str, mesh: dict[str, int]) -> dict[str, Any]:
 
 
 def _failure(error: Exception, phase: str) -> dict[str, Any]:
-    from whalejax.meshes.problems import WhaleError
+    from whalejax.meshes.errors import WhaleError
 
     text = str(error)
     words = f"{type(error).__name__}: {text}"

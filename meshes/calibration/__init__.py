@@ -1,0 +1,1 @@
+"""Measuring devices and links, and what is kept of it."""

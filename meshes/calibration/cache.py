@@ -1,0 +1,89 @@
+"""Measured clusters kept between runs, one small file for each machine.
+
+In ``$WHALEJAX_CACHE``, else ``$XDG_CACHE_HOME/whalejax``, else ``~/.cache/whalejax``. A
+file that cannot be read is as good as none: measuring again is always right, and
+failing because of a cache never is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whalejax.meshes.cluster_data import ClusterData
+from whalejax.meshes.errors import WhaleError, warn
+from whalejax.meshes.formats.cluster_toml import from_data, to_data
+
+
+# Raised when what is measured, or how, changes.
+_FORMAT = 5
+
+MachineKey = Mapping[str, str | int | float]
+
+
+def directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where measurements are kept.
+
+    Example:
+        >>> directory({"WHALEJAX_CACHE": "/tmp/w"}).as_posix()
+        '/tmp/w'
+    """
+    if environ.get("WHALEJAX_CACHE"):
+        return Path(environ["WHALEJAX_CACHE"])
+    if environ.get("XDG_CACHE_HOME"):
+        return Path(environ["XDG_CACHE_HOME"]) / "whalejax"
+    return Path.home() / ".cache" / "whalejax"
+
+
+def file_of(key: MachineKey) -> Path:
+    """The file for one machine."""
+    text = json.dumps({**key, "format": _FORMAT}, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return directory() / f"calibration-{name}.json"
+
+
+def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
+    """What was measured on this machine with at least this budget, if anything."""
+    try:
+        record = json.loads(file_of(key).read_text(encoding="utf-8"))
+        if record["machine"] != dict(key) or record["format"] != _FORMAT:
+            return None
+        if float(record["budget_seconds"]) < budget_seconds:
+            return None
+        return from_data(record["cluster"], "cluster")
+    except (OSError, ValueError, KeyError, TypeError, WhaleError):
+        return None
+
+
+def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
+    """Keep a measurement; readers see the old file or the whole new one.
+
+    A directory that cannot be written is a warning: the next run measures again.
+    """
+    record: dict[str, Any] = {
+        "format": _FORMAT,
+        "machine": dict(key),
+        "budget_seconds": budget_seconds,
+        "cluster": to_data(cluster),
+    }
+    path = file_of(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(record, file, indent=1)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        warn(
+            f"the measurement of this machine could not be kept in {path.parent}: "
+            f"{error}. Set WHALEJAX_CACHE to a directory that can be written",
+        )

@@ -1,0 +1,364 @@
+"""Measuring the local devices: what ``Cluster.detect()`` knows of a machine.
+
+What ``probes`` timed becomes a device kind and a level of links here. The result is
+kept in a cache per machine, because the next process asks the same. Starts JAX.
+
+Memory of a virtual CPU device is the host's (or its control group's), divided by the
+number of devices; an accelerator's is what JAX may allocate of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+
+from whalejax.meshes import host_facts
+from whalejax.meshes.calibration import cache
+from whalejax.meshes.calibration.link_fit import CollectiveTime, LinkFit, fit_link
+from whalejax.meshes.calibration.probes import (
+    EXP_BYTES,
+    Chain,
+    Collective,
+    Convolution,
+    Elementwise,
+    Fresh,
+    Product,
+    Seconds,
+    measure_devices,
+)
+from whalejax.meshes.catalogue import Entry, Link, entry_of_device
+from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
+from whalejax.meshes.device_kinds import (
+    BandwidthPoint,
+    DeviceKind,
+    MatmulPoint,
+    Platform,
+    Source,
+)
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.jax_mesh import Device
+from whalejax.meshes.merge import check_joined, check_kind, check_replaced, renamed
+
+
+DEFAULT_BUDGET_SECONDS = 18.0
+
+
+def calibrate(
+    budget_seconds: float = DEFAULT_BUDGET_SECONDS,
+    *,
+    use_cache: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+    today: datetime.date | None = None,
+) -> ClusterData:
+    """The local devices as one node, measured or from the cache.
+
+    Args:
+        budget_seconds: stop measuring after about this long; the least that a plan
+            needs is measured even if it takes longer. A cached result counts if its
+            budget was no smaller.
+        use_cache: False measures in any case. Results are stored either way.
+        clock: seconds, rising.
+        today: the date to put into the sources; None asks the system.
+
+    Raises:
+        WhaleError: a budget of zero or less.
+    """
+    if not is_number(budget_seconds) or budget_seconds <= 0:
+        raise WhaleError(
+            f"budget_seconds: got {shown(budget_seconds)}, expected a number above zero"
+        )
+    problems = Arguments("calibrate")
+    problems.switch("use_cache", use_cache)
+    problems.function("clock", clock, "a function that gives seconds, rising")
+    problems.of("today", today, datetime.date, "a date", none=True)
+    problems.raise_if_any()
+    devices = jax.local_devices()
+    key = _machine(devices)
+    if use_cache:
+        cached = cache.load(key, budget_seconds)
+        if cached is not None:
+            return cached
+    found = measure_devices(devices, budget_seconds, clock)
+    date = (today or datetime.date.today()).isoformat()
+    cluster = _cluster(devices, found, key, date)
+    cache.store(key, budget_seconds, cluster)
+    return cluster
+
+
+def measured(
+    budget_seconds: float = DEFAULT_BUDGET_SECONDS,
+    *,
+    kind: str | None = None,
+    beside: ClusterData | None = None,
+    instead: ClusterData | None = None,
+) -> ClusterData:
+    """Measure the local devices anew, for a file.
+
+    Args:
+        budget_seconds: as for ``calibrate``.
+        kind: the name of their kind; that of the device if left out.
+        beside: what the file holds, if it is to stay.
+        instead: what the file holds, if it is to go.
+
+    Raises:
+        WhaleError: before anything is measured: no such name can be given, these
+            devices cannot be joined to those, or others would be lost.
+    """
+    devices = jax.local_devices()
+    name = _name(devices[0]) if kind is None else kind
+    if kind is not None or beside is not None:
+        check_kind(name, beside)
+    if instead is not None:
+        check_replaced(name, instead)
+    if beside is not None:
+        check_joined(beside, devices[0].platform)
+    cluster = calibrate(budget_seconds, use_cache=False)
+    return cluster if kind is None else renamed(cluster, kind)
+
+
+def local_network() -> Link | None:
+    """What the catalogue says of the network of such hosts as this one."""
+    entry = entry_of_device(jax.local_devices()[0].device_kind)
+    return None if entry is None else entry.network
+
+
+def _name(device: Device) -> str:
+    """What a kind of device is called where nobody gives it a name."""
+    entry = entry_of_device(device.device_kind)
+    return slug(device.device_kind) if entry is None else entry.kind.name
+
+
+def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:
+    """What a measurement depends on, and is looked up by."""
+    return {
+        "cpu_model": host_facts.cpu_model(),
+        "cpu_cores": host_facts.cpu_cores(),
+        "num_devices": len(devices),
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+def _cluster(
+    devices: Sequence[Device],
+    found: Seconds,
+    machine: dict[str, str | int | float],
+    date: str,
+) -> ClusterData:
+    entry = entry_of_device(devices[0].device_kind)
+    platform = platform_of(devices[0])
+    times = [
+        CollectiveTime(
+            collective=probe.collective,
+            group_size=probe.group_size,
+            payload_bytes=probe.payload_bytes,
+            seconds=seconds,
+            shared=platform == "cpu",
+        )
+        for probe, seconds in found.items()
+        if isinstance(probe, Collective)
+    ]
+    fit = fit_link(times) if times else None
+    kind = _kind(devices, found, entry, platform)
+    noun = "device" if len(devices) == 1 else "devices"
+    where = f"{len(devices)} {noun}, {machine['cpu_cores']:g} cores"
+    notes = "".join(f"; {note}" for note in fit.notes) if fit else ""
+    source = Source(
+        field="*",
+        url="measured: whalejax calibrate",
+        title=f"{machine['device_kind']} on {machine['cpu_model']}, {where}{notes}",
+        date=date,
+    )
+    kind = replace(kind, sources=(*kind.sources, source))
+    return ClusterData(
+        nodes=(Node(kind=kind, count=len(devices)),),
+        levels=(_level(len(devices), entry, fit, kind),),
+        compiler=COMPILERS[platform],
+    )
+
+
+def _kind(
+    devices: Sequence[Device],
+    found: Seconds,
+    entry: Entry | None,
+    platform: Platform,
+) -> DeviceKind:
+    products = _matmul_points(found)
+    memory = _memory_points(found)
+    best: dict[str, float] = {}
+    for p in products:
+        best[p.dtype] = max(best.get(p.dtype, 0.0), p.flops_per_second)
+    measured = DeviceKind(
+        name=slug(devices[0].device_kind),
+        label="CPU" if platform == "cpu" else devices[0].device_kind,
+        platform=platform,
+        memory_bytes=device_memory_bytes(devices),
+        memory_bytes_per_second=memory[-1].bytes_per_second,
+        flops_per_second=tuple(best.items()),
+        op_overhead_seconds=found[Chain()],
+        matmul_points=products,
+        memory_points=memory,
+    )
+    measured = replace(
+        measured,
+        transcendentals_per_second=_transcendentals_per_second(measured, found),
+        fresh_bytes_per_second=_fresh_bytes_per_second(measured, found),
+    )
+    share, turned = _convolutions(measured, found)
+    measured = replace(
+        measured, convolution_share=share, turned_bytes_per_second=turned
+    )
+    return measured if entry is None else _with_datasheet(measured, entry.kind)
+
+
+def _with_datasheet(measured: DeviceKind, known: DeviceKind) -> DeviceKind:
+    """A measured kind with the name and peaks of the catalogue's."""
+    kept = ("flops_per_second", "host_")
+    return replace(
+        measured,
+        name=known.name,
+        label=known.label,
+        flops_per_second=known.flops_per_second,
+        host_memory_bytes=known.host_memory_bytes,
+        host_link_bytes_per_second=known.host_link_bytes_per_second,
+        sources=tuple(s for s in known.sources if s.field.startswith(kept)),
+    )
+
+
+def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
+    return tuple(
+        MatmulPoint(
+            dtype=p.dtype,
+            m=p.m,
+            k=p.k,
+            n=p.n,
+            batch=p.batch,
+            flops_per_second=2.0 * p.m * p.k * p.n * p.batch / seconds,
+        )
+        for p, seconds in found.items()
+        if isinstance(p, Product)
+    )
+
+
+def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
+    """By bytes moved, fewest first."""
+    points = [
+        BandwidthPoint(
+            moved_bytes=3 * p.array_bytes,
+            bytes_per_second=3 * p.array_bytes / seconds,
+        )
+        for p, seconds in found.items()
+        if isinstance(p, Elementwise) and p.operation == "add"
+    ]
+    return tuple(sorted(points, key=lambda p: p.moved_bytes))
+
+
+def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | None:
+    """The rate that explains what exp took beyond its memory; None if nothing did."""
+    nbytes = EXP_BYTES[kind.platform == "cpu"]
+    seconds = found[Elementwise("exp", nbytes)]
+    extra = seconds - kind.elementwise_seconds(2 * nbytes)
+    return nbytes / 4 / extra if extra > 0 else None
+
+
+def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
+    """The rate that explains what writing new memory took beyond writing it."""
+    for probe, seconds in found.items():
+        if isinstance(probe, Fresh):
+            extra = seconds - kind.elementwise_seconds(probe.array_bytes)
+            return probe.array_bytes / extra if extra > 0 else None
+    return None
+
+
+def _convolutions(
+    kind: DeviceKind, found: Seconds
+) -> tuple[float | None, float | None]:
+    """Share and turning rate that explain what convolutions with gradients took.
+
+    No convolution is faster than its product, and no array is turned faster than read
+    and written.
+    """
+    timed = [
+        (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)
+        for p, seconds in found.items()
+        if isinstance(p, Convolution)
+    ]
+    if not timed:
+        return None, None
+    turns = COMPILERS[kind.platform].copies_kernels
+    product, turned, seconds = timed[0]
+    if not turns or len(timed) == 1:
+        seconds -= turns * kind.elementwise_seconds(2 * turned)
+        return min(1.0, product / max(seconds, product)), None
+    other_product, most_turned, other_seconds = timed[-1]
+    determinant = product * most_turned - other_product * turned
+    slower = (seconds * most_turned - other_seconds * turned) / determinant
+    each = (other_seconds - other_product * max(1.0, slower)) / most_turned
+    each = max(each, kind.elementwise_seconds(2 * most_turned) / most_turned)
+    slower = max(1.0, (seconds - turned * each) / product)
+    return 1 / slower, 1 / each
+
+
+def _level(
+    count: int, entry: Entry | None, fit: LinkFit | None, kind: DeviceKind
+) -> Level:
+    known = entry.node if entry is not None else None
+    name = known.name if known is not None else "host"
+    if fit is None:
+        # One device sends nothing; its memory is the fastest that it ever could.
+        return Level(
+            name=name,
+            size=count,
+            bandwidth_bytes_per_second=kind.memory_bytes_per_second,
+            latency_seconds=0.0,
+        )
+    return Level(
+        name=name,
+        size=count,
+        bandwidth_bytes_per_second=fit.bandwidth_bytes_per_second,
+        latency_seconds=fit.latency_seconds,
+        slowdown=fit.slowdown,
+        shared=kind.platform == "cpu",
+    )
+
+
+def platform_of(device: Device) -> Platform:
+    """The platform of a device; every accelerator that is no TPU counts as a GPU."""
+    if device.platform == "cpu":
+        return "cpu"
+    return "tpu" if device.platform == "tpu" else "gpu"
+
+
+def slug(device_kind: str) -> str:
+    """A name for a device that the catalogue lacks, as a cluster's text would have it.
+
+    Example:
+        >>> slug("NVIDIA RTX A6000")
+        'nvidia-rtx-a6000'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") or "device"
+
+
+def device_memory_bytes(devices: Sequence[Device]) -> int:
+    """Memory of one device; see the module for what it means on CPUs."""
+    if devices[0].platform == "cpu":
+        return host_facts.host_memory_bytes() // len(devices)
+    stats = devices[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit:
+        return int(limit)
+    entry = entry_of_device(devices[0].device_kind)
+    if entry is None:
+        raise WhaleError(
+            f"{devices[0].device_kind} does not say how much memory it has, and the "
+            f"catalogue does not know it. Describe it in a TOML file"
+        )
+    return entry.kind.memory_bytes

@@ -1,0 +1,258 @@
+"""What is measured of a device, in which order, and when to stop. Starts JAX.
+
+Twenty seconds do not suffice for everything, so the probes are ordered by how much a
+plan depends on them, and the budget cuts the list. ``timers`` has the programs,
+``calibrate`` makes numbers of a device kind from the times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import jax
+
+from whalejax.meshes.calibration import timers
+from whalejax.meshes.jax_mesh import Device
+from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
+
+
+# (m, k, n), most telling first: a middling one, a small one, then what lies around. On
+# accelerators the small one says what any product takes, and is measured in any case;
+# narrow ones, of which vocabularies' shards and adapters have many, come next.
+_CPU_SHAPES = (
+    (512, 256, 512),
+    (64, 64, 64),
+    (1024, 512, 512),
+    (256, 64, 256),
+    (64, 256, 256),
+    (4096, 64, 256),
+    (128, 1024, 512),
+    (2048, 256, 1024),
+)
+# Products of many matrices, as attention has them: (m, k, n, batch).
+_CPU_BATCHES = ((128, 32, 128, 64), (256, 64, 256, 16))
+_ACCELERATOR_BATCHES = ((1024, 128, 1024, 128), (512, 64, 512, 256))
+_ACCELERATOR_SHAPES = (
+    (4096, 1024, 4096),
+    (256, 256, 256),
+    (16384, 64, 2048),
+    (16384, 2048, 64),
+    (4096, 4096, 4096),
+    (1024, 1024, 1024),
+    (64, 4096, 4096),
+    (8192, 4096, 8192),
+    (2048, 64, 2048),
+    (64, 64, 64),
+    (512, 512, 512),
+    (8192, 1024, 1024),
+)
+NARROW = 2  # of the shapes, behind the two that come first
+_CPU_ARRAY_BYTES = (2**18, 2**24, 2**21)
+_ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
+_CPU_PAYLOAD_BYTES = (2**23, 2**14, 2**21)
+_ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
+_ROUNDS = 3
+# On CPUs small enough for caches; elsewhere so large that its loop takes no time.
+EXP_BYTES = {True: 2**18, False: 2**28}
+# Above the 32 MiB up to which the C library may keep what was freed.
+FRESH_BYTES = 5 * 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A probe: one product of an (m, k) with a (k, n) matrix, or of a batch of them."""
+
+    dtype: str
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """A probe: ``"add"`` or ``"exp"`` over f32 arrays of this size."""
+
+    operation: str
+    array_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A probe: an array of this size, written to memory that was allocated anew."""
+
+    array_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A probe: a 3 × 3 convolution with its gradients, images of this size."""
+
+    batch: int
+    side: int
+    channels: int
+
+    @property
+    def product(self) -> tuple[int, int, int]:
+        """(m, k, n) of the product that it is, three times over."""
+        pixels = self.batch * self.side * self.side
+        return pixels, 9 * self.channels, self.channels
+
+    @property
+    def turned_bytes(self) -> int:
+        """Bytes that are turned round in memory, where a compiler does that."""
+        kernel = 4 * 9 * self.channels**2
+        image = 4 * self.batch * self.side**2 * self.channels
+        return sum(KERNEL_TURNS) * kernel + IMAGE_TURNS * 2 * image
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A probe: one of many tiny operations in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A probe: one collective in groups of this size."""
+
+    collective: str
+    group_size: int
+    payload_bytes: int
+
+
+Probe = Product | Elementwise | Fresh | Convolution | Chain | Collective
+Seconds = dict[Probe, float]
+
+# Iterations at least, where one takes long on many devices that share a memory. Every
+# plan's time hangs on the rate of large arrays.
+_FEWEST: dict[type[Probe], int] = {Elementwise: 10, Collective: 3}
+
+# On CPUs one that multiplies most of the time, and one that turns its kernel round.
+_CPU_CONVOLUTIONS = (
+    Convolution(batch=2, side=16, channels=128),
+    Convolution(batch=2, side=4, channels=512),
+)
+_ACCELERATOR_CONVOLUTIONS = (Convolution(batch=64, side=28, channels=256),)
+
+
+def measure_devices(
+    devices: Sequence[Device],
+    budget_seconds: float,
+    clock: Callable[[], float],
+) -> Seconds:
+    """Time the probes in order until the budget is spent.
+
+    The essential ones run in any case; a later one is left out when the longest so far
+    would not fit into what remains. If time is left over, all are timed again and the
+    shorter time counts: a machine that did something else meanwhile was slower, never
+    faster.
+    """
+    start = clock()
+    target = min(0.02, budget_seconds / 400)
+    on_cpu = devices[0].platform == "cpu"
+    watch = timers.Stopwatch(clock=clock, target_seconds=target)
+    probes, essential = _probes(devices)
+    runs: dict[Probe, timers.Run] = {}
+    found: Seconds = {}
+    longest = 0.0
+    for number in range(_ROUNDS * len(probes)):
+        before = clock()
+        if number == len(probes):
+            longest = 0.0
+        if number >= essential and before - start + longest > budget_seconds:
+            break
+        probe = probes[number % len(probes)]
+        with jax.enable_x64(True) if _is_double(probe) else nullcontext():
+            if probe not in runs:
+                runs[probe] = _run_of(probe, devices)
+            fewest = _FEWEST.get(type(probe), 1) if number >= essential else 1
+            timed = dataclasses.replace(watch, fewest=fewest)
+            seconds = timed.seconds_each(runs[probe]) / _operations_in(probe, on_cpu)
+        found[probe] = min(found.get(probe, seconds), seconds)
+        longest = max(longest, clock() - before)
+    return found
+
+
+def _is_double(probe: Probe) -> bool:
+    # Without the switch, JAX makes f32 of f64.
+    return isinstance(probe, Product) and probe.dtype == "f64"
+
+
+def _operations_in(probe: Probe, on_cpu: bool) -> int:
+    """How many operations one iteration of the probe's program holds."""
+    if isinstance(probe, Convolution | Fresh):
+        return 1
+    each = {Product: 2, Chain: timers.OPS_IN_CHAIN}.get(type(probe), 1)
+    return each * (1 if on_cpu or isinstance(probe, Collective) else timers.REPEATED)
+
+
+def _run_of(probe: Probe, devices: Sequence[Device]) -> timers.Run:
+    match probe:
+        case Product(dtype, m, k, n, batch):
+            return timers.matmul_run(devices, dtype, m, k, n, batch)
+        case Elementwise("add", array_bytes):
+            return timers.add_run(devices, array_bytes)
+        case Elementwise(_, array_bytes):
+            return timers.exp_run(devices, array_bytes)
+        case Fresh(array_bytes):
+            return timers.fresh_run(devices, array_bytes)
+        case Convolution(batch, side, channels):
+            return timers.convolution_run(devices, batch, side, channels)
+        case Chain():
+            return timers.chain_run(devices)
+        case Collective(collective, size, payload):
+            return timers.collective_run(devices, collective, size, payload)
+
+
+def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
+    """Everything worth measuring, most useful first, and how many are essential."""
+    on_cpu = devices[0].platform == "cpu"
+    shapes = _CPU_SHAPES if on_cpu else _ACCELERATOR_SHAPES
+    arrays = _CPU_ARRAY_BYTES if on_cpu else _ACCELERATOR_ARRAY_BYTES
+    dtypes = ["f32", "bf16"] + (["f64"] if devices[0].platform != "tpu" else [])
+    products: list[Probe] = []
+    for rank, shape in enumerate(shapes):
+        for dtype in dtypes if rank < 2 else dtypes[:2]:
+            products.append(Product(dtype, *shape))
+    batches = _CPU_BATCHES if on_cpu else _ACCELERATOR_BATCHES
+    batched = [Product(dtype, *batch) for batch in batches for dtype in dtypes[:2]]
+    memory = [Elementwise("add", size) for size in arrays]
+    collectives = _collective_probes(len(devices), on_cpu)
+    small = 0 if on_cpu else len(dtypes)
+    first = [
+        *products[: len(dtypes) + small],
+        memory[0],
+        Chain(),
+        Elementwise("exp", EXP_BYTES[on_cpu]),
+        *[Fresh(FRESH_BYTES)] * on_cpu,
+        *collectives[:2],
+    ]
+    convolutions = _CPU_CONVOLUTIONS if on_cpu else _ACCELERATOR_CONVOLUTIONS
+    later = products[len(dtypes) + small :]
+    narrow = [] if on_cpu else later[: 2 * NARROW]
+    later = [*narrow, *batched, *later[len(narrow) :]]
+    rest = _interleaved(collectives[2:], later)
+    return [*first, *memory[1:], *convolutions, *rest], len(first)
+
+
+def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
+    """Groups of all devices, of 2 and of 4; each payload, each kind of collective."""
+    sizes = [g for g in dict.fromkeys((count, 2, 4)) if 1 < g and count % g == 0]
+    payloads = _CPU_PAYLOAD_BYTES if on_cpu else _ACCELERATOR_PAYLOAD_BYTES
+    cases = [(c, g, p) for p in payloads for g in sizes for c in timers.COLLECTIVES]
+    # In front what the essential part takes: one large and one small all-reduce.
+    head = [("all-reduce", g, p) for p in payloads[:2] for g in sizes[:1]]
+    return [
+        Collective(collective, size, payload // (4 * size) * 4 * size)
+        for collective, size, payload in dict.fromkeys(head + cases)
+    ]
+
+
+def _interleaved(a: list[Probe], b: list[Probe]) -> list[Probe]:
+    """Both lists, spread evenly: a budget that ends early cuts both alike."""
+    ranked = [(i / max(1, len(a)), probe) for i, probe in enumerate(a)]
+    ranked += [(i / max(1, len(b)), probe) for i, probe in enumerate(b)]
+    return [probe for _, probe in sorted(ranked, key=lambda pair: pair[0])]

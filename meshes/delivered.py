@@ -1,0 +1,63 @@
+"""What is known of the speed of kinds of devices, in words for plans and estimates.
+
+A kind that was measured needs no words. Of one that was not, its generation speaks, or
+the one that stands in for it, and how far that may be off is said with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.ratings import rating_of
+
+
+SAME = 0.2
+"""How far a kind may be from what others of its generation make of it: twice the error
+of the median kind that ``scripts/bench_kinds.py`` leaves out."""
+
+OTHER = 0.4
+"""The same where another generation, or another maker's, stands in."""
+
+
+def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]:
+    """One note for each kind whose products in a type nobody measured.
+
+    Args:
+        kinds: of devices.
+        dtype: that the model computes in.
+
+    >>> from whalejax.meshes import device_kind
+    >>> efficiency_notes([device_kind("a100-80")], "bf16")
+    ()
+    >>> print(*efficiency_notes([device_kind("a30")], "bf16"))
+    A30 was not measured in bf16: 109 of 165 TFLOP/s (87.1 to 131), as a100 by its power
+    """
+    found = []
+    for kind in dict.fromkeys(kinds):
+        runs_in = kind.multiplies_in(dtype)
+        if kind.curve != "gpu" or kind.was_measured(runs_in):
+            continue
+        known = kind.efficiency_in(runs_in)
+        if known.measured:
+            continue
+        peak = kind.peak_flops(runs_in) / 1e12
+        named = [rating_of(name) for name in known.of]
+        same = bool(named) and all(r and r.generation == kind.generation for r in named)
+        off = SAME if same else OTHER
+        rate = peak * known.share
+        whose = f"as {', '.join(known.of)}" if known.of else "assumed"
+        if {kind.name, kind.family} & {*known.of}:
+            whose = "as in another type"
+        elif same and kind.watts and all(r and r.watts for r in named):
+            whose += " by its power"
+        low, high = rate * (1 - off), min(peak, rate * (1 + off))
+        found.append(
+            f"{kind.display_name()} was not measured in {runs_in}: {_shown(rate)} of "
+            f"{_shown(peak)} TFLOP/s ({_shown(low)} to {_shown(high)}), {whose}"
+        )
+    return tuple(found)
+
+
+def _shown(tera: float) -> str:
+    return f"{tera:.0f}" if tera >= 100 else f"{tera:.3g}"

@@ -1,0 +1,528 @@
+"""What one device can do: memory, bandwidth and FLOP/s, from a datasheet or measured.
+
+``DeviceKind`` is the only description of a device that the planner reads. It answers in
+seconds, so that no other module decides how a peak becomes a time: measured points
+where there are any, otherwise the peak of the datasheet times one efficiency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
+from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.fitted_constants import Efficiency, constants, pace_of, shape_share
+from whalejax.meshes.points import FILLED as FILLED
+from whalejax.meshes.points import ITEM_BYTES, NARROW, Curve, least_seconds
+from whalejax.meshes.points import BandwidthPoint as BandwidthPoint
+from whalejax.meshes.points import MatmulPoint as MatmulPoint
+from whalejax.meshes.points import Source as Source
+from whalejax.meshes.points import TimedModel as TimedModel
+from whalejax.meshes.points import effective_size as effective_size
+from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
+
+
+Platform = Literal["cpu", "gpu", "tpu"]
+PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
+
+
+VOLTA = 7
+"""The last generation of GPUs for which no attention kernel is written."""
+
+MOST_MEMORY_BYTES = 2**50
+"""Of one device and of its share of a host; the largest hosts have a thirtieth."""
+
+MOST_NUMBER = 1e24
+"""Of a rate, a time or a price: beyond it products of them are no numbers."""
+
+MOST_CORES = 10**6
+
+KEPT_BYTES = 2**25
+"""Largest block of memory that glibc's malloc may keep when it is freed, where the
+default limits stand (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One kind of device, as the planner sees it.
+
+    Attributes:
+        name: as written in a cluster's text, such as ``"h100"``.
+        label: as displayed; the name where empty.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+        memory_bytes: capacity of one device.
+        memory_bytes_per_second: between its memory and its cores.
+        flops_per_second: (dtype, dense peak) pairs; types it lacks are left out.
+        host_memory_bytes: the share of the host's memory that belongs to one device.
+        host_link_bytes_per_second: from device to host, one direction.
+        op_overhead_seconds: fixed cost of launching one operation of a program.
+        efficiency: fraction of the peak that large matrix products reach where nothing
+            was measured.
+        curve: the platform of ``fitted_constants`` whose constants say what it
+            delivers, for kinds of the catalogue and those based on them; a file that
+            gives ``efficiency`` takes its place.
+        matmul_half_size: effective size at which half of that is reached; 0, the
+            default, is no penalty for small shapes, for want of a fit.
+        matmul_points: measured products; they replace peak and efficiency.
+        memory_points: measured bandwidths by bytes moved, for devices whose caches
+            matter; empty means ``memory_bytes_per_second`` at every size.
+        transcendentals_per_second: exp, tanh and the like; None where the memory
+            hides them.
+        fresh_bytes_per_second: first writes to memory that a program gets anew from
+            its host, one page fault after another; None where a device keeps its own.
+        turned_bytes_per_second: arrays turned round in memory, as convolutions need
+            them on CPUs; None where it takes no longer than to read and write them.
+        convolution_share: rate of convolutions, forward and backward, over that of
+            products of the same sizes; None where they are alike.
+        cores: that take the tiles of a product one by one (a GPU's streaming
+            multiprocessors); 0 where tiles do not matter.
+        generation: of the design, such as ``"ampere"``: kinds of one that were measured
+            say how fast those are that were not.
+        watts: of the board; see ``ratings.POWER``.
+        timed_models: models whose micro-batches were measured on this kind.
+        price_per_hour: of one device, in whatever currency it was given; None where
+            nobody said. The catalogue has none: prices are the user's.
+        sources: where each number comes from.
+    """
+
+    name: str
+    platform: Platform
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: tuple[tuple[str, float], ...]
+    label: str = ""
+    host_memory_bytes: int | None = None
+    host_link_bytes_per_second: float | None = None
+    op_overhead_seconds: float = 0.0
+    efficiency: float = 1.0
+    curve: str = ""
+    matmul_half_size: float = 0.0
+    matmul_points: tuple[MatmulPoint, ...] = ()
+    memory_points: tuple[BandwidthPoint, ...] = ()
+    transcendentals_per_second: float | None = None
+    fresh_bytes_per_second: float | None = None
+    turned_bytes_per_second: float | None = None
+    convolution_share: float | None = None
+    cores: int = 0
+    generation: str = ""
+    watts: float | None = None
+    timed_models: tuple[TimedModel, ...] = ()
+    price_per_hour: float | None = None
+    sources: tuple[Source, ...] = ()
+    _matmul: dict[tuple[str, bool], Curve] = field(
+        init=False, repr=False, compare=False, hash=False
+    )
+    _memory: Curve | None = field(init=False, repr=False, compare=False, hash=False)
+    _efficiency: dict[str, Efficiency] = field(
+        init=False, repr=False, compare=False, hash=False
+    )
+    _product_seconds: float = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+        measured: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+        for p in self.matmul_points:
+            size = effective_size(p.m, p.k, p.n)
+            found = measured.setdefault((p.dtype, p.batch > 1), [])
+            found.append((size, p.flops_per_second))
+        curves = {key: Curve(points) for key, points in measured.items()}
+        object.__setattr__(self, "_matmul", curves)
+        least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
+        object.__setattr__(
+            self, "_product_seconds", max(0.0, least - self.op_overhead_seconds)
+        )
+        moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
+        object.__setattr__(self, "_memory", Curve(moved) if moved else None)
+        object.__setattr__(self, "_efficiency", {})
+
+    @property
+    def family(self) -> str:
+        """The name without the size of the memory: ``"a100"`` of ``"a100-80"``."""
+        return self.name.partition("-")[0]
+
+    @property
+    def attention_generation(self) -> int:
+        """Which attention kernels are written for it; see ``Framework``."""
+        if self.family in ("p100", "v100"):
+            return VOLTA
+        return 9 if self.family in ("h100", "h200", "b200", "gh200") else 8
+
+    def display_name(self) -> str:
+        """The label, or the name where there is none."""
+        return self.label or self.name
+
+    def peak_flops(self, dtype: str) -> float:
+        """Dense peak in FLOP/s.
+
+        A type without a peak of its own takes the first one present of ``FALLBACKS``:
+        bf16 that of f16, then f32 (products may run in another type: see
+        ``multiplies_in``). Where a kind was measured and has no datasheet, the
+        peak is the best rate that was seen.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+
+        Raises:
+            WhaleError: no entry and no stand-in.
+
+        Example:
+            >>> from whalejax.meshes import device_kind
+            >>> device_kind("v100-32").peak_flops("bf16") / 1e12  # that of f16
+            125.0
+        """
+        peaks = dict(self.flops_per_second)
+        for candidate in FALLBACKS[dtype_name(dtype)]:
+            if candidate in peaks:
+                return peaks[candidate]
+        known = ", ".join(peaks)
+        raise WhaleError(
+            f"{self.display_name()} has no FLOP/s for {dtype_name(dtype)}; it has "
+            f"{known}. Add kinds.{self.name}.flops_per_second.{dtype_name(dtype)} to "
+            f"the cluster's TOML file, or compute in one of those types"
+        )
+
+    def was_measured(self, dtype: str) -> bool:
+        """Whether products in a type were timed on this very device."""
+        return (dtype, False) in self._matmul or (dtype, True) in self._matmul
+
+    def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
+        """The type that a product runs in, where a kind has no units for its own.
+
+        JAX's default precision takes TensorFloat-32 for float32 where there is any.
+        GPUs without units for bfloat16 (compute capabilities below 8) or float16
+        convert to float32 to multiply, as the CUDA compiler and cuBLAS have it. What
+        was measured in a type was measured so.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+            exact: float32 stays as it is.
+
+        >>> from whalejax.meshes import device_kind
+        >>> [device_kind("v100-32").multiplies_in(d) for d in ("bf16", "f16", "f32")]
+        ['f32', 'f16', 'f32']
+        >>> device_kind("a100-80").multiplies_in("f32")
+        'tf32'
+        """
+        name, peaks = dtype_name(dtype), dict(self.flops_per_second)
+        if self.platform != "gpu" or self.was_measured(name):
+            return name
+        if name == "f32" and not exact:
+            return "tf32" if "tf32" in peaks else name
+        half = ("bf16", "tf32") if name == "bf16" else ("f16", "bf16")
+        wide = name in ("bf16", "f16") and "f32" in peaks and not peaks.keys() & {*half}
+        return "f32" if wide or (name == "tf32" and "tf32" not in peaks) else name
+
+    @property
+    def widens_bfloat16(self) -> bool:
+        """Products in bfloat16 run in float32.
+
+        >>> from whalejax.meshes import device_kind
+        >>> [device_kind(name).widens_bfloat16 for name in ("v100-32", "a100-80")]
+        [True, False]
+        """
+        return self.multiplies_in("bf16") == "f32"
+
+    def efficiency_in(self, dtype: str) -> Efficiency:
+        """What this kind reaches of its peak in a type, and whose measurement it is.
+
+        Args:
+            dtype: that it multiplies in.
+        """
+        if dtype not in self._efficiency:
+            found = constants().efficiency_of(self, dtype, self.efficiency)
+            self._efficiency[dtype] = found
+        return self._efficiency[dtype]
+
+    def matmul_flops_per_second(
+        self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
+    ) -> Any:
+        """FLOP/s that a product of this shape reaches on one device.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+            m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
+            batch: how many of them one operation does.
+        """
+        for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
+            _check_amount(name, side, above_zero=True)
+        dtype = self.multiplies_in(dtype)
+        found = self._filled(dtype, m, k, n, batch)
+        if not self._product_seconds:
+            return found
+        alone = self._narrow(dtype, m, k, n)
+        narrow = (np.minimum(np.minimum(m, k), n) <= NARROW) & (np.asarray(batch) <= 1)
+        found = np.where(narrow, alone, found)
+        return found if np.ndim(found) else float(found)
+
+    def _narrow(self, dtype: str, m: Any, k: Any, n: Any) -> Any:
+        """FLOP/s of a narrow product: what any one takes, and its bytes or its FLOPs.
+
+        A short product that was measured says what any takes, and no rate; that is the
+        largest that was seen.
+        """
+        rates = [p.flops_per_second for p in self.matmul_points if p.dtype == dtype]
+        flops, size = 2.0 * m * k * n, ITEM_BYTES.get(dtype, 4)
+        moved = size * (m * k + k * n + m * n) / self.memory_bytes_per_second
+        multiplied = flops / max(rates, default=self.peak_flops(dtype))
+        return flops / (self._product_seconds + np.maximum(moved, multiplied))
+
+    def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
+        """FLOP/s of a product by its size, narrow ones filled up with zeros."""
+        if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
+            found = self._flops_per_second(dtype, m, k, n, batch)
+            return found if np.ndim(found) else float(found)
+        # A narrow one takes no longer than if it were filled up with zeros.
+        fills = np.array((0, *FILLED)).reshape(-1, *np.ndim(m * k * n * batch) * (1,))
+        rows, depth, columns = (np.maximum(side, fills) for side in (m, k, n))
+        part = (m * k * n) / (rows * depth * columns)
+        rate = self._flops_per_second(dtype, rows, depth, columns, batch)
+        found = np.max(part * rate, axis=0)
+        return found if np.ndim(found) else float(found)
+
+    def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
+        """FLOP/s of a product whose sides are within what was measured or fitted."""
+        size = effective_size(m, k, n)
+        peaks = dict(self.flops_per_second)
+        for candidate in FALLBACKS[dtype_name(dtype)]:
+            alone = self._matmul.get((candidate, False))
+            several = self._matmul.get((candidate, True)) or alone
+            alone = alone or several
+            if alone is not None and several is not None:
+                if isinstance(batch, np.ndarray):
+                    return np.where(batch > 1, several.at(size), alone.at(size))
+                return (several if batch > 1 else alone).at(size)
+            if candidate in peaks:
+                break
+        peak = self.peak_flops(dtype)
+        if self.curve:
+            known = constants()
+            curve, pace = known.platforms[self.curve], pace_of(peak, self.cores)
+            share = shape_share(m, k, n, batch, self.cores, curve, pace)
+            most = self.efficiency_in(dtype_name(dtype)).share
+            return peak * most * (share if np.ndim(share) else float(share))
+        return peak * self.efficiency * size / (size + self.matmul_half_size)
+
+    def matmul_seconds(self, dtype: str, m: Any, k: Any, n: Any, count: Any = 1) -> Any:
+        """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
+
+        The bound by memory is not in it: take the larger of this and
+        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``.
+
+        Example:
+            >>> from whalejax.meshes import device_kind
+            >>> kind = device_kind("h100")
+            >>> seconds = kind.matmul_seconds("bf16", 4096, 4096, 4096)
+            >>> seconds >= 2 * 4096**3 / kind.peak_flops("bf16")
+            True
+        """
+        _check_amount("count", count, above_zero=True)
+        rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
+        return 2.0 * m * k * n * count / rate
+
+    @property
+    def least_product_seconds(self) -> float:
+        """What any product takes beyond ``op_overhead_seconds``; 0 if unknown."""
+        return self._product_seconds
+
+    @property
+    def achieved_bytes_per_second(self) -> float:
+        """Bandwidth of memory that operations reach where none was measured by size."""
+        if not self.curve:
+            return self.memory_bytes_per_second
+        share = constants().memory_of(self)
+        return self.memory_bytes_per_second * share
+
+    @property
+    def launch_seconds(self) -> float:
+        """Fixed cost of one operation of a compiled program."""
+        if not self.curve:
+            return self.op_overhead_seconds
+        return constants().platforms[self.curve].kernel_seconds
+
+    def fresh_seconds(self, nbytes: float) -> float:
+        """Seconds that the first touch of so many newly allocated bytes costs.
+
+        Blocks of up to ``KEPT_BYTES`` cost nothing: they are had from what was freed.
+        """
+        if isinstance(nbytes, np.ndarray):
+            raise WhaleError("nbytes is an array; expected one number of bytes")
+        _check_amount("nbytes", nbytes)
+        if self.fresh_bytes_per_second is None or nbytes <= KEPT_BYTES:
+            return 0.0
+        return nbytes / self.fresh_bytes_per_second
+
+    def turned_seconds(self, nbytes: Any) -> Any:
+        """Seconds to turn an array of so many bytes round in memory.
+
+        >>> from whalejax.meshes import device_kind
+        >>> kind = device_kind("cpu")  # which nobody measured
+        >>> kind.turned_seconds(2**20) == kind.elementwise_seconds(2 * 2**20)
+        True
+        """
+        _check_amount("nbytes", nbytes)
+        if self.turned_bytes_per_second is None:
+            return self.elementwise_seconds(2 * nbytes)
+        return nbytes / self.turned_bytes_per_second
+
+    def elementwise_seconds(self, moved_bytes: Any, transcendentals: Any = 0) -> Any:
+        """Seconds to read and write so many bytes in one pass, at memory speed.
+
+        Args:
+            moved_bytes: read plus written, on one device; arrays give an array.
+            transcendentals: how many exp, tanh, log and the like it evaluates.
+
+        Example:
+            >>> from whalejax.meshes import device_kind
+            >>> 1.0 < device_kind("a100-80").elementwise_seconds(2.039e12) < 2.0
+            True
+        """
+        _check_amount("moved_bytes", moved_bytes)
+        _check_amount("transcendentals", transcendentals)
+        seconds: Any
+        if self._memory is None:
+            seconds = moved_bytes / self.achieved_bytes_per_second
+        elif isinstance(moved_bytes, np.ndarray):
+            seconds = moved_bytes / self._memory.at(np.maximum(1.0, moved_bytes))
+        elif moved_bytes <= 0:
+            seconds = 0.0
+        else:
+            seconds = moved_bytes / self._memory.at(moved_bytes)
+        if self.transcendentals_per_second is not None:
+            seconds += transcendentals / self.transcendentals_per_second
+        return seconds
+
+
+def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no number of bytes or elements.
+
+    Of arrays of bytes, of which a search makes many, only the type is looked at.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+        if not above_zero or (value.size and value.min() > 0):
+            return
+    most = LARGEST if above_zero else 1e300
+    value = value.item() if isinstance(value, np.number) else value
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if known and 0 <= value <= most and (value > 0 or not above_zero):
+        return
+    least = "above 0" if above_zero else "of at least zero"
+    raise WhaleError(f"{name} is {shown(value)}; expected a number {least}")
+
+
+def check_name(where: str, name: str, problems: Problems) -> None:
+    """Record a name that cannot be shown as it is.
+
+    Args:
+        where: the parameter, for the message.
+        name: of a kind, a level or whatever else reaches terminals and charts.
+        problems: where to record it.
+    """
+    if not isinstance(name, str) or not is_shown_as_written(name):
+        problems.add(
+            f"{where}: got {as_json(name)}, expected text without control characters "
+            "and marks of direction"
+        )
+    elif len(name) > MOST_NAME:
+        problems.add(
+            f"{where}: got {quoted(name)}, expected at most {MOST_NAME} characters"
+        )
+
+
+def _check(kind: DeviceKind) -> None:
+    """Raise if a name or a number of a kind cannot be one."""
+    title = f"device kind {shown(kind.name)}"
+    check_fields(kind, title)
+    problems = Problems(title)
+    _check_names(kind, problems)
+    for path, value in _positive_numbers(kind).items():
+        most = MOST_MEMORY_BYTES if path in _MEMORIES else MOST_NUMBER
+        if value is None or (is_number(value) and 0 < value <= most):
+            continue
+        if is_number(value) and value > most:
+            limit = f"{most}" if path in _MEMORIES else f"{most:g}"
+            problems.add(
+                f"{path}: got {quoted(value)}, expected a number above zero, "
+                f"at most {limit}"
+            )
+        else:
+            problems.add(f"{path}: got {shown(value)}, expected a number above zero")
+    _check_rates(kind, problems)
+    problems.raise_if_any()
+
+
+def _check_names(kind: DeviceKind, problems: Problems) -> None:
+    if not kind.name:
+        problems.add("name: got '', expected a name")
+    for field_name in ("name", "label"):
+        check_name(field_name, getattr(kind, field_name), problems)
+    for place, source in enumerate(kind.sources):
+        for part in ("field", "url", "title", "date"):
+            check_name(f"sources.{place}.{part}", getattr(source, part), problems)
+    for place, timed in enumerate(kind.timed_models):
+        for part in ("weights", "title"):
+            check_name(f"timed_models.{place}.{part}", getattr(timed, part), problems)
+    if kind.platform not in PLATFORMS:
+        problems.add(
+            f"platform: got {quoted(kind.platform)}, expected one of "
+            f"{', '.join(PLATFORMS)}"
+        )
+    if kind.curve and kind.curve not in constants().platforms:
+        known = ", ".join(constants().platforms)
+        given = shown(kind.curve)
+        problems.add(f"curve: got {given}, expected one of {known}, or nothing")
+
+
+def _check_rates(kind: DeviceKind, problems: Problems) -> None:
+    known = ", ".join(DTYPES)
+    if not kind.flops_per_second:
+        problems.add(f"flops_per_second: got none, expected at least one of {known}")
+    named = [("flops_per_second", d) for d, _ in kind.flops_per_second]
+    named += [("matmul_points", p.dtype) for p in kind.matmul_points]
+    for path, dtype in named:
+        if dtype not in DTYPES:
+            problems.add(f"{path}: got {shown(dtype)}, expected one of {known}")
+    if not 0 < kind.efficiency <= 1:
+        problems.add(
+            f"efficiency: got {shown(kind.efficiency)}, expected a fraction above 0, "
+            "at most 1"
+        )
+    for path in ("op_overhead_seconds", "matmul_half_size"):
+        value = getattr(kind, path)
+        if not (is_number(value) and 0 <= value <= MOST_NUMBER):
+            said = shown(value)
+            problems.add(f"{path}: got {said}, expected a number of at least zero")
+    if not is_whole(kind.cores, 0, MOST_CORES):
+        problems.add(
+            f"cores: got {shown(kind.cores)}, expected 0 to {MOST_CORES}; leave it "
+            "out where tiles of a product do not matter"
+        )
+
+
+_MEMORIES = frozenset(("memory_bytes", "host_memory_bytes"))
+
+
+def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
+    numbers: dict[str, float | None] = {
+        "memory_bytes": kind.memory_bytes,
+        "memory_bytes_per_second": kind.memory_bytes_per_second,
+        "host_memory_bytes": kind.host_memory_bytes,
+        "host_link_bytes_per_second": kind.host_link_bytes_per_second,
+        "transcendentals_per_second": kind.transcendentals_per_second,
+        "fresh_bytes_per_second": kind.fresh_bytes_per_second,
+        "turned_bytes_per_second": kind.turned_bytes_per_second,
+        "convolution_share": kind.convolution_share,
+        "price_per_hour": kind.price_per_hour,
+        "watts": kind.watts,
+    }
+    numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
+    for i, p in enumerate(kind.matmul_points):
+        numbers[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.batch, p.flops_per_second)
+    for i, b in enumerate(kind.memory_points):
+        numbers[f"memory_points.{i}"] = min(b.moved_bytes, b.bytes_per_second)
+    for i, t in enumerate(kind.timed_models):
+        numbers[f"timed_models.{i}"] = min(t.samples, t.seconds, t.predicted_seconds)
+    return numbers

@@ -1,0 +1,484 @@
+"""What devices deliver of their datasheets' peaks, fitted to what was published.
+
+One set of constants for each platform, fitted to training steps, and efficiencies by
+kind and type, fitted to training steps or to single layers, read from ``fitted.toml``,
+where every number names what it was fitted to. ``Constants.efficiency_of`` is the one
+answer to what a kind reaches in a type: the price of one operation, of many at once and
+the estimate of a table ask it. The functions take floats and numpy arrays alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.ratings import (
+    POWER,
+    STANDS_IN,
+    Rated,
+    rating_of,
+    watts_ratio,
+)
+
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
+"""Parts of a product that one core of a GPU computes, largest first (CUTLASS)."""
+
+
+TUNED = "tuned"
+"""In place of a type: 16 bits, in frameworks whose products are fitted apart."""
+
+ASSUMED = 0.7
+"""Efficiency of a family that is like none: that of most that are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Achieved:
+    """Constants of one platform. Shares are of a datasheet's figure.
+
+    Attributes:
+        half_depth: contracted size at which a product reaches half of its speed.
+        half_size: the same for ``effective_size``.
+        tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
+            shares of that of the first two.
+        tile_idle: part of the cores that the last round of tiles leaves idle.
+        attention: of the peak, in a fused attention kernel.
+        attention_before: of that, for each generation by which the kernel is older than
+            the device.
+        attention_half: sequence at which such a kernel reaches half of that.
+        unaligned: speed of a product in an eager framework, for each halving of the
+            16 bytes by which its sizes should divide.
+        memory: of the bandwidth of memory.
+        kernel_seconds: cost of every kernel of a compiled program.
+        launch_seconds: the same where a host launches operations one by one.
+        dispatch_seconds: of the host for one operation, where it launches them.
+        micro_seconds: of the host between two micro-batches, where it launches them.
+        jitter_seconds: how much later the slowest of two hosts comes to a collective.
+        blend: exponent by which the device's and the host's time become one: a maximum
+            whose corner is rounded, as neither is alike from operation to operation.
+        node: of the bandwidth inside a node, or of a torus, where the family of kinds
+            has no share of its own.
+        node_seconds: that a collective inside a node takes to come up to its bandwidth.
+        network: of the bandwidth between nodes or slices.
+        point: of either, for what one pipeline stage sends another.
+        ring_seconds: of one hop of a reduce-scatter or all-gather over data ranks.
+        bucket_bytes: that such a collective takes at once.
+        overlap_gradients: part of their reduction that hides behind computation, in
+            frameworks that try.
+        overlap_parameters: the same for gathering them.
+        overlap_layers: the same for collectives inside layers.
+        update_bytes: that the optimizer moves for a parameter.
+        step_seconds: of every step.
+        reserve_bytes: of device memory that the runtime keeps for itself.
+    """
+
+    half_depth: float
+    half_size: float
+    tile_medium: float
+    tile_small: float
+    tile_smallest: float
+    tile_idle: float
+    attention: float
+    attention_before: float
+    attention_half: float
+    unaligned: float
+    memory: float
+    kernel_seconds: float
+    launch_seconds: float
+    dispatch_seconds: float
+    micro_seconds: float
+    jitter_seconds: float
+    blend: float
+    node: float
+    node_seconds: float
+    network: float
+    point: float
+    ring_seconds: float
+    bucket_bytes: float
+    overlap_gradients: float
+    overlap_parameters: float
+    overlap_layers: float
+    update_bytes: float
+    step_seconds: float
+    reserve_bytes: float
+
+
+WHOLE = Achieved(
+    half_depth=0.0,
+    half_size=0.0,
+    tile_medium=1.0,
+    tile_small=1.0,
+    tile_smallest=1.0,
+    tile_idle=0.0,
+    attention=1.0,
+    attention_before=1.0,
+    attention_half=0.0,
+    unaligned=1.0,
+    memory=1.0,
+    kernel_seconds=0.0,
+    launch_seconds=0.0,
+    dispatch_seconds=0.0,
+    micro_seconds=0.0,
+    jitter_seconds=0.0,
+    blend=4.0,
+    node=1.0,
+    node_seconds=0.0,
+    network=1.0,
+    point=1.0,
+    ring_seconds=0.0,
+    bucket_bytes=1e9,
+    overlap_gradients=0.0,
+    overlap_parameters=0.0,
+    overlap_layers=0.0,
+    update_bytes=24.0,
+    step_seconds=0.0,
+    reserve_bytes=0.0,
+)
+"""A platform that is measured, not fitted: the numbers are taken as they stand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The largest share of its peak that a kind reaches in products of a type.
+
+    Attributes:
+        share: of the peak.
+        measured: that kind itself was measured, in that type.
+        of: kinds or families whose measurements it is made of; empty where it is no
+            more than what most devices reach.
+    """
+
+    share: float
+    measured: bool
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Everything that is fitted.
+
+    Attributes:
+        platforms: by name.
+        efficiency: (family of kinds, type) to the largest share of the peak, as
+            training steps tell.
+        node: family of kinds to what links inside a node deliver, where it is not the
+            platform's.
+        blocks: (kind, type) to the same share as ``efficiency``, as single layers tell.
+        memory: kind to the share of its bandwidth of memory, where it is not the
+            platform's.
+        sources: whose training steps.
+    """
+
+    platforms: Mapping[str, Achieved]
+    efficiency: Mapping[tuple[str, str], float]
+    node: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    blocks: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sources: str = ""
+
+    def node_of(self, family: str, platform: str) -> float:
+        """What links inside a node deliver: a family's, or those of one like it."""
+        if family in self.node:
+            return self.node[family]
+        for generation in _line(_generation(family)):
+            for name, share in self.node.items():
+                if _generation(name) == generation:
+                    return share
+        return self.platforms.get(platform, WHOLE).node
+
+    def efficiency_of(
+        self, kind: Rated, dtype: str, default: float | None = None
+    ) -> Efficiency:
+        """The largest share of its peak that a kind reaches in products of a type.
+
+        What was measured on the kind or its family counts; otherwise what was on its
+        generation, each measured kind in proportion to ``POWER`` of the watts for each
+        FLOP/s; or on the generation that stands in for it.
+
+        Args:
+            kind: of device.
+            dtype: that it multiplies in, one of ``DTYPES``, or ``TUNED``.
+            default: of a kind that is like none; ``ASSUMED`` if left out.
+        """
+        wanted = width_of(dtype)
+        near, (first, *others) = _NEAR.get(wanted, ()), (*_line(kind.generation), "")
+        asked = [("", (wanted,)), (first, (wanted,)), ("", near), (first, near)]
+        asked += [(generation, (wanted, *near)) for generation in others]
+        for generation, widths in asked:
+            for width in widths:
+                found = self._like(kind, generation, width)
+                if found is not None:
+                    measured = not generation and width == wanted
+                    return dataclasses.replace(found, measured=measured)
+        share = ASSUMED if default is None else default
+        return Efficiency(share=share, measured=False, of=())
+
+    def _like(self, kind: Rated, generation: str, width: str) -> Efficiency | None:
+        """What was measured in a type, of a generation the mean of its kinds.
+
+        Args:
+            kind: of device.
+            generation: whose kinds count; the kind itself or its family if empty.
+            width: from ``width_of``.
+        """
+        if not generation:
+            for known, name in (
+                (self.blocks, kind.name),
+                (self.efficiency, kind.family),
+                (self.blocks, kind.family),
+            ):
+                if (name, width) in known:
+                    return self._carried(kind, width, {name: known[name, width]})
+            return None
+        # Whole training steps say more of one than single layers do.
+        for known in (self.efficiency, self.blocks):
+            found = {
+                name: share
+                for (name, dtype), share in known.items()
+                if dtype == width and _generation(name) == generation
+            }
+            if found:
+                return self._carried(kind, width, found)
+        return None
+
+    def _carried(
+        self, kind: Rated, width: str, shares: Mapping[str, float]
+    ) -> Efficiency:
+        """The mean of other kinds' shares, within a generation by their power.
+
+        Generations differ in what a watt buys, so that between them it says nothing.
+        """
+        logs = []
+        for name, share in shares.items():
+            other = rating_of(name)
+            ratio = 1.0
+            if other is not None and other.generation == kind.generation:
+                ratio = watts_ratio(kind, other, _TYPE.get(width, width))
+            logs.append(math.log(share) + POWER * math.log(ratio))
+        share = min(MOST, math.exp(math.fsum(logs) / len(logs)))
+        return Efficiency(share=share, measured=False, of=tuple(shares))
+
+    def memory_of(self, kind: Rated) -> float:
+        """What a kind's memory delivers of its bandwidth: measured, or as its like."""
+        for name in (kind.name, kind.family):
+            if name in self.memory:
+                return self.memory[name]
+        known = self.platforms.get(kind.platform, WHOLE).memory
+        if any(family == kind.family for family, _ in self.efficiency):
+            return known
+        alike = [
+            share
+            for name, share in self.memory.items()
+            if _generation(name) == kind.generation
+        ]
+        return math.prod(alike) ** (1 / len(alike)) if alike else known
+
+
+MOST = 0.97
+"""Share of the peak above which no kind is taken to come, however much power it has."""
+
+_NEAR: Mapping[str, tuple[str, ...]] = {
+    "bf16": (TUNED,),
+    TUNED: ("bf16",),
+    "f8": ("bf16", TUNED),
+    "f4": ("f8", "bf16", TUNED),
+    "tf32": ("bf16", TUNED),
+    "f32": ("bf16", TUNED),
+}
+"""Types whose efficiency stands in for another's on one kind."""
+
+_TYPE = {TUNED: "bf16"}
+
+
+def _generation(name: str) -> str:
+    """That of a kind or of a family."""
+    found = rating_of(name)
+    return found.generation if found is not None else ""
+
+
+def _line(generation: str) -> Iterator[str]:
+    """A generation and those that stand in for it, in turn."""
+    while generation:
+        yield generation
+        generation = STANDS_IN.get(generation, "")
+
+
+def width_of(dtype: str) -> str:
+    """What efficiency counts for a type: bf16 for both of 16 bits, f32 for f64."""
+    wide = {"f32": "f32", "f64": "f32"}
+    kept = ("tf32", "f8", "f4", TUNED)
+    return wide.get(dtype, dtype if dtype in kept else "bf16")
+
+
+@functools.cache
+def constants() -> Constants:
+    """The constants of this version."""
+    return read(tomllib.loads(_text()))
+
+
+def _text() -> str:
+    package = importlib.resources.files("whalejax.meshes")
+    return (package / "fitted.toml").read_text(encoding="utf-8")
+
+
+def read(data: Mapping[str, Any]) -> Constants:
+    """Constants from the tables of a TOML file."""
+    names = [field.name for field in dataclasses.fields(Achieved)]
+    return Constants(
+        platforms={
+            platform: Achieved(**{name: float(table[name]) for name in names})
+            for platform, table in data["platforms"].items()
+        },
+        efficiency=_by_type(data["efficiency"]),
+        node=data.get("node", {}),
+        blocks=_by_type(data.get("blocks", {})),
+        memory=data.get("memory", {}),
+        sources=data.get("sources", ""),
+    )
+
+
+def _by_type(tables: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    return {
+        (name, dtype): float(share)
+        for name, table in tables.items()
+        for dtype, share in table.items()
+    }
+
+
+CORE = 312e12 / 108
+"""FLOP/s of one core in the type for which sizes are given: an A100's in 16 bits."""
+
+
+def pace_of(peak_flops: Any, cores: Any) -> Any:
+    """How fast one core is, over that for which the curve's sizes are given.
+
+    What a core waits for at the start of a tile, and what it writes at its end, take
+    as long as ever, so that a faster core needs longer products for the same share.
+
+    Args:
+        peak_flops: of the device, in one type.
+        cores: as in ``shape_share``.
+    """
+    return np.where(cores > 0, peak_flops / np.maximum(1.0, cores) / CORE, 1.0)
+
+
+def shape_share(
+    m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any, pace: Any = 1.0
+) -> Any:
+    """Part of the largest speed that a product of this shape reaches.
+
+    Args:
+        m, k, n: an (m, k) matrix times a (k, n) matrix.
+        batch: how many of them one operation does.
+        cores: that take its tiles one by one; 0 where tiles do not matter.
+        curve: the platform's ``Achieved``, or something with arrays for its fields.
+        pace: from ``pace_of``.
+    """
+    busy = tile_share(
+        m,
+        n,
+        batch,
+        np.maximum(1.0, cores),
+        curve.tile_medium,
+        curve.tile_small,
+        curve.tile_smallest,
+        curve.tile_idle,
+    )
+    size = 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
+    share = size / (size + pace * curve.half_size) * k / (k + pace * curve.half_depth)
+    return np.maximum(np.where(cores > 0, busy, 1.0) * share, 1e-4)
+
+
+def tile_share(
+    m: Any,
+    n: Any,
+    batch: Any,
+    cores: Any,
+    small: Any,
+    smaller: Any,
+    smallest: Any,
+    idle: Any = 1.0,
+) -> Any:
+    """Part of a GPU's cores that a product of this shape keeps busy.
+
+    A product is cut into tiles, one for a core at a time, so that the last round of
+    tiles leaves cores idle; smaller tiles leave fewer idle but run slower.
+
+    Args:
+        m, n, batch: rows, columns and count of the products.
+        cores: streaming multiprocessors of the device.
+        small, smaller, smallest: speed of the last three of ``TILES``.
+        idle: part of the last round's idle cores that stays idle; other operations and
+            splits of long products fill the rest.
+    """
+    best: Any = 0.0
+    for (rows, columns), speed in zip(
+        TILES, (1.0, 1.0, small, smaller, smallest), strict=True
+    ):
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        whole = np.ceil(tiles / cores)
+        rounds = np.maximum(1.0, tiles / cores)
+        rounds = rounds + idle * (whole - rounds)
+        done = m * n * batch / (rounds * cores * rows * columns)
+        best = np.maximum(best, done * speed)
+    return best
+
+
+def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
+    """Write constants as the TOML that ``read`` reads.
+
+    Args:
+        found: what was fitted.
+        path: where.
+        sources: names of the runs that it was fitted to.
+    """
+    lines = [
+        "# What devices deliver of their datasheets' peaks. Written by",
+        "#     python scripts/bench_accuracy.py --tables DIR --fit meshes/fitted.toml",
+        "# and fitted to measured training steps of these sources:",
+        f'sources = "{sources}"',
+        "# fitted_constants.py says what each number is; shares are of datasheets.",
+        "",
+    ]
+    for platform, achieved in found.platforms.items():
+        lines.append(f"[platforms.{platform}]")
+        lines += [
+            f"{field.name} = {getattr(achieved, field.name):.4g}"
+            for field in dataclasses.fields(achieved)
+        ]
+        lines.append("")
+    lines.append("# What links inside a node deliver.")
+    lines.append("[node]")
+    lines += [f"{name} = {share:.4g}" for name, share in found.node.items()]
+    lines.append("")
+    lines.append("# Largest share of the peak that products of a type reach.")
+    lines.append("[efficiency]")
+    lines += _tables(found.efficiency)
+    lines += ["", *_BLOCKS, "[blocks]", *_tables(found.blocks)]
+    lines += ["", "# What memory delivers, of the same layers.", "[memory]"]
+    lines += [f"{name} = {share:.4g}" for name, share in found.memory.items()]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+_BLOCKS = (
+    "# The same share as single layers have it, kernels alone. Written by",
+    "#     python scripts/bench_kinds.py --tables DIR --fit meshes/fitted.toml",
+    "# and fitted to zorse-profile (github.com/benson-guo/zorse, 2fd6330, 2025).",
+)
+
+
+def _tables(shares: Mapping[tuple[str, str], float]) -> list[str]:
+    families: dict[str, list[str]] = {}
+    for (family, dtype), share in shares.items():
+        families.setdefault(family, []).append(f"{dtype} = {share:.4g}")
+    return [f"{name} = {{ {', '.join(v)} }}" for name, v in families.items()]

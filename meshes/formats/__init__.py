@@ -1,0 +1,1 @@
+"""Clusters as text, in files, and by the names of other systems."""

@@ -1,0 +1,367 @@
+"""The short text for a cluster, and the links that it implies.
+
+``h100:4x8`` leaves out how nodes are joined; the rules that fill it in from the
+catalogue are here, and files that leave out their levels use them too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.catalogue import Entry, Link, Torus, entry, kind_names
+from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
+from whalejax.meshes.texts import quoted
+
+
+MAX_DEVICES = 2**20
+
+MOST_TEXT = 1000
+"""Characters of a cluster's text."""
+
+GRAMMAR = f"""\
+A cluster is written as one of
+  KIND:N          one node of N devices                   h100:8
+  KIND:MxN        M nodes of N devices                    h100:4x8
+  KIND:AxBxC      a TPU torus of 2 or 3 dimensions; one   v5p:4x4x4
+                  number more, in front, counts slices    v5e:2x16x16
+  PART+PART       nodes of several kinds                  v100-32:8+p100-16:8
+  FILE.toml       a description in a file                 mixed.toml
+  FILE.json       one of PaddlePaddle's                   cluster.json
+  local           the devices of this process, measured
+KIND is one of {", ".join(kind_names())}."""
+
+_PART = re.compile(r"([a-z][a-z0-9-]*):([0-9]+(?:x[0-9]+)*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One term of the text: nodes of one kind, or slices of one torus."""
+
+    entry: Entry
+    groups: int
+    lengths: tuple[int, ...]
+
+    @property
+    def per_group(self) -> int:
+        return math.prod(self.lengths) * self.entry.chip_devices
+
+    @property
+    def total(self) -> int:
+        return self.groups * self.per_group
+
+
+def parse(text: str) -> ClusterData:
+    """The cluster that a text such as ``h100:4x8`` describes.
+
+    Raises:
+        WhaleError: with every problem of the text, and the grammar.
+    """
+    stripped = text.strip()
+    problems = Problems(f"cluster {quoted(text)}")
+    if len(stripped) > MOST_TEXT:
+        raise WhaleError(
+            f"cluster {quoted(text)}: expected at most {MOST_TEXT} characters. "
+            "Describe a large cluster in a TOML file"
+        )
+    terms = stripped.lower().split("+")
+    parts = [part for term in terms if (part := _part(term, problems)) is not None]
+    _check_together(parts, problems)
+    if problems:
+        raise WhaleError(f"{problems.text()}\n{GRAMMAR}")
+    nodes = tuple(
+        Node(kind=part.entry.kind, count=part.per_group)
+        for part in parts
+        for _ in range(part.groups)
+    )
+    platform = parts[0].entry.kind.platform
+    torus = parts[0].entry.torus
+    if torus is not None:
+        levels = torus_levels(parts[0].entry, torus, parts[0].lengths, parts[0].groups)
+    else:
+        counts = [node.count for node in nodes]
+        levels = node_levels([part.entry for part in parts], counts)
+    return ClusterData(nodes=nodes, levels=levels, compiler=COMPILERS[platform])
+
+
+def _part(term: str, problems: Problems) -> _Part | None:
+    term = term.strip()
+    match = _PART.fullmatch(term)
+    if match is None:
+        problems.add(_malformed(term))
+        return None
+    try:
+        found = entry(match[1])
+    except WhaleError as error:
+        problems.add(str(error))
+        return None
+    digits = match[2].split("x")
+    if max(map(len, digits)) > len(str(MAX_DEVICES)):
+        problems.add(f"{term!r}: expected at most {MAX_DEVICES} devices")
+        return None
+    numbers = [int(n) for n in digits]
+    if 0 in numbers:
+        problems.add(f"{term!r} has a 0, expected numbers of at least 1")
+        return None
+    if math.prod(numbers) > MAX_DEVICES:
+        problems.add(
+            f"{term!r} has {math.prod(numbers)} devices, expected at most {MAX_DEVICES}"
+        )
+        return None
+    if found.torus is not None:
+        return _torus_part(term, found, found.torus, numbers, problems)
+    return _node_part(term, found, numbers, problems)
+
+
+def _is_kind(name: str) -> bool:
+    try:
+        entry(name)
+    except WhaleError:
+        return False
+    return True
+
+
+def _malformed(term: str) -> str:
+    if not term:
+        return "an empty part, expected KIND:N on both sides of every +"
+    name, colon, rest = term.partition(":")
+    joined = re.fullmatch(r"([a-z][a-z0-9-]*)x(\d+)", term)
+    if joined and _is_kind(joined[1]):
+        return f"{term!r} has no colon. Write {joined[1]}:{joined[2]}"
+    if term == "local":
+        return (
+            "'local' stands alone. To join other devices to those of this machine, "
+            "describe all in one file (whalejax calibrate -o cluster.toml, --append)"
+        )
+    if not colon and re.fullmatch(r"[a-z0-9 -]+", name):
+        return (
+            f"{term!r} does not say how many devices. Write {name.strip()}:8 for one "
+            f"node of 8, {name.strip()}:4x8 for four nodes of 8"
+        )
+    if not colon:
+        return (
+            f"{term!r} is no KIND:N, no file that ends in .toml or .json, and not "
+            "'local'"
+        )
+    return (
+        f"{term!r}: expected numbers joined by x after {name.strip()}:, such as 8 or "
+        f"4x8, got {rest.strip()!r}"
+    )
+
+
+def _node_part(
+    term: str, found: Entry, numbers: list[int], problems: Problems
+) -> _Part | None:
+    name, most = found.kind.name, found.node_devices
+    if len(numbers) > 2:
+        problems.add(
+            f"{term!r} has {len(numbers)} numbers; {name} is joined in nodes, expected "
+            f"{name}:N or {name}:MxN"
+        )
+        return None
+    groups, per_node = (1, *numbers)[-2:]
+    if most < per_node <= found.domain_devices and per_node % most == 0:
+        # So many behind one switch are several hosts' nodes.
+        groups, per_node = groups * (per_node // most), most
+    if per_node > most:
+        whole = -(-groups * per_node // most)
+        problems.add(
+            f"{term!r} puts {per_node} devices into one node; a node of {name} holds "
+            f"{most}. Write {name}:{whole}x{most}, or describe the node in a TOML file"
+        )
+        return None
+    if groups > 1 and found.network is None:
+        problems.add(
+            f"{term!r} has {groups} nodes; the catalogue knows no network for {name}. "
+            f"Describe the cluster in a TOML file with [[levels]]"
+        )
+        return None
+    return _Part(entry=found, groups=groups, lengths=(per_node,))
+
+
+def _torus_part(
+    term: str, found: Entry, torus: Torus, numbers: list[int], problems: Problems
+) -> _Part | None:
+    name, dims = found.kind.name, torus.dims
+    if len(numbers) > dims + 1:
+        problems.add(
+            f"{term!r} has {len(numbers)} numbers; {name} forms a torus of {dims} "
+            f"dimensions, expected at most {dims}, or {dims + 1} with slices in front"
+        )
+        return None
+    groups = numbers.pop(0) if len(numbers) == dims + 1 else 1
+    lengths = tuple(numbers) if len(numbers) > 1 else near_cube(numbers[0], dims)
+    chips = math.prod(lengths)
+    if chips > torus.max_chips:
+        problems.add(
+            f"{term!r} has {chips} chips in one slice; a slice of {name} has at most "
+            f"{torus.max_chips}. Put the number of slices in front, as in "
+            f"{name}:2x{'x'.join('4' * dims)}"
+        )
+        return None
+    return _Part(entry=found, groups=groups, lengths=lengths)
+
+
+def _check_together(parts: list[_Part], problems: Problems) -> None:
+    total = sum(part.total for part in parts)
+    if total > MAX_DEVICES and not problems:
+        problems.add(f"{total} devices in all, expected at most {MAX_DEVICES}")
+    if len(parts) < 2:
+        return
+    for part in parts:
+        if part.entry.torus is not None:
+            name = part.entry.kind.name
+            problems.add(
+                f"{name} cannot be joined with other parts by +: one program runs on "
+                f"one slice, or on slices alike, as in {name}:2x"
+                f"{'x'.join(map(str, part.lengths))}"
+            )
+        elif part.entry.network is None:
+            problems.add(
+                f"{part.entry.kind.name} cannot be joined with other parts by +: the "
+                f"catalogue knows no network for it. Describe the cluster in a TOML "
+                f"file"
+            )
+
+
+def near_cube(chips: int, dims: int) -> tuple[int, ...]:
+    """The lengths closest to a cube whose product is ``chips``, rising.
+
+    Example:
+        >>> near_cube(8, 2), near_cube(16, 3)
+        ((2, 4), (2, 2, 4))
+    """
+    if dims == 1:
+        return (chips,)
+    best = (1,) * (dims - 1) + (chips,)
+    for first in range(1, round(chips ** (1 / dims)) + 2):
+        if chips % first == 0:
+            rest = near_cube(chips // first, dims - 1)
+            candidate = tuple(sorted((first, *rest)))
+            if sum(candidate) < sum(best):
+                best = candidate
+    return best
+
+
+def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, ...]:
+    """The levels of nodes that a network joins.
+
+    Between unlike kinds the slower link counts. Nodes of unlike size have no common
+    grid; then the inner level is the greatest common divisor of their sizes and the
+    rest is charged at the network's price, which errs on the slow side.
+    """
+    inner = math.gcd(*counts)
+    outer = sum(counts) // inner
+    levels = []
+    if inner > 1 or outer == 1:
+        known = constants()
+        links = [
+            (one.node, known.node_of(one.kind.family, one.kind.platform))
+            for one in found
+            if one.node is not None
+        ]
+        wait = max(_delivered(one).node_seconds for one in found)
+        levels.append(_joined(links, inner, inner - 1, wait))
+    joined = _domain(found, inner, outer)
+    if joined > 1:
+        links = [
+            (x.domain, constants().node_of(x.kind.family, x.kind.platform))
+            for x in found
+            if x.domain is not None
+        ]
+        levels.append(_joined(links, joined, joined - 1))
+    outer //= joined
+    if outer > 1:
+        links = [(x.network, _delivered(x).network) for x in found if x.network]
+        # NCCL's trees between nodes: their depth, not their number, is waited for.
+        levels.append(_joined(links, outer, math.ceil(math.log2(outer))))
+    return tuple(levels)
+
+
+def _domain(found: Sequence[Entry], inner: int, outer: int) -> int:
+    """How many nodes one switch joins: as many as it has room for and divide them."""
+    if any(one.domain is None for one in found):
+        return 1
+    room = min(one.domain_devices for one in found) // inner
+    return next(n for n in range(max(1, min(room, outer)), 0, -1) if outer % n == 0)
+
+
+def _delivered(found: Entry) -> Achieved:
+    """What links of a platform deliver of their datasheets' bandwidth."""
+    platforms = constants().platforms
+    return platforms.get(found.kind.platform, WHOLE)
+
+
+def _joined(
+    delivered: Sequence[tuple[Link, float]], size: int, hops: int, wait: float = 0.0
+) -> Level:
+    """The level of some links, as fast as the slowest of them.
+
+    Args:
+        delivered: one or more links, each with what it delivers of its bandwidth.
+        size, hops: of the level.
+        wait: beside the links' own latency.
+    """
+    links = [link for link, _ in delivered]
+    names = dict.fromkeys(link.name for link in links)
+    peers = max(link.peers for link in links)
+    return Level(
+        name="/".join(names),
+        size=size,
+        bandwidth_bytes_per_second=min(
+            share * link.bandwidth_bytes_per_second for link, share in delivered
+        ),
+        latency_seconds=wait
+        + max(x.base_seconds + hops * x.hop_seconds for x in links),
+        # More devices than have a link to each other are joined by something else.
+        peers=peers if peers >= size - 1 else 0,
+    )
+
+
+def torus_levels(
+    found: Entry,
+    torus: Torus,
+    lengths: tuple[int, ...],
+    slices: int,
+    names: str = "xyz",
+) -> tuple[Level, ...]:
+    """The levels of a torus: the cores of a chip, its axes, the network of slices.
+
+    An axis that wraps around is a ring of twice the bandwidth and half the hops.
+
+    Args:
+        found: the kind.
+        torus: its torus.
+        lengths: of the axes, outermost first.
+        slices: how many such tori the network joins.
+        names: of the axes, one letter each, outermost first.
+    """
+    levels = []
+    delivered = _delivered(found)
+    if found.chip is not None:
+        levels.append(_joined([(found.chip, delivered.node)], found.chip_devices, 1))
+    axes = list(zip(names, lengths, torus.wraps(lengths), strict=False))
+    levels += [
+        _axis_level(torus.link, axis, length, ring, delivered.node)
+        for axis, length, ring in reversed(axes)
+        if length > 1
+    ]
+    if slices > 1 and found.network is not None:
+        hops = math.ceil(math.log2(slices))
+        levels.append(_joined([(found.network, delivered.network)], slices, hops))
+    return tuple(levels or [_joined([(torus.link, delivered.node)], 1, 0)])
+
+
+def _axis_level(link: Link, axis: str, length: int, ring: bool, share: float) -> Level:
+    hops = length // 2 if ring else length - 1
+    return Level(
+        name=f"{link.name}-{axis}",
+        size=length,
+        bandwidth_bytes_per_second=share * link.bandwidth_bytes_per_second * (1 + ring),
+        latency_seconds=link.base_seconds + hops * link.hop_seconds,
+        torus=True,
+    )

@@ -1,0 +1,333 @@
+"""Devices as tables of runs name them, mapped to the catalogue.
+
+Names are matched without regard to case by family, then by memory: ``a100_40gb``,
+``A100-80GB-SXM`` and ``DGX-A100`` are all A100s. What was mapped is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from whalejax.meshes.catalogue import Entry, entries
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.ratings import POWER
+from whalejax.meshes.texts import quoted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device as a table names it.
+
+    Attributes:
+        entry: of the catalogue, with the memory, power and link of the name where these
+            are not the catalogue's.
+        count: how many, where the name says.
+        notes: what was mapped.
+        others: the name has devices of other kinds, too.
+    """
+
+    entry: Entry
+    count: int | None = None
+    notes: tuple[str, ...] = ()
+    others: bool = False
+
+
+_FAMILIES = (
+    ("gh200", ("gh200", "gh-96", "gh96", "grace hopper", "gh-")),
+    ("b200", ("b200", "a4-")),
+    ("h200", ("h200", "p5e", "a3-ultra")),
+    ("h100", ("h100", "h800", "a3-", "p5.")),
+    ("a100", ("a100", "a800", "a2-", "p4d", "nd96asr", "nd96amsr")),
+    ("v100", ("v100", "dgx-2", "dgx-1", "p3.", "p3dn")),
+    ("p100", ("p100",)),
+    ("titanrtx", ("titan",)),
+    ("rtx3090", ("3090",)),
+    ("rtx2080", ("2080",)),
+    ("t4", ("t4",)),
+    ("v7x", ("v7", "tpu7", "ironwood")),
+    ("v6e", ("v6e", "trillium", "v6 lite")),
+    ("v5e", ("v5e", "v5litepod", "v5 lite")),
+    ("v5p", ("v5p", "tpu v5")),
+    ("v4", ("tpu v4", "v4")),
+)
+"""Families of the catalogue and words of a name that mean one, the longer first."""
+
+_KINDS = (
+    ("gb300-nvl36", ("gb300[ -]nvl36",)),
+    ("gb300", ("gb300",)),
+    ("gb200-nvl36", ("gb200[ -]nvl36",)),
+    ("gb200", ("gb200",)),
+    ("b300", ("b300",)),
+    ("b100", ("b100",)),
+    ("h100-nvl", ("h100-nvl", "h100 nvl")),
+    ("h20", ("h20",)),
+    ("l40s", ("l40s",)),
+    ("l40", ("l40",)),
+    ("l4", ("l4",)),
+    ("l20", ("l20",)),
+    ("a10g", ("a10g", "g5")),
+    ("a10", ("a10",)),
+    ("a30", ("a30",)),
+    ("a40", ("a40",)),
+    ("rtx6000ada", ("rtx6000-ada", "rtx6000 ada", "6000-ada", "6000 ada")),
+    ("a6000", ("a6000",)),
+    ("rtx2080ti", ("2080-ti", "2080 ti", "2080ti")),
+    ("rtx3080", ("3080",)),
+    ("rtx4090", ("4090",)),
+    ("rtx5090", ("5090",)),
+    ("titanv", ("titan-v", "titan v")),
+    ("p40", ("p40",)),
+    ("v100-pcie", ("v100[ -]pcie", "v100[ -]pci-e")),
+    ("mi250x", ("mi250x", "mi250")),
+    ("mi210", ("mi210",)),
+    ("mi300a", ("mi300a",)),
+    ("mi300x", ("mi300x", "mi300")),
+    ("mi325x", ("mi325x", "mi325")),
+    ("mi355x", ("mi355x", "mi355")),
+    ("w6800", ("w6800",)),
+)
+"""Other kinds of the catalogue and regular expressions that mean one, the longer
+first. They are looked for before the families."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A device that the catalogue lacks, by its datasheet, without sparsity.
+
+    Attributes:
+        words: of a name, that mean it; regular expressions.
+        like: entry whose family's efficiency, node and network stand in.
+        half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
+        memory: gigabytes, and how many of them a second.
+        cores: streaming multiprocessors or compute units.
+    """
+
+    words: tuple[str, ...]
+    like: str
+    half: float
+    eight: float
+    single: float
+    memory: tuple[int, int]
+    cores: int
+
+
+_OTHERS = (
+    # Intel's white papers of Gaudi 2 (2022) and Gaudi 3 (2024).
+    _Card(("gaudi2", "gaudi 2", "gaudi-2"), "a100-80", 432, 865, 11, (96, 2450), 0),
+    _Card(("gaudi3", "gaudi 3", "gaudi-3"), "h100", 1835, 1835, 14.3, (128, 3700), 0),
+    # Amazon's documentation of Trainium chips.
+    _Card(("trainium2", "trn2"), "h100", 667, 1299, 181, (96, 2900), 0),
+    _Card(("trainium", "trn1"), "a100-80", 190, 190, 47.5, (32, 820), 0),
+    # Google's documentation of TPU v2 and v3: half a chip, as JAX counts them.
+    _Card(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
+    _Card(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
+)
+"""Devices that JAX has no plug-in for, or no longer: estimates alone know them."""
+
+_SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
+"""Words of a name that mean a size of memory: machines of clouds with A100s."""
+
+UNKNOWN = "a100-80"
+"""What a device is taken for that nothing else is known of."""
+
+_WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000, "v100": 300, "p100": 300}
+"""Board power of the form factor that the catalogue has (SXM)."""
+
+_CARDS = {"a100": 300, "h100": 350, "v100": 250, "p100": 250}
+"""Board power of the same chips as PCIe cards, which no NVLink switch joins."""
+
+_PCIE = {"h200": 63e9, "h100": 63e9, "a100": 31.5e9}
+_CARD_MEMORY = {"h100": 2039e9, "a100": 1935e9}
+"""Bytes a second of the memory of such cards, where it is slower."""
+
+_SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
+"""Chips that are sold with half of the links: 400 GB/s in both directions."""
+
+
+def read_device(text: str, *, guess: bool = False) -> Device:
+    """The device that a table names; of a mix, the slowest part.
+
+    Args:
+        text: such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``,
+            ``"TPU v5e"`` or ``"4xV100-16+4xT4"``.
+        guess: take what no family is known of for ``UNKNOWN``, and say so.
+
+    Raises:
+        WhaleError: no family of the catalogue is in it, unless it may be guessed.
+
+    >>> read_device("a100_40gb").entry.kind.name
+    'a100-40'
+    """
+    parts = [_one_device(part, guess) for part in text.split("+")]
+    slowest = min(parts, key=lambda d: d.entry.kind.peak_flops("bf16"))
+    several = len({part.entry.kind.name for part in parts}) > 1
+    return dataclasses.replace(slowest, others=several)
+
+
+def _one_device(text: str, guess: bool) -> Device:
+    lowered = text.strip().lower().replace("_", "-")
+    counted = re.match(r"([0-9]{1,9})\s*x\s*(.+)", lowered)
+    count = int(counted[1]) if counted else None
+    name = re.sub(r"\b([rg]tx)(?=a?\d)", r"\1 ", counted[2] if counted else lowered)
+    named = next(
+        (k for k, words in _KINDS if any(_is_word(w, name) for w in words)), ""
+    )
+    if named:
+        return _as_listed(entries()[named], name, count)
+    cards = (c for c in _OTHERS if any(_is_word(w, name) for w in c.words))
+    card = next(cards, None)
+    if card is not None:
+        return _by_datasheet(text.strip(), name, count, card)
+    family = next(
+        (f for f, words in _FAMILIES if any(_means(w, name) for w in words)), None
+    )
+    if family is None:
+        return _unknown(text.strip(), name, count, guess)
+    apart = dict(_KINDS)
+    kinds = [
+        one
+        for name, one in entries().items()
+        if one.kind.family == family and name not in apart
+    ]
+    notes: list[str] = []
+    memory = _memory_of(name, bare=kinds[0].torus is None)
+    found = max(kinds, key=lambda one: one.kind.memory_bytes)
+    if memory is not None:
+        found = _with_memory(kinds, found, memory, notes)
+    found = _with_power(found, family, name, notes)
+    for word, (of, bandwidth) in _SLOW_NVLINK.items():
+        if word in name:
+            found = _with_link(found, bandwidth)
+            notes.append(f"{word.upper()} is {of.upper()} with 400 GB/s of NVLink")
+    return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _as_listed(found: Entry, name: str, count: int | None) -> Device:
+    """A kind of the catalogue, with the memory of the name where it has another."""
+    notes: list[str] = []
+    memory = _memory_of(name)
+    if memory is not None:
+        found = _with_memory([found], found, memory, notes)
+    return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _unknown(text: str, name: str, count: int | None, guess: bool) -> Device:
+    """A device of which nothing is known."""
+    if not guess:
+        raise WhaleError(
+            f"device {quoted(text)} names no family of the catalogue; it has "
+            f"{', '.join(f for f, _ in _FAMILIES)}"
+        )
+    found, notes = (
+        entries()[UNKNOWN],
+        [f"device {quoted(text)} is unknown: as {UNKNOWN}"],
+    )
+    memory = _memory_of(name)
+    if memory is not None:
+        found = _with_memory([found], found, memory, notes)
+    return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _by_datasheet(text: str, name: str, count: int | None, card: _Card) -> Device:
+    """A device of no family of the catalogue."""
+    base = entries()[card.like]
+    memory = _memory_of(name, bare=base.torus is None) or card.memory[0]
+    # TensorFloat-32 takes twice the time of 16 bits, where there is any.
+    peaks = {"f32": card.single, "tf32": max(card.single, card.half / 2)}
+    peaks |= {"bf16": card.half, "f16": card.half}
+    peaks |= {"f8": card.eight} if card.eight else {}
+    kind = dataclasses.replace(
+        base.kind,
+        name=f"{base.kind.family}-{card.words[0].removeprefix(base.kind.family + '-')}",
+        label=text,
+        memory_bytes=memory * 2**30,
+        memory_bytes_per_second=card.memory[1] * 1e9,
+        flops_per_second=tuple((t, peak * 1e12) for t, peak in peaks.items()),
+        cores=card.cores,
+        watts=None,
+        sources=(),
+    )
+    note = f"{text} by its datasheet, as efficient as {base.kind.display_name()}"
+    entry = dataclasses.replace(base, kind=kind)
+    return Device(entry=entry, count=count, notes=(note,))
+
+
+def _is_word(word: str, name: str) -> bool:
+    """A name says it, and does not go on with a number, or begin with another word."""
+    return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None
+
+
+def _means(word: str, name: str) -> bool:
+    """A name has the word, and not as the beginning of one ten times as large."""
+    return (
+        re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
+        is not None
+    )
+
+
+def _memory_of(name: str, *, bare: bool = True) -> int | None:
+    """Gigabytes that a name gives, a cloud's too.
+
+    Args:
+        name: in small letters.
+        bare: a number without a unit is one too; behind a TPU's name it is how many
+            of them there are.
+    """
+    for word, size in _SIZES:
+        if word in name:
+            return size
+    # The A10G is no A with 10 GB.
+    found = re.search(r"(?<![\d.])(?<!\ba)(\d{2,3})\s*(?:gb(?!/s|ps|it)|gib|g\b)", name)
+    if bare:
+        found = found or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
+    size = int(found[1]) if found else 0
+    return size if 8 <= size <= 288 else None
+
+
+def _with_memory(
+    kinds: list[Entry], largest: Entry, memory: int, notes: list[str]
+) -> Entry:
+    """The entry of that memory, or the family's with the memory of the name."""
+
+    def gap(one: Entry) -> float:
+        return abs(one.kind.memory_bytes / 2**30 - memory)
+
+    nearest = min(kinds, key=gap)
+    # Datasheets count in powers of ten, drivers in powers of two.
+    if gap(nearest) <= 0.08 * memory:
+        return nearest
+    notes.append(f"{largest.kind.display_name()} with {memory} GB of memory")
+    kind = dataclasses.replace(largest.kind, memory_bytes=memory * 2**30, sources=())
+    return dataclasses.replace(largest, kind=kind)
+
+
+def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry:
+    """A card of less power is slower; see ``POWER``. A PCIe card has PCIe for links."""
+    card = "pcie" in name or "pci-e" in name
+    stated = re.search(r"(\d{2,4})\s*w\b", name)
+    usual = _WATTS.get(family)
+    if usual is None or not (card or stated):
+        return found
+    watts = int(stated[1]) if stated else _CARDS.get(family, usual)
+    if card:
+        found = _with_link(found, _PCIE.get(family, 15.75e9))
+        speed = found.kind.memory_bytes_per_second
+        speed = min(speed, _CARD_MEMORY.get(family, speed))
+        kind = dataclasses.replace(found.kind, memory_bytes_per_second=speed)
+        found = dataclasses.replace(found, kind=kind)
+        notes.append(f"{found.kind.display_name()} as a PCIe card")
+    if watts >= usual:
+        return found
+    share = (watts / usual) ** POWER
+    notes.append(f"{watts} of {usual} W: products at {share:.2f} of their speed")
+    kind = dataclasses.replace(found.kind, watts=float(watts), sources=())
+    return dataclasses.replace(found, kind=kind)
+
+
+def _with_link(found: Entry, bandwidth: float) -> Entry:
+    if found.node is None:
+        return found
+    link = dataclasses.replace(found.node, bandwidth_bytes_per_second=bandwidth)
+    return dataclasses.replace(found, node=link)

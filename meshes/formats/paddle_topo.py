@@ -1,0 +1,129 @@
+"""``topo``, the form in which PaddlePaddle's launcher gathers a cluster by itself.
+
+    {"topo": {"GPU-Tesla V100-SXM2-32GB": [{
+      "hostname": "a", "memory": 300, "bandwidth": 16, "latency": 0,
+      "devices": [...], "links": [...]}, ...]}}
+
+Machines are listed by the kind of their devices, number their devices anew, and have no
+network cards: PaddlePaddle takes one rate between all of them. What one machine writes
+of itself alone, without ``topo`` around it, is read too. Everything else is as in
+``machines``, and read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from whalejax.meshes.checked_tables import Table
+
+
+NIC_BANDWIDTH: Final = 24.0
+"""GB/s that PaddlePaddle takes where it knows no link or no bandwidth of one."""
+
+_BETWEEN_BYTES_PER_SECOND: Final = 12e9
+"""What it takes between machines of a ``topo``."""
+
+_WITHIN: Final = 1e18
+"""From a device to its machine's card: the card is what limits."""
+
+
+def topo_machines(top: Table) -> list[Table] | None:
+    """The machines of a ``topo``, with numbers of devices that no others have.
+
+    Args:
+        top: the whole description.
+
+    Returns:
+        None where the description is not of this form.
+    """
+    if "topo" in top:
+        meshes = top.table("topo")
+        given = [
+            (f"topo.{mesh}.{key}", machine)
+            for mesh, several in meshes.data.items()
+            for key, machine in _several(meshes, mesh, several)
+        ]
+    elif "devices" in top and "machines" not in top:
+        top.asked += list(top.data)
+        given = [("", top.data)]
+    else:
+        return None
+    found, first = [], 0
+    for path, machine in given:
+        numbered = _numbered(machine, first)
+        first += max(1, len(_tables(machine, "devices")))
+        found.append(Table(numbered, path, top.problems))
+    return found
+
+
+def _several(meshes: Table, mesh: str, several: Any) -> Iterator[tuple[str, Any]]:
+    """Machines of one kind: a list of them, or a table by number."""
+    if isinstance(several, Mapping):
+        yield from several.items()
+    elif isinstance(several, list):
+        yield from ((str(i), machine) for i, machine in enumerate(several))
+    else:
+        meshes.problem(mesh, several, "a list of machines")
+
+
+def _tables(machine: Any, key: str) -> list[Any]:
+    given = machine.get(key) if isinstance(machine, Mapping) else None
+    return given if isinstance(given, list) else []
+
+
+def _numbered(machine: Any, first: int) -> Any:
+    """The machine with its devices numbered from ``first`` on, in links too."""
+    if not isinstance(machine, Mapping):
+        return machine
+    devices, links = _tables(machine, "devices"), _tables(machine, "links")
+    numbers: dict[Any, int] = {}
+    for device in devices:
+        number = device.get("global_id") if isinstance(device, Mapping) else None
+        if isinstance(number, int):
+            numbers.setdefault(number, first + len(numbers))
+    changed = dict(machine)
+    for key, several, names in (
+        ("devices", devices, ("global_id",)),
+        ("links", links, ("source_global_id", "target_global_id")),
+    ):
+        if several:
+            changed[key] = [_renamed(one, names, numbers) for one in several]
+    return changed
+
+
+def _renamed(table: Any, names: tuple[str, ...], numbers: Mapping[Any, int]) -> Any:
+    if not isinstance(table, Mapping):
+        return table
+    renamed = {
+        name: numbers.get(table[name], table[name])
+        for name in names
+        if isinstance(table.get(name), int)
+    }
+    return {**table, **renamed}
+
+
+def join_topo(
+    machines: Mapping[int, list[int]], links: dict[tuple[int, int], tuple[float, str]]
+) -> list[tuple[int, int]]:
+    """Give every machine a network card, and join the cards.
+
+    Args:
+        machines: numbers of the devices of each.
+        links: those of the cards are added.
+
+    Returns:
+        The number of each card, and its machine.
+    """
+    free = max((n for devices in machines.values() for n in devices), default=0) + 1
+    cards = {machine: free + place for place, machine in enumerate(machines)}
+    if len(cards) < 2:
+        return []
+    for machine, devices in machines.items():
+        for device in devices:
+            links[device, cards[machine]] = _WITHIN, "PIX"
+    for a in cards.values():
+        for b in cards.values():
+            if a != b:
+                links[a, b] = _BETWEEN_BYTES_PER_SECOND, "NET"
+    return [(number, machine) for machine, number in cards.items()]

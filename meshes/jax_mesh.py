@@ -1,0 +1,197 @@
+"""The JAX mesh of a plan's axes. Starts JAX when called.
+
+``jax.make_mesh`` silently leaves devices idle when the product is too small, and gives
+Explicit axes, in which unmodified Flax models fail; this is the one place that asks for
+what a plan means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from whalejax.meshes.checks import Arguments, is_printable, is_whole, shown
+from whalejax.meshes.errors import WhaleError
+
+
+# Type checkers see a variable in ``jax.Device``, not a class.
+Device: TypeAlias = Any
+
+_SHOWN_FACTORIZATIONS = 6
+
+
+def build_mesh(
+    axes: tuple[tuple[str, int], ...],
+    devices: Sequence[Device] | None = None,
+    *,
+    allow_idle: bool = False,
+    order: Sequence[int] = (),
+) -> Mesh:
+    """A mesh with Auto axes over the devices, in the order given.
+
+    Args:
+        axes: (name, size), outermost first; the last one joins neighbouring devices.
+        devices: in the cluster's order, node by node; ``jax.devices()`` if None.
+        allow_idle: take the first devices and leave the rest without work.
+        order: for each place of the mesh, the number of its device among them; as
+            they come if left out.
+
+    Raises:
+        WhaleError: sizes whose product is not the number of devices, an axis named
+            twice, a size below one; all at once.
+
+    Example:
+        >>> import jax
+        >>> build_mesh((("data", len(jax.devices())),)).axis_names
+        ('data',)
+    """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
+    problems = Arguments("mesh")
+    _check(axes, devices, allow_idle, order, problems)
+    problems.raise_if_any()
+    given = list(jax.devices() if devices is None else devices)
+    names = [name for name, _ in axes]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            problems.add(f"axis {name!r} is named {names.count(name)} times")
+    for name, size in axes:
+        if size < 1:
+            problems.add(f"axis {name!r} has size {size}, expected at least 1")
+    used = math.prod(size for _, size in axes)
+    if not problems and (used > len(given) or (used < len(given) and not allow_idle)):
+        problems.add(_wrong_product(axes, used, len(given)))
+    problems.raise_if_any()
+    if order:
+        given = [given[number] for number in order]
+    grid = np.array(given[:used], dtype=object).reshape([size for _, size in axes])
+    return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def cluster_order(devices: Sequence[Device]) -> list[Device]:
+    """Devices as a described cluster numbers them: slice by slice, last axis fastest.
+
+    JAX numbers the chips of a torus with the first coordinate fastest. What has no
+    coordinates keeps its order.
+
+    Args:
+        devices: real ones, or those of a described topology.
+    """
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return list(devices)
+
+    def place(device: Device) -> tuple[Any, ...]:
+        core = getattr(device, "core_on_chip", 0)
+        return getattr(device, "slice_index", None) or 0, *device.coords, core
+
+    return sorted(devices, key=place)
+
+
+def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """A layout as a PartitionSpec, in the one spelling that compares equal.
+
+    Args:
+        spec: mesh axes of each dimension, outermost first.
+
+    Example:
+        >>> tuple(partition_spec(((), ("data", "fsdp"), ())))
+        (None, ('data', 'fsdp'))
+    """
+    if not _is_spec(spec):
+        raise WhaleError(
+            f"spec is {shown(spec)}; expected a tuple of mesh axes for each dimension, "
+            "such as ((), ('data', 'fsdp'))"
+        )
+    entries: list[tuple[str, ...] | str | None] = [
+        axes if len(axes) > 1 else (axes[0] if axes else None) for axes in spec
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _is_spec(spec: Any) -> bool:
+    return isinstance(spec, list | tuple) and all(
+        isinstance(axes, list | tuple) and all(map(is_printable, axes)) for axes in spec
+    )
+
+
+def _check(
+    axes: Any, devices: Any, allow_idle: Any, order: Any, problems: Arguments
+) -> None:
+    """Record arguments of ``build_mesh`` that are of other types."""
+    if not isinstance(axes, list | tuple) or not all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and is_printable(pair[0])
+        and is_whole(pair[1])
+        for pair in axes
+    ):
+        problems.refuse("axes", axes, "(name, size) of each axis, outermost first")
+    if devices is not None and not are_devices(devices):
+        problems.refuse("devices", devices, "devices in node order, or None for all")
+    problems.switch("allow_idle", allow_idle)
+    numbers = list(order) if isinstance(order, list | tuple) else [None]
+    count = len(jax.devices() if devices is None else devices) if not problems else 0
+    distinct = len({n for n in numbers if is_whole(n, 0, count - 1)}) == len(numbers)
+    if not problems and not distinct:
+        problems.refuse(
+            "order", order, f"numbers of devices, each once, of 0 to {count - 1}"
+        )
+
+
+def are_devices(devices: Any) -> bool:
+    """Whether it holds devices, one or more.
+
+    Args:
+        devices: what somebody gave as such.
+    """
+    if isinstance(devices, str | bytes | type) or not isinstance(devices, Iterable):
+        return False
+    if getattr(devices, "ndim", 1) == 0:  # no sequence, though of a class of them
+        return False
+    found = list(np.ravel(devices) if isinstance(devices, np.ndarray) else devices)
+    # Arrays have a platform too, as a method.
+    return bool(found) and all(
+        isinstance(getattr(one, "platform", None), str) for one in found
+    )
+
+
+def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int) -> str:
+    product = " × ".join(f"{name} {size}" for name, size in axes) or "no axes"
+    options = factorizations(available, len(axes))
+    shown = ", ".join(
+        "×".join(map(str, sizes)) for sizes in options[:_SHOWN_FACTORIZATIONS]
+    )
+    more = ", …" if len(options) > _SHOWN_FACTORIZATIONS else ""
+    fits = f" {available} = {shown}{more}." if len(axes) > 1 else ""
+    if used > available:
+        return f"{product} needs {used} devices; there are {available}.{fits}"
+    return (
+        f"{product} uses {used} of {available} devices.{fits} To leave "
+        f"{available - used} idle on purpose: allow_idle=True"
+    )
+
+
+def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
+    """All ways to write a number as an ordered product, largest first factor first.
+
+    Example:
+        >>> factorizations(4, 2)
+        [(4, 1), (2, 2), (1, 4)]
+    """
+    if parts == 0:
+        return [()] if number == 1 else []
+    if parts == 1:
+        return [(number,)]
+    divisors = [d for d in range(number, 0, -1) if number % d == 0]
+    return [
+        (first, *rest)
+        for first in divisors
+        for rest in factorizations(number // first, parts - 1)
+    ]

@@ -1,0 +1,63 @@
+"""The table of kinds of devices, as the documentation shows it.
+
+    python -m whalejax.meshes.kind_table
+
+A page that is written from the catalogue and the fitted constants cannot say anything
+else than plans are made of; a test holds the page to it.
+"""
+
+from __future__ import annotations
+
+from whalejax.meshes.catalogue import entries
+from whalejax.meshes.device_kinds import DeviceKind
+
+
+HEADER = (
+    "| kind | generation | memory, GiB | GB/s | f32 | 16 bits | 8 bits | 4 bits | "
+    "reached in f32 | in 16 bits | watts |",
+    "|---|---|---:|---:|---:|---:|---:|---:|---|---|---:|",
+)
+
+
+def table() -> list[str]:
+    """Lines of a Markdown table: peaks in TFLOP/s, and what of them is reached."""
+    return [*HEADER, *(_line(one.kind) for one in entries().values())]
+
+
+def _line(kind: DeviceKind) -> str:
+    peaks = dict(kind.flops_per_second)
+    half = peaks.get("bf16", peaks.get("f16"))
+    cells = [
+        kind.name,
+        kind.generation or "–",
+        f"{kind.memory_bytes / 2**30:.0f}",
+        f"{kind.memory_bytes_per_second / 1e9:.4g}",
+        *(_tera(rate) for rate in (peaks.get("f32"), half)),
+        *(_tera(peaks.get(dtype)) for dtype in ("f8", "f4")),
+        _reached(kind, "f32"),
+        _reached(kind, "bf16" if "bf16" in peaks else "f16"),
+        f"{kind.watts:g}" if kind.watts else "–",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _tera(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate / 1e12:.5g}"
+
+
+def _reached(kind: DeviceKind, dtype: str) -> str:
+    """The share of the peak, and whose it is where the kind was not measured."""
+    runs_in = kind.multiplies_in(dtype, exact=True)
+    if not kind.curve:
+        return f"{kind.efficiency:.0%}"
+    known = kind.efficiency_in(runs_in)
+    words = f"{known.share:.0%}"
+    if runs_in != dtype:
+        words += f" of {runs_in}"
+    if not known.measured:
+        words += f" ({', '.join(known.of) or 'assumed'})"
+    return words
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,127 @@
+"""What the catalogue's data sheets say that efficiencies are carried over by.
+
+A kind that was never measured is taken for as efficient as those of its generation
+that were, in proportion to the power that its board has for each FLOP/s of its peak.
+Apart from ``catalogue``, whose kinds need efficiencies before they can be made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from whalejax.meshes.dtypes import FALLBACKS
+
+
+class Rated(Protocol):
+    """What is asked of a kind of device here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def generation(self) -> str: ...
+    @property
+    def watts(self) -> float | None: ...
+    @property
+    def flops_per_second(self) -> tuple[tuple[str, float], ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rating:
+    """A kind of the catalogue, as far as its data sheet rates it.
+
+    Attributes:
+        name, platform, generation: as in ``DeviceKind``.
+        watts: of the board; None where nobody says.
+        flops_per_second: (type, dense peak) pairs.
+    """
+
+    name: str
+    platform: str
+    generation: str
+    watts: float | None
+    flops_per_second: tuple[tuple[str, float], ...]
+
+    @property
+    def family(self) -> str:
+        """The name without its variant: ``"a100"`` of ``"a100-80"``."""
+        return self.name.partition("-")[0]
+
+
+POWER = 0.4
+"""Exponent of a board's power, with which the speed of products falls where there is
+too little for the peak: H100's data sheet gives 756 TFLOP/s to the card of 350 W and
+989 to the module of 700 W. L4 and L40S, A10G and RTX A6000 differ by it, too."""
+
+STANDS_IN: Mapping[str, str] = {
+    "pascal": "volta",
+    "turing": "volta",
+    "ga10x": "ampere",
+    "ada": "ga10x",
+    "gb20x": "ada",
+    "hopper": "ampere",
+    "blackwell": "hopper",
+    "rdna2": "ga10x",
+    "cdna2": "ampere",
+    "cdna3": "hopper",
+    "cdna4": "hopper",
+    "tpu7": "tpu6",
+}
+"""Generations of which nothing was measured in a type, and what stands in for them."""
+
+
+def watts_ratio(one: Rated, other: Rated, dtype: str) -> float:
+    """Board power for each FLOP/s of one kind over that of another; 1 if unknown."""
+    mine, theirs = (_peak(kind, dtype) for kind in (one, other))
+    if not (one.watts and other.watts and mine and theirs):
+        return 1.0
+    return (one.watts / mine) / (other.watts / theirs)
+
+
+def _peak(kind: Rated, dtype: str) -> float:
+    """In a type, or in what stands in for it; 0 where nothing does."""
+    peaks = dict(kind.flops_per_second)
+    return next((peaks[d] for d in FALLBACKS.get(dtype, (dtype,)) if d in peaks), 0.0)
+
+
+def rating_of(name: str) -> Rating | None:
+    """A kind by its name, or the first of a family; None where there is none."""
+    known = ratings()
+    if name in known:
+        return known[name]
+    return next((one for one in known.values() if one.family == name), None)
+
+
+@functools.cache
+def ratings() -> Mapping[str, Rating]:
+    """Every kind of the catalogue by its name."""
+    return {
+        name: Rating(
+            name=name,
+            platform=table["platform"],
+            generation=table.get("generation", ""),
+            watts=float(table["watts"]) if "watts" in table else None,
+            flops_per_second=tuple(table["flops_per_second"].items()),
+        )
+        for name, table in catalogue_data()["kinds"].items()
+    }
+
+
+@functools.cache
+def catalogue_data() -> Mapping[str, Any]:
+    """The catalogue's tables."""
+    return tomllib.loads(catalogue_text())
+
+
+def catalogue_text() -> str:
+    """The catalogue as it is written."""
+    package = importlib.resources.files("whalejax.meshes")
+    return (package / "catalogue.toml").read_text(encoding="utf-8")

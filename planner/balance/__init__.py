@@ -1,0 +1,5 @@
+"""Shares of a batch that follow the speed of unlike devices."""
+
+from whalejax.planner.balance.shares import Device as Device
+from whalejax.planner.balance.shares import balance as balance
+from whalejax.planner.balance.shares import water_fill as water_fill

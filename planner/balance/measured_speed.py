@@ -1,0 +1,85 @@
+"""Device kinds corrected by what a model's own micro-batches were measured to take.
+
+A data sheet, and even measured products and bandwidths, say what a device could do; how
+two kinds compare on one model is known once that model has run on both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from whalejax.meshes.device_kinds import DeviceKind
+
+
+class _Leaf(Protocol):
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def weights_hash(leaves: Iterable[_Leaf]) -> str:
+    """Short hash of a model's parameters, by which its timings are found again.
+
+    Args:
+        leaves: parameters with paths and shapes; the order does not matter. Neither
+            the batch nor the precision is part of it.
+    """
+    text = json.dumps(sorted((leaf.path, leaf.shape) for leaf in leaves))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
+    """Measured over predicted time of a model on each kind.
+
+    Args:
+        kinds: of the replicas.
+        weights: ``weights_hash`` of the model.
+
+    Returns:
+        One ratio for each kind; all are 1 unless the model was timed on every one: a
+        correction of some kinds only would set measured beside predicted.
+    """
+    found = []
+    for kind in kinds:
+        timed = [one for one in kind.timed_models if one.weights == weights]
+        if not timed:
+            return (1.0,) * len(kinds)
+        found.append(timed[-1].seconds / timed[-1].predicted_seconds)
+    return tuple(found)
+
+
+def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
+    """Whose measurements say how fast these kinds are, for a plan's notes."""
+    names = dict.fromkeys(kinds)
+    timed = {
+        kind: [one for one in kind.timed_models if one.weights == weights]
+        for kind in names
+    }
+    if not any(timed.values()):
+        return _weights_note(list(names))
+    if missing := [kind.display_name() for kind, found in timed.items() if not found]:
+        return (
+            f"shares: this model was not timed on {', '.join(missing)}, so no timing "
+            "counts. Run whalejax calibrate --model there"
+        )
+    words = ", ".join(
+        f"{kind.display_name()} {found[-1].seconds / found[-1].samples * 1e3:.3g} ms"
+        for kind, found in timed.items()
+    )
+    return f"shares: by this model's own samples, measured: {words} each"
+
+
+def _weights_note(kinds: Sequence[DeviceKind]) -> str:
+    """The same where the model was timed on none of them."""
+    own = [kind.display_name() for kind in kinds if kind.matmul_points]
+    listed = [kind.display_name() for kind in kinds if not kind.matmul_points]
+    if not listed:
+        return "shares: by products and memory that were measured on every kind"
+    weights = f"by the catalogue's efficiencies of {', '.join(listed)}"
+    if own:
+        weights += f", beside what was measured on {', '.join(own)}"
+    return f"shares: {weights}, until a run measures"

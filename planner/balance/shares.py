@@ -1,0 +1,502 @@
+"""Shares of unlike devices: who takes how many micro-batches of a step.
+
+Data-parallel ranks wait for the slowest, so the shares that matter are the integers
+``k`` that minimise ``max(k_i * t_i)``; a device's memory may bound its share. Whale's
+Formula 1 asks for the same in fractions: ``water_fill`` solves it exactly, and
+``whale_algorithm1`` has the algorithm that the paper prints.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device that takes a share of equal pieces: samples, micro-batches or rows.
+
+    Memory is what it holds whatever its share, and what each piece adds. Micro-batches
+    that follow one another add nothing: one of them is part of what it always holds.
+
+    Attributes:
+        name: such as ``"v100-32"``.
+        seconds: of one piece on it, as measured or predicted.
+        memory_bytes: that it has.
+        static_bytes: parameters, gradients, optimizer state and whatever else does not
+            grow with its share.
+        piece_bytes: what every piece adds: its activations.
+    """
+
+    name: str = "device"
+    seconds: float
+    memory_bytes: float = math.inf
+    static_bytes: float = 0.0
+    piece_bytes: float = 0.0
+
+    def needs(self, pieces: float) -> float:
+        """Bytes that so many pieces take.
+
+        >>> Device(seconds=1.0, static_bytes=4.0, piece_bytes=2.0).needs(3)
+        10.0
+        """
+        return self.static_bytes + pieces * self.piece_bytes
+
+    def most(self, total: int) -> int:
+        """Pieces out of so many that its memory holds.
+
+        >>> Device(seconds=1.0, memory_bytes=9.0, piece_bytes=2.0).most(12)
+        4
+        """
+        room = self.memory_bytes - self.static_bytes
+        if room < 0:
+            return 0
+        if total * self.piece_bytes <= room:
+            return total
+        return int(room / self.piece_bytes * (1 + 1e-12))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """Shares of devices, beside even ones.
+
+    Attributes:
+        devices: who shares.
+        pieces: of each.
+        even: pieces of each, were all alike to the planner; within memory.
+    """
+
+    devices: tuple[Device, ...]
+    pieces: tuple[int, ...]
+    even: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last device is done."""
+        return makespan(self.pieces, [d.seconds for d in self.devices])
+
+    @property
+    def even_seconds(self) -> float:
+        """When the last would be done with even shares."""
+        return makespan(self.even, [d.seconds for d in self.devices])
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as with even shares."""
+        return self.even_seconds / self.seconds if self.seconds else 1.0
+
+    @property
+    def bound(self) -> float:
+        """The most that any shares could gain: ``speed_bound``."""
+        return speed_bound([d.seconds for d in self.devices])
+
+    def words(self) -> str:
+        """Shares, gain and bound in one line.
+
+        >>> fast, slow = Device(name="a", seconds=1.0), Device(name="b", seconds=2.0)
+        >>> balance(12, [fast, slow]).words()
+        'shares 8 on a, 4 on b: 1.50× as fast as even shares (at most 1.50×)'
+        """
+        runs: dict[tuple[str, int], int] = {}
+        for device, count in zip(self.devices, self.pieces, strict=True):
+            runs[device.name, count] = runs.get((device.name, count), 0) + 1
+        each = ", ".join(
+            f"{count} on {f'each of {n} ' if n > 1 else ''}{name}"
+            for (name, count), n in runs.items()
+        )
+        return f"shares {each}: {gain_words(self.gain, self.bound)}"
+
+
+def gain_words(gain: float, bound: float) -> str:
+    """What shares gain over even ones, beside the most that they could.
+
+    >>> gain_words(1.18, 1.25)
+    '1.18× as fast as even shares (at most 1.25×)'
+    """
+    return f"{gain:.2f}× as fast as even shares (at most {bound:.2f}×)"
+
+
+def idle_note(
+    what: str, pieces: Sequence[int], seconds: Sequence[float], pace: float
+) -> str | None:
+    """That some take none of the pieces, and why; None where all take some.
+
+    Args:
+        what: those that take them, such as ``"replicas"``.
+        pieces: of each.
+        seconds: when each would be done with one.
+        pace: when the last is done.
+
+    >>> idle_note("replicas", (3, 0), (1.0, 2.0), 3.0)
+    'replicas 1 take no micro-batch: shares asks for that, or their memory does'
+    """
+    idle = [rank for rank, count in enumerate(pieces) if not count]
+    if not idle:
+        return None
+    said = f"{what} {', '.join(map(str, idle))} take no micro-batch"
+    if min(seconds[rank] for rank in idle) < pace:
+        return f"{said}: shares asks for that, or their memory does"
+    return (
+        f"{said}: the others are done before. Give more micro-batches, or plan without "
+        "them"
+    )
+
+
+def speed_bound(seconds: Sequence[float]) -> float:
+    """The most that shares can gain over even ones: Σw / (n · min w), w the speeds.
+
+    Even shares wait for the slowest device; at best all are busy to the end.
+
+    Args:
+        seconds: of one piece on each device.
+
+    >>> speed_bound([1.0, 2.0])
+    1.5
+    """
+    speed = math.fsum(1.0 / t for t in seconds)
+    return speed * max(seconds) / len(seconds)
+
+
+def balance(total: int, devices: Sequence[Device]) -> Balance:
+    """Share equal pieces among unlike devices, as fast as memory allows.
+
+    Exact: of all shares in whole pieces that fit, none is done earlier.
+
+    Args:
+        total: pieces.
+        devices: who shares them. A device may get none, if it is slow.
+
+    Raises:
+        PlanError: some device holds not one piece, or all together too few; it says by
+            how many bytes.
+
+    >>> found = balance(
+    ...     12,
+    ...     [
+    ...         Device(name="fast", seconds=1.0, memory_bytes=8.0, piece_bytes=1.5),
+    ...         Device(name="slow", seconds=2.0, memory_bytes=16.0, piece_bytes=1.5),
+    ...     ],
+    ... )
+    >>> found.pieces, found.even
+    ((5, 7), (5, 7))
+    """
+    most = room_of(total, devices)
+    alike = [1.0] * len(devices)
+    return Balance(
+        devices=tuple(devices),
+        pieces=shares(total, [d.seconds for d in devices], most),
+        even=shares(total, alike, most),
+    )
+
+
+def room_of(total: int, devices: Sequence[Device]) -> list[int]:
+    """Pieces that every device holds.
+
+    Args:
+        total: pieces that there are.
+        devices: who is to hold them.
+
+    Raises:
+        PlanError: some device holds not one, or all together too few.
+    """
+    problems = Problems("memory for shares", PlanError)
+    most = [device.most(total) for device in devices]
+    for i, device in enumerate(devices):
+        if total and not most[i]:
+            short = device.needs(1) - device.memory_bytes
+            problems.add(
+                f"device {i} ({device.name}) holds not one piece: it needs "
+                f"{device.needs(1):.0f} bytes and has {device.memory_bytes:.0f}, "
+                f"{short:.0f} short. Use smaller pieces (more micro-batches), keep "
+                "less for the backward pass (remat), shard more, or leave it out"
+            )
+    missing = total - sum(most)
+    if missing > 0 and not problems:
+        least = min(d.piece_bytes for d in devices)
+        problems.add(
+            f"all devices are too small: they hold {sum(most)} pieces and there are "
+            f"{total}, {missing * least:.0f} bytes short. Use a smaller batch, more "
+            "devices, or keep less for the backward pass (remat)"
+        )
+    problems.raise_if_any()
+    return most
+
+
+def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -> None:
+    """Refuse shares that were asked for by hand and cannot be.
+
+    Args:
+        pieces: of each device.
+        total: pieces that there are.
+        devices: who is to take them.
+
+    Raises:
+        PlanError: a wrong number of shares or of pieces, or more than a device holds.
+    """
+    problems = Problems("shares", PlanError)
+    if len(pieces) != len(devices):
+        problems.add(
+            f"got {len(pieces)} shares for {len(devices)} devices. Give each one"
+        )
+    elif sum(pieces) != total or min(pieces, default=0) < 0:
+        listed = ", ".join(map(str, pieces))
+        problems.add(
+            f"got {listed}, together {sum(pieces)}; expected numbers of at least 0 "
+            f"that add up to {total}"
+        )
+    for i, (count, device) in enumerate(zip(pieces, devices, strict=False)):
+        most = device.most(total)
+        if count > most:
+            short = device.needs(count) - device.memory_bytes
+            problems.add(
+                f"device {i} ({device.name}) got {count} and holds {most}, "
+                f"{short:.0f} bytes short. Give it at most {most}"
+            )
+    problems.raise_if_any()
+
+
+def water_fill(
+    weights: Sequence[float], most: Sequence[float], total: float = 1.0
+) -> tuple[float, ...]:
+    """Whale's Formula 1 solved exactly: shares in proportion, within bounds.
+
+    ``L_i = min(most_i, level · w_i)`` with the level at which they add up (Jia et al.,
+    2022, section 3.3.1, formula 1). Of all shares that minimise the formula's
+    ``Σ |L_i − w_i / Σw|``, these are also done first.
+
+    Args:
+        weights: speed of each device, in any unit.
+        most: the largest share that each device's memory holds.
+        total: what the shares add up to.
+
+    Raises:
+        PlanError: the bounds do not hold the total, or a number is none.
+
+    >>> [round(x, 4) for x in water_fill([2.0, 1.0], [1.0, 1.0])]
+    [0.6667, 0.3333]
+    >>> [round(x, 4) for x in water_fill([2.0, 1.0], [8 / 18, 16 / 18])]
+    [0.4444, 0.5556]
+    """
+    _check_fractions(weights, most, total)
+    # The device that is full first comes first; the others share what is left.
+    order = sorted(range(len(weights)), key=lambda i: most[i] / weights[i])
+    found, left = [0.0] * len(weights), total
+    for place, i in enumerate(order):
+        speed = math.fsum(weights[j] for j in order[place:])
+        found[i] = min(most[i], left * (weights[i] / speed))
+        left -= found[i]
+    return tuple(found)
+
+
+def _check_fractions(
+    weights: Sequence[float], most: Sequence[float], total: float
+) -> None:
+    problems = Problems("water_fill", PlanError)
+    for i, weight in enumerate(weights):
+        if not (weight > 0 and math.isfinite(weight)):
+            problems.add(f"weights[{i}] is {weight}; expected a number above 0")
+    if len(most) != len(weights):
+        problems.add(f"most has {len(most)} entries for {len(weights)} devices")
+    elif min(most, default=0.0) < 0:
+        problems.add(f"most is {', '.join(map(str, most))}; expected numbers from 0")
+    elif math.fsum(most) < total * (1 - 1e-12):
+        problems.add(
+            f"the devices hold {math.fsum(most):.6g} together; there is {total:.6g}. "
+            "Use more devices, or make what is shared smaller"
+        )
+    problems.raise_if_any()
+
+
+def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole pieces in proportion to weights; what is left over goes by remainders.
+
+    Args:
+        total: pieces.
+        weights: of each device. Of equal remainders the first gets more.
+
+    >>> largest_remainder(12, [2.0, 1.0])
+    (8, 4)
+    >>> largest_remainder(10, [1.0, 1.0, 1.0])
+    (4, 3, 3)
+    """
+    whole = math.fsum(weights)
+    exact = [total * (w / whole) for w in weights]
+    found = [int(x * (1 + 1e-12)) for x in exact]
+    order = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
+    for i in order[: total - sum(found)]:
+        found[i] += 1
+    return tuple(found)
+
+
+def dealt(shares: Sequence[int]) -> list[range]:
+    """The micro-batches of each replica.
+
+    Args:
+        shares: how many each takes.
+
+    >>> dealt([3, 0, 2])
+    [range(0, 3), range(3, 3), range(3, 5)]
+    """
+    ends = [0, *itertools.accumulate(shares)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
+
+
+def shares(
+    total: int, seconds: Sequence[float], most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Split equal pieces of work so that the last device is done as early as can be.
+
+    Exact: a piece always goes to the device that would finish it first, which is
+    optimal for pieces of one size. Of equal devices the first takes more.
+
+    Args:
+        total: pieces (micro-batches), at least 0.
+        seconds: of one piece on each device.
+        most: pieces that each device can hold, or None for no bound.
+
+    Returns:
+        Pieces for each device; they add up to ``total``. A device may get none.
+
+    Raises:
+        PlanError: the bounds hold fewer pieces than there are, or a number is none.
+
+    >>> shares(12, [1.0, 2.0])
+    (8, 4)
+    >>> shares(12, [1.0, 2.0], most=[5, 12])
+    (5, 7)
+    """
+    bounds = [total] * len(seconds) if most is None else list(most)
+    _check(total, seconds, bounds)
+    # Nobody gets less than what all finish before the ideal time, rounded down.
+    found = _start(total, seconds, bounds)
+    queue = [
+        ((found[i] + 1) * t, i) for i, t in enumerate(seconds) if found[i] < bounds[i]
+    ]
+    heapq.heapify(queue)
+    for _ in range(total - sum(found)):
+        _, i = heapq.heappop(queue)
+        found[i] += 1
+        if found[i] < bounds[i]:
+            heapq.heappush(queue, ((found[i] + 1) * seconds[i], i))
+    return tuple(found)
+
+
+def _check(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> None:
+    problems = Problems("shares", PlanError)
+    if total < 0:
+        problems.add(f"total is {total}; expected 0 or more")
+    for i, t in enumerate(seconds):
+        if not (t > 0 and math.isfinite(t)):
+            problems.add(f"seconds[{i}] is {t}; expected a number above 0")
+    if len(bounds) != len(seconds):
+        problems.add(f"most has {len(bounds)} entries for {len(seconds)} devices")
+    elif sum(bounds) < total:
+        listed = ", ".join(map(str, bounds))
+        problems.add(
+            f"the devices hold {sum(bounds)} pieces together ({listed}); there are "
+            f"{total}. Use smaller micro-batches, or more devices"
+        )
+    problems.raise_if_any()
+
+
+def _start(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> list[int]:
+    """What every optimal split gives each device at least."""
+    speed = math.fsum(1.0 / t for t in seconds)
+    if not speed:
+        return [0] * len(seconds)
+    # With one piece fewer for each device than at the ideal time, none is over.
+    ideal = max(0, total - len(seconds)) / speed
+    return [min(b, int(ideal / t)) for t, b in zip(seconds, bounds, strict=True)]
+
+
+def even_shares(total: int, count: int) -> tuple[int, ...]:
+    """Pieces as even as integers allow; the first devices take what is left over.
+
+    >>> even_shares(8, 3)
+    (3, 3, 2)
+    """
+    each, over = divmod(total, count)
+    return tuple(each + (i < over) for i in range(count))
+
+
+def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
+    """When the last device is done."""
+    return max((k * t for k, t in zip(pieces, seconds, strict=True)), default=0.0)
+
+
+def smallest_pace(
+    counts: Sequence[np.ndarray],
+    seconds: Sequence[np.ndarray],
+    fixed: Sequence[np.ndarray],
+    total: Any,
+) -> np.ndarray:
+    """The least time in which all workers together finish equal pieces.
+
+    Workers take whole pieces: with ``k`` of them one is busy for ``fixed + k *
+    seconds``, and one with none does not count. Exact: some worker ends at the optimum.
+
+    Args:
+        counts: workers of each group.
+        seconds: of one piece on one worker of the group.
+        fixed: what each worker does besides.
+        total: pieces, or an array of them.
+
+    >>> one = np.ones(1)
+    >>> smallest_pace([one, one], [one, 2 * one], [0 * one, 0 * one], 12)
+    array([8.])
+    """
+    # Who is busy beyond the end with other things alone takes no piece.
+    active = [n > 0 for n in counts]
+    least: Any = 0.0
+    for _ in counts:
+        rate: Any = 0.0
+        ahead: Any = total + 0.0
+        for n, t, e, takes in zip(counts, seconds, fixed, active, strict=True):
+            rate = rate + np.where(takes, n / t, 0.0)
+            ahead = ahead + np.where(takes, n * e / t, 0.0)
+        least = ahead / rate
+        active = [takes & (e < least) for takes, e in zip(active, fixed, strict=True)]
+    best = np.full(len(least), np.inf)
+    # One more piece for each than at the least time is always enough.
+    longest = np.max(
+        [np.where(n > 0, t, 0.0) for n, t in zip(counts, seconds, strict=True)], axis=0
+    )
+    for n, t, e in zip(counts, seconds, fixed, strict=True):
+        if not (n > 0).any():
+            continue
+        first = np.maximum(1.0, np.ceil((least - e) / t * (1 - 1e-12)))
+        tries = 2 + math.ceil(np.max(np.where(n > 0, longest / t, 0.0)))
+        for more in range(tries):
+            pace = e + (first + more) * t
+            open_ = (n > 0) & (pace < best) & (pace >= least * (1 - 1e-9))
+            if not open_.any():
+                continue
+            enough = pieces_at(pace, counts, seconds, fixed)[1] >= total
+            best = np.where(open_ & enough, pace, best)
+    return best
+
+
+def pieces_at(
+    pace: np.ndarray,
+    counts: Sequence[np.ndarray],
+    seconds: Sequence[np.ndarray],
+    fixed: Sequence[np.ndarray],
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Pieces that a worker of each group finishes in time, and all of them together."""
+    each = [
+        np.maximum(0.0, np.floor((pace - e) / t * (1 + 1e-12) + 1e-9))
+        for t, e in zip(seconds, fixed, strict=True)
+    ]
+    together: Any = 0.0
+    for n, k in zip(counts, each, strict=True):
+        together = together + n * k
+    return each, together

@@ -1,0 +1,142 @@
+"""Whale's Formula 1 and Algorithm 1, as the paper prints them, with their gaps closed.
+
+Jia et al., "Whale: Efficient Giant Model Training over Heterogeneous GPUs", USENIX ATC
+2022, section 3.3.1. The planner takes its shares from ``shares``, which is exact; this
+is here to be compared with it. What the paper leaves open is settled as follows.
+
+- A peak gives away what it has too much, and no more; otherwise the valley is
+  overloaded for nothing. If one valley cannot take all of it, the peak stays and the
+  next valley takes more.
+- A device that has no room for one more sample is no valley any longer.
+- Shares are whole samples, rounded by largest remainders before memory is looked at.
+- Memory is what a device holds in any case and what each sample adds. The paper scales
+  all of it with the load; that is the case of nothing held in any case.
+
+It moves the excess of one device to the one that is least busy, all of it at once, so
+that it may be slower than the optimum, and never faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whalejax.planner.balance.shares import (
+    Device,
+    balance,
+    largest_remainder,
+    room_of,
+)
+from whalejax.planner.errors import PlanError
+
+
+def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
+    """What Formula 1 minimises: Σ |L_i − DF_i / ΣDF|.
+
+    Args:
+        loads: share of each device; they add up to 1.
+        weights: FLOP/s, or speed, of each.
+
+    >>> round(formula_1([4 / 9, 5 / 9], [2.0, 1.0]), 4)
+    0.4444
+    """
+    whole = math.fsum(weights)
+    return math.fsum(abs(x - w / whole) for x, w in zip(loads, weights, strict=True))
+
+
+def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
+    """Memory-constraint load balancing, as printed; see the module for its gaps.
+
+    Args:
+        total: samples of the global batch.
+        devices: of one TaskGraph. Their FLOP/s are one over ``seconds``.
+
+    Returns:
+        Samples of each device.
+
+    Raises:
+        PlanError: the devices do not hold the batch; by how many bytes.
+
+    >>> def device(flops, gigabytes):
+    ...     return Device(
+    ...         seconds=1 / flops, memory_bytes=gigabytes * 1e9, piece_bytes=1.5e9
+    ...     )
+    >>> algorithm_1(12, [device(2.0, 8), device(1.0, 16)])
+    (5, 7)
+    >>> algorithm_1(12, [device(2.0, 80), device(1.0, 80)])
+    (8, 4)
+    """
+    most = room_of(total, devices)
+    loads = list(largest_remainder(total, [1 / d.seconds for d in devices]))
+
+    def memory(i: int) -> float:
+        return devices[i].needs(loads[i]) / devices[i].memory_bytes
+
+    def busy(i: int) -> tuple[float, float]:
+        return loads[i] * devices[i].seconds, memory(i)
+
+    oom = {i for i, load in enumerate(loads) if load > most[i]}
+    free = set(range(len(loads))) - oom
+    while oom and free:
+        # Of equals the first, so that the result depends on nothing else.
+        peak = max(sorted(oom), key=memory)
+        valley = min(sorted(free), key=busy)
+        moved = min(loads[peak] - most[peak], most[valley] - loads[valley])
+        if moved < 1:
+            free.remove(valley)
+            continue
+        loads[peak] -= moved
+        loads[valley] += moved
+        if loads[peak] <= most[peak]:
+            oom.remove(peak)
+    return tuple(loads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Uneven shards of one dimension, which Whale's ``split`` gives unlike devices.
+
+    Attributes:
+        sizes: of each device's shard; they add up to the dimension.
+        padded: what every device stores: all shards of one program have one shape.
+        gain: how many times as fast as even shards, collectives aside.
+        bound: the most that any shards could gain.
+    """
+
+    sizes: tuple[int, ...]
+    padded: int
+    gain: float
+    bound: float
+
+    @property
+    def stored_share(self) -> float:
+        """What is stored, over what an even split stores."""
+        return self.padded * len(self.sizes) / sum(self.sizes)
+
+
+def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> Shards:
+    """Formula 1 on shard sizes: padded storage, unpadded computation.
+
+    Args:
+        size: of the dimension.
+        seconds: that each device takes for the whole of it, or for any equal part.
+        multiple: shard sizes are multiples of it, such as a head's width.
+
+    Raises:
+        PlanError: the dimension is no multiple, or a number is none.
+
+    >>> uneven_shards(12, [1.0, 2.0])
+    Shards(sizes=(8, 4), padded=8, gain=1.5, bound=1.5)
+    """
+    if size % multiple:
+        raise PlanError(
+            f"a dimension of {size} has no shards in multiples of {multiple}. Use a "
+            "multiple that divides it"
+        )
+    pieces = size // multiple
+    found = balance(pieces, [Device(seconds=t) for t in seconds])
+    sizes = [count * multiple for count in found.pieces]
+    return Shards(
+        sizes=tuple(sizes), padded=max(sizes), gain=found.gain, bound=found.bound
+    )

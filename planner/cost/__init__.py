@@ -1,0 +1,1 @@
+"""The time of a step: operations, collectives and the optimizer's update."""

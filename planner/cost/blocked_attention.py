@@ -1,0 +1,80 @@
+"""Time and traffic of attention that is computed a block of scores at a time.
+
+Forward there are two products for each block, backward five: the scores again, and the
+cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,
+algorithm 4). The compiler makes a kernel of each of them, so a block's scores pass
+through memory between them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.planner.sharding.operation_rows import Product
+from whalejax.planner.sharding.ring_rounds import ring
+
+
+AHEAD, BEHIND = 2, 5
+"""Products of one block, forward and backward."""
+
+_PASSES = 4, 9
+"""How often a block's scores are written or read, in float32."""
+
+_KERNELS = 5, 11
+"""Kernels for one block."""
+
+
+@functools.cache
+def _blocks(rows: int, columns: int, size: int, causal: bool) -> tuple[int, int, float]:
+    """Rows and columns of a block, and the part of them that the busiest device has."""
+
+    def hidden(above: int, across: int) -> np.ndarray:
+        return ~np.tri(above, across, dtype=bool) & causal
+
+    dealt = ring(rows, columns, size, hidden)
+    return dealt.row_size, dealt.column_size, dealt.share
+
+
+def _dealt(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
+    """``_blocks`` on devices with so many rows each, one by one."""
+    sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
+    sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
+    found = [
+        _blocks(product.m, int(number), int(size), product.zigzag)
+        for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
+    ]
+    if not sizes.ndim:
+        return found[0]
+    height, width, share = np.array(found).reshape(*sizes.shape, 3).T
+    return height.T, width.T, share.T
+
+
+def block_seconds(
+    local: tuple[Any, Any, Any, Any], product: Product, kind: DeviceKind
+) -> tuple[Any, Any, Any]:
+    """Attention on one device: seconds forward and backward, and kernels of both.
+
+    Args:
+        local: rows, depth, columns and count of its product on one device; the columns
+            are those of all devices. Arrays give arrays.
+        product: its share and type.
+        kind: the device.
+    """
+    rows, depth, columns, count = local
+    height, width, share = _dealt(product, rows, columns)
+    if not product.zigzag:
+        share = product.share
+    blocks = rows / height * columns / width * share
+    one = kind.matmul_seconds(product.dtype, height, depth, width, count=count) * blocks
+    scores = count * height * width * blocks
+    ahead, behind = (
+        times * one + kind.elementwise_seconds(4 * scores * passes, scores)
+        for times, passes in zip((AHEAD, BEHIND), _PASSES, strict=True)
+    )
+    if not (product.left_gradient or product.right_gradient):
+        return ahead, 0.0, _KERNELS[0] * blocks
+    return ahead, behind, sum(_KERNELS) * blocks

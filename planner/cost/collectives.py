@@ -1,0 +1,293 @@
+"""Time of a collective: latency and bandwidth by level of the topology.
+
+The one home of the alpha-beta formulas. A mesh axis has a stride (the devices inside
+it) and a size; where it crosses a level of the topology it is treated as two axes, and
+collectives over several axes are hierarchical: the inner ones move whole payloads, the
+outer ones what the inner ones have reduced or not yet gathered.
+
+Payloads are bytes on one device: what an all-reduce reduces, what an all-gather
+yields, what a reduce-scatter takes, what an all-to-all exchanges, what a
+collective-permute sends.
+
+What is asked for is not always what runs: see ``runs_as``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster, Level
+from whalejax.planner.entries import CollectiveKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The piece of a mesh axis that lies in one level of the topology."""
+
+    size: int
+    level: Level
+
+
+def axis_parts(
+    axes: tuple[str, ...], mesh: Mapping[str, int], cluster: Cluster
+) -> tuple[Part, ...]:
+    """Cut mesh axes at the levels of the topology, innermost first.
+
+    Args:
+        axes: the axes a collective runs over.
+        mesh: sizes of all mesh axes, outermost first; the devices are numbered in
+            this order, the last axis fastest.
+        cluster: the machine.
+    """
+    parts: list[Part] = []
+    stride = 1
+    for axis in reversed(list(mesh)):
+        size = mesh[axis]
+        if axis in axes and size > 1:
+            for part in _cut(stride, size, cluster):
+                last = parts[-1] if parts else None
+                if last and last.level.whole and last.level == part.level:
+                    parts[-1] = Part(size=last.size * part.size, level=part.level)
+                else:
+                    parts.append(part)
+        stride *= size
+    return tuple(parts)
+
+
+def _cut(stride: int, size: int, cluster: Cluster) -> list[Part]:
+    """An axis by levels; only what lies inside a level in every group counts there."""
+    parts = []
+    reach = 1
+    for level in cluster.levels:
+        reach *= level.size
+        inside = math.gcd(size, reach // stride) if reach % stride == 0 else 1
+        if inside > 1:
+            parts.append(Part(size=inside, level=level))
+            stride *= inside
+            size //= inside
+        if size == 1:
+            return parts
+    parts.append(Part(size=size, level=cluster.levels[-1]))
+    return parts
+
+
+def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> float:
+    """One collective inside one level.
+
+    The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
+    all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4);
+    times the factor by which the level was measured to differ. Threads over one
+    memory form no ring; see ``Level``.
+    """
+    level = part.level
+    if kind == "collective-permute":
+        return _permute_seconds(payload_bytes, part)
+    rounds = 2 if kind == "all-reduce" else 1
+    wire = payload_bytes * level.moved(part.size) / level.bandwidth_bytes_per_second
+    wait = level.latency_seconds * level.waits(part.size)
+    return float(rounds * (wait + wire) * level.slowdown_of(kind))
+
+
+def _permute_seconds(payload_bytes: float, part: Part) -> float:
+    """What one device sends to the next: one of the steps of a ring.
+
+    On a torus it takes one of the two links of an axis, and without a switch one of
+    those to all peers.
+    """
+    level = part.level
+    links = 2 if level.torus else level.detour(2)
+    wire = payload_bytes * links / level.bandwidth_bytes_per_second
+    steps = 1 if level.shared else max(1, level.size - 1)
+    wait = level.latency_seconds * level.waits(part.size) / steps
+    return float((wait + wire) * level.slowdown_of("collective-permute"))
+
+
+def runs_as(
+    kind: CollectiveKind,
+    parts: Sequence[Part],
+    cluster: Cluster,
+    payload_bytes: float = math.inf,
+) -> CollectiveKind:
+    """The collective that the compiler makes of one, by where it runs.
+
+    Args:
+        kind: the collective that is asked for.
+        parts: from ``axis_parts``.
+        cluster: the machine, with what its compiler does.
+        payload_bytes: bytes on one device; as of a large one if left out.
+
+    >>> from whalejax.meshes import cluster
+    >>> for text in ("v5e:4x4", "v5e:4x8"):
+    ...     whole = cluster(text)
+    ...     parts = axis_parts(("fsdp",), {"fsdp": whole.num_devices}, whole)
+    ...     print(runs_as("reduce-scatter", parts, whole))
+    all-reduce
+    reduce-scatter
+    """
+    pieces = [(part.size, part.level) for part in parts]
+    turned = _reduces_whole(kind, pieces, cluster, payload_bytes)
+    return "all-reduce" if turned else kind
+
+
+def _reduces_whole(
+    kind: CollectiveKind,
+    pieces: Sequence[tuple[Any, Level]],
+    cluster: Cluster,
+    payload_bytes: float = math.inf,
+) -> Any:
+    """Whether a collective runs as an all-reduce; arrays of sizes give arrays."""
+    compiler = cluster.compiler
+    lengths = [x.size for x in cluster.levels if x.torus and x.size > 1]
+    chips = math.prod((size for size, level in pieces if level.torus), start=1)
+    whole = (chips == math.prod(lengths)) & (chips > 1)
+    cubic = len(lengths) == 3
+    if kind == "all-gather" and not compiler.gathers_whole_torus:
+        flat = len(lengths) == 2 and min(lengths) >= _LONG_FLAT
+        small = payload_bytes < _SMALL_GATHER_BYTES
+        return whole & (cubic and min(lengths) >= _LONG or flat and small)
+    if kind != "reduce-scatter":
+        return False
+    turned: Any = False
+    if not compiler.scatters_whole_torus:
+        square = len(lengths) == 2 and lengths[0] == lengths[1] >= _LONG
+        turned = whole & (cubic or square)
+    if not compiler.scatters_beyond_torus:
+        beyond = cluster.levels[-1]
+        apart = [size for size, level in pieces if level == beyond and not level.torus]
+        turned = turned | ((math.prod(apart, start=1) > 1) & (chips > 1))
+    return turned
+
+
+_LONG, _LONG_FLAT = 4, 8
+"""Chips along a torus of three lengths, or of two, from which other ways are taken."""
+
+_SMALL_GATHER_BYTES = 2**25
+"""What is smaller is gathered by all-reduces over a large flat torus (16 MiB was seen
+to be, 32 MiB not to be)."""
+
+
+def collective_seconds(
+    kind: CollectiveKind,
+    payload_bytes: float,
+    parts: tuple[Part, ...],
+) -> float:
+    """A collective over several levels, hierarchically.
+
+    Args:
+        kind: the collective.
+        payload_bytes: bytes on one device (see the module).
+        parts: from ``axis_parts``, innermost first.
+    """
+    if kind == "collective-permute":
+        # Every device sends at once, so the slowest link decides.
+        steps = [ring_seconds(kind, payload_bytes, part) for part in parts]
+        return max(steps, default=0.0)
+    if kind == "all-to-all":
+        return sum(ring_seconds(kind, payload_bytes, part) for part in parts)
+    total = 0.0
+    remaining = payload_bytes
+    for index, part in enumerate(parts):
+        outermost = index == len(parts) - 1
+        if kind == "all-reduce" and not outermost:
+            total += ring_seconds("reduce-scatter", remaining, part)
+            total += ring_seconds("all-gather", remaining, part)
+        else:
+            total += ring_seconds(kind, remaining, part)
+        remaining /= part.size
+    return total
+
+
+Spans = list[tuple[np.ndarray, Level]]
+"""Pieces of mesh axes, innermost first, for many meshes at once."""
+
+
+def spans_of(
+    axes: tuple[str, ...],
+    ordered: Sequence[tuple[np.ndarray, np.ndarray]],
+    names: Sequence[str],
+    cluster: Cluster,
+) -> Spans:
+    """``axis_parts`` for arrays of sizes; a piece that a mesh lacks has size 1.
+
+    Args:
+        axes: the axes a collective runs over.
+        ordered: which axis (an index into ``names``) has which place in each mesh's
+            order, and its size there, innermost first.
+        names: of the axes.
+        cluster: the machine.
+    """
+    wanted = np.array([name in axes for name in names])
+    spans: Spans = []
+    stride = np.ones(len(ordered[0][0]), dtype=np.int64)
+    for which, size in ordered:
+        here = wanted[which] & (size > 1)
+        if here.any():
+            for size_of, level in _spans(stride, np.where(here, size, 1), cluster):
+                if spans and level.whole and spans[-1][1] == level:
+                    spans[-1] = spans[-1][0] * size_of, level
+                else:
+                    spans.append((size_of, level))
+        stride = stride * size
+    return spans or [(np.ones(len(stride)), cluster.levels[0])]
+
+
+def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:
+    spans: Spans = []
+    reach = 1
+    for level in cluster.levels:
+        reach *= level.size
+        inside = np.where(reach % stride == 0, np.gcd(size, reach // stride), 1)
+        if (inside > 1).any():
+            spans.append((inside.astype(float), level))
+            stride, size = stride * inside, size // inside
+    if (size > 1).any():
+        spans.append((size.astype(float), cluster.levels[-1]))
+    return spans
+
+
+def span_rates(
+    kind: CollectiveKind, spans: Spans, cluster: Cluster
+) -> tuple[np.ndarray, np.ndarray]:
+    """``collective_seconds`` on many meshes: for each payload byte, and for each time.
+
+    Args:
+        kind: the collective that is asked for; what runs is counted.
+        spans: from ``spans_of``.
+        cluster: the machine.
+    """
+    per_byte, per_time = _span_rates(kind, spans)
+    turned = _reduces_whole(kind, spans, cluster)
+    if not np.any(turned):
+        return per_byte, per_time
+    whole_byte, whole_time = _span_rates("all-reduce", spans)
+    return (
+        np.where(turned, whole_byte, per_byte),
+        np.where(turned, whole_time, per_time),
+    )
+
+
+def _span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    count = len(spans[0][0])
+    per_byte, per_time = np.zeros(count), np.zeros(count)
+    remaining = np.ones(count)
+    inner = np.zeros(count, dtype=bool)
+    outer = []
+    for size, _ in reversed(spans):
+        outer.append(inner)
+        inner = inner | (size > 1)
+    for (size, level), behind in zip(spans, reversed(outer), strict=True):
+        factor: Any = level.slowdown_of(kind)
+        if kind == "all-reduce":
+            halves = [level.slowdown_of(k) for k in ("reduce-scatter", "all-gather")]
+            factor = np.where(behind, sum(halves), 2.0 * factor)
+        share = level.moved(size) / level.bandwidth_bytes_per_second
+        per_byte += remaining * share * factor
+        per_time += level.waits(size) * level.latency_seconds * factor
+        if kind != "all-to-all":
+            remaining = remaining / size
+    return per_byte, per_time

@@ -1,0 +1,546 @@
+"""Step time of a layout: compute, collectives and update, row by row.
+
+One rule covers all operations. Forward: the roles that operands hold and results do
+not are summed, so where a mesh axis shards one of them the result is reduced over that
+axis. Backward: the cotangent of an operand is summed over every role of the operation
+that the operand lacks. Megatron's all-reduces, the data-parallel gradient reduction,
+synchronised batch statistics and the vocabulary-parallel loss are all instances.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
+from whalejax.planner.cost.blocked_attention import AHEAD, BEHIND, block_seconds
+from whalejax.planner.cost.collectives import (
+    axis_parts,
+    collective_seconds,
+    runs_as,
+)
+from whalejax.planner.entries import Collective, CollectiveKind
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
+from whalejax.planner.sharding.fused_parameters import lying
+from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
+from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
+
+
+_READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
+"""Operations that read of their operand only what they give."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCost:
+    """What one row costs in one micro-batch, forward and backward.
+
+    Attributes:
+        compute_seconds: matrix products and memory traffic.
+        collectives: what it communicates.
+        launches: how many separate kernels it is, for the fixed cost of launching.
+        covers_seconds: the part of the computing while which something goes round.
+    """
+
+    compute_seconds: float
+    collectives: tuple[Collective, ...] = ()
+    launches: float = 0.0
+    covers_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a row is evaluated under.
+
+    Attributes:
+        mesh: sizes of the axes; arrays stand for many meshes at once.
+        num_micro_batches: parts of the batch, or an array of them.
+        cluster: the machine.
+        dims: the model's logical dimensions.
+        batch_roles: those of the batch.
+        like: where ``mesh`` holds arrays, one of its meshes: what shards what is the
+            same in all of them.
+    """
+
+    mesh: Mapping[str, Any]
+    num_micro_batches: Any
+    cluster: Cluster
+    dims: Dimensions
+    batch_roles: frozenset[int] = field(default=frozenset())
+    like: Mapping[str, int] | None = None
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The mesh that decides which axis shards what."""
+        return self.mesh if self.like is None else self.like
+
+
+def _parts(roles: frozenset[int], hits: Mapping[str, int], s: Setting) -> Any:
+    """Into how many parts the mesh cuts these roles."""
+    return math.prod(s.mesh[axis] for axis, role in hits.items() if role in roles)
+
+
+def local_bytes(slot: Slot, hits: Mapping[str, int], s: Setting) -> Any:
+    """Bytes of a slot on one device in one micro-batch."""
+    roles = slot.roles
+    nbytes: Any = slot.nbytes / _parts(roles, hits, s)
+    if roles & s.batch_roles:
+        nbytes /= s.num_micro_batches
+    return nbytes
+
+
+def hits_of(present: frozenset[int], table: Table, s: Setting) -> dict[str, int]:
+    """Mesh axis to the role that it shards in an operation where these are present."""
+    hits: dict[str, int] = {}
+    taken: dict[int, int] = {}
+    for axis, role in axis_roles(present, table, s.shape).items():
+        parts = taken.get(role, 1) * s.shape[axis]
+        if s.dims.roles[role].size % parts == 0:
+            hits[axis] = role
+            taken[role] = parts
+    return hits
+
+
+def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
+    """Mesh axis to the role of this operation that it shards."""
+    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
+    return hits_of(present, table, s)
+
+
+def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
+    """Cost of one row under the axes that hit it."""
+    ahead, behind, launches = row_seconds(row, hits, s, _slowest(row, s))
+    if row.remat:
+        behind += ahead
+    seconds = (ahead + behind) * row.count
+    return RowCost(
+        compute_seconds=seconds,
+        collectives=(*gradients_of(row, hits, s), *_round(row, hits, s)),
+        launches=launches * row.count,
+        covers_seconds=seconds if row.kind == ATTENTION else 0.0,
+    )
+
+
+def _slowest(row: Row, s: Setting) -> DeviceKind:
+    """The kind of device that the others wait for in a row."""
+    product, cluster = row.product, s.cluster
+    return cluster.slowest if product is None else cluster.slowest_for(product.dtype)
+
+
+def row_seconds(
+    row: Row, hits: Mapping[str, int], s: Setting, kind: DeviceKind
+) -> tuple[Any, Any, float]:
+    """One operation of a row on one device: forward, backward and its kernels.
+
+    Args:
+        row: its sizes.
+        hits: mesh axis to the role that it shards.
+        s: mesh and micro-batches; arrays give arrays.
+        kind: the device.
+
+    Returns:
+        Seconds forward and backward, without what is computed again, and how many
+        kernels both are.
+    """
+    forward, backward = memory_traffic(row, hits, s)
+    if row.product is not None and row.kind == ATTENTION:
+        return block_seconds(local_product(row.product, hits, s), row.product, kind)
+    if row.product is None:
+        ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
+        launches = float(bool(row.crossing(s.cluster.compiler)[1])) * (
+            2 if _gradient(row) else 1
+        )
+        return ahead, kind.elementwise_seconds(backward), launches
+    one = _product_seconds(row.product, hits, s, kind)
+    if row.kind == CONVOLUTION and kind.convolution_share is not None:
+        one = one / kind.convolution_share
+    twice = row.product.left_gradient + row.product.right_gradient
+    ahead = _larger(one, kind.elementwise_seconds(forward))
+    behind = twice * _larger(one, kind.elementwise_seconds(backward / max(1, twice)))
+    turned, turned_back = _turned_bytes(row, hits, s)
+    return (
+        ahead + kind.turned_seconds(turned),
+        behind + kind.turned_seconds(turned_back),
+        1.0 + twice,
+    )
+
+
+def _turned_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
+    """What a compiler that copies kernels turns round, forward and backward."""
+    if not s.cluster.compiler.copies_kernels:
+        return 0.0, 0.0
+    if row.kind != CONVOLUTION:
+        turned = None if row.product is None else row.product.turned
+        if turned is None or not any(
+            x.weight and x.differentiable for x in row.operands
+        ):
+            return 0.0, 0.0
+        return 0.0, local_bytes(row.slots[turned], hits, s)
+    image, kernel = row.operands
+    ahead, behind = (turns * local_bytes(kernel, hits, s) for turns in KERNEL_TURNS)
+    seen = sum(local_bytes(x, hits, s) for x in (image, *row.results))
+    return (
+        ahead,
+        behind * image.differentiable + IMAGE_TURNS * seen * kernel.differentiable,
+    )
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """The larger of two numbers, or of two arrays place by place."""
+    if isinstance(one, float) and isinstance(other, float):
+        return max(one, other)
+    return np.maximum(one, other)
+
+
+def _gradient(row: Row) -> bool:
+    return any(slot.differentiable for slot in row.results)
+
+
+def memory_traffic(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
+    """Bytes through memory on one device in one micro-batch, forward and backward."""
+    slots = row.slots
+    if row.kind in _READ_IN_PART:
+        # What is read is what is written; backward it is filled or added to.
+        some = local_bytes(row.results[0], hits, s)
+        return 2 * some, 2 * some if row.results[0].differentiable else 0.0
+    reads, writes = row.crossing(s.cluster.compiler)
+    read = sum((local_bytes(slots[i], hits, s) for i in reads), 0.0)
+    written = sum((local_bytes(slots[i], hits, s) for i in writes), 0.0)
+    if not _gradient(row):
+        return read + written, 0.0
+    # The backward pass reads the cotangents of what was written and writes those of
+    # what was read, which it reads again where the operation is not linear in it.
+    back = written + sum(
+        local_bytes(slots[i], hits, s) for i in reads if slots[i].differentiable
+    )
+    return read + written, back if row.kind in LINEAR else back + read
+
+
+def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
+    """Elements on one device whose result costs an exp, tanh or the like."""
+    if not row.transcendental:
+        return 0.0
+    slot = row.results[0]
+    return local_bytes(slot, hits, s) / slot.itemsize_bytes
+
+
+def local_product(
+    p: Product, hits: Mapping[str, int], s: Setting
+) -> tuple[Any, Any, Any, Any]:
+    """Rows, depth, columns and count of a product on one device."""
+
+    def local(size: int, roles: frozenset[int]) -> Any:
+        scale = s.num_micro_batches if roles & s.batch_roles else 1
+        return _larger(1.0, size / _parts(roles, hits, s) / scale)
+
+    return (
+        local(p.m, p.m_roles),
+        local(p.k, p.k_roles),
+        local(p.n, p.n_roles),
+        local(p.batch, p.batch_roles),
+    )
+
+
+def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
+    """FLOPs of a row's products on one device in one micro-batch, both passes."""
+    if row.product is None:
+        return 0
+    times: float = (
+        1 + row.product.left_gradient + row.product.right_gradient + row.remat
+    )
+    if row.kind == ATTENTION:
+        times = (AHEAD * (1 + row.remat) + BEHIND) * row.product.share
+    return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+
+
+def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, Any]:
+    """A row's forward pass alone, on one device in one micro-batch.
+
+    Returns:
+        Seconds, kernels and FLOPs of products.
+    """
+    seconds, _, launches = row_seconds(row, hits, s, _slowest(row, s))
+    if row.product is None:
+        return seconds * row.count, (launches > 0) * row.count, 0
+    times = AHEAD * row.product.share if row.kind == ATTENTION else 1.0
+    flops = 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+    return seconds * row.count, row.count, flops
+
+
+def _product_seconds(
+    p: Product, hits: Mapping[str, int], s: Setting, kind: DeviceKind
+) -> Any:
+    m, k, n, batch = local_product(p, hits, s)
+    return kind.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
+
+
+def _whole(nbytes: Any) -> Any:
+    """Whole bytes of a number; arrays stay as they are."""
+    return int(nbytes) if isinstance(nbytes, float | int) else nbytes
+
+
+def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(axis for axis, role in hits.items() if role in roles)
+
+
+def _sums(
+    roles: frozenset[int], hits: Mapping[str, int], s: Setting
+) -> tuple[tuple[str, ...], ...]:
+    """Axes of the reductions that sum over some roles, one after the other.
+
+    A compiler that does not merge partial sums reduces dimension by dimension.
+    """
+    axes = _axes_on(roles, hits)
+    if s.cluster.compiler.merge_partials or not axes:
+        return (axes,) if axes else ()
+    by_role: dict[int, tuple[str, ...]] = {}
+    for axis in axes:
+        by_role[hits[axis]] = (*by_role.get(hits[axis], ()), axis)
+    return tuple(by_role.values())
+
+
+def gradients_of(
+    row: Row, hits: Mapping[str, int], s: Setting
+) -> tuple[Collective, ...]:
+    """Reductions of the gradients of the weights that a row reads."""
+    if not _gradient(row):
+        return ()
+    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
+    return tuple(
+        Collective(
+            kind="all-reduce",
+            axes=axes,
+            phase="backward",
+            what="gradient",
+            payload_bytes=_whole(local_bytes(operand, hits, s)),
+            count=row.count,
+            scope=row.scope,
+        )
+        for operand in row.operands
+        if operand.weight and operand.differentiable
+        for axes in _sums(present - operand.roles, hits, s)
+    )
+
+
+def _round(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
+    """What goes round a ring for attention whose sequence is sharded.
+
+    Keys and values go forward and again backward, where their cotangents go with them
+    and one step further, home. In zig-zag order all is dealt out first, and results are
+    brought back.
+    """
+    if row.kind != ATTENTION or row.product is None:
+        return []
+    axes = _axes_on(row.product.m_roles, hits)
+    size = math.prod(s.mesh[axis] for axis in axes)
+    if size == 1:
+        return []
+    query, key, value = (local_bytes(slot, hits, s) for slot in row.operands[:3])
+    output = local_bytes(row.results[0], hits, s)
+    sums = (key + value) * max(1, 4 // row.operands[1].itemsize_bytes)
+    again = 1 + row.remat
+    sent = [("ring", "forward", key + value, (size - 1) * again)]
+    if _gradient(row):
+        sent.append(("ring", "backward", key + value, size - 1))
+        sent.append(("ring", "backward", sums, size))
+    if row.product.zigzag:
+        once = query + key + value + output
+        sent.append(("border", "forward", once, again))
+        if _gradient(row):
+            # One number for each row goes along with the output's cotangent.
+            rows = query / row.operands[0].itemsize_bytes / row.product.k
+            wide = max(4, row.operands[0].itemsize_bytes)
+            sent.append(("border", "backward", once + rows * wide, 1))
+    return [
+        Collective(
+            kind="collective-permute",
+            axes=axes,
+            phase=phase,
+            what=what,
+            payload_bytes=_whole(payload),
+            count=count * row.count,
+            scope=row.scope,
+        )
+        for what, phase, payload, count in sent
+    ]
+
+
+def flow_cost(
+    flow: Flow, tables: Mapping[int, Table], s: Setting
+) -> tuple[Collective, ...]:
+    """What a value costs on its way to its readers, and its cotangent on the way back.
+
+    Forward, partial sums are reduced where the value is made, or reduced and scattered
+    where every reader wants it sharded over the same axis; then it is brought into each
+    layout that a reader wants, once. Backward the same in reverse: the cotangents of
+    the readers are reduced, one by one or added up first, and brought back.
+
+    Args:
+        flow: the value.
+        tables: compute table of each TaskGraph.
+        s: mesh, micro-batches and the compiler's profile.
+    """
+    slot, table = flow.source, tables[flow.task_graph]
+    source = lying(slot.layout, slot.sizes, flow.fused, table, s.shape)
+    targets = {use: _spec(use.view, use.task_graph, tables, s) for use in flow.uses}
+    layouts = list(dict.fromkeys(targets.values()))
+    nbytes: Any = float(flow.source.nbytes)
+    if flow.source.roles & s.batch_roles:
+        nbytes /= s.num_micro_batches
+    path = _Path(flow, nbytes, s)
+    hits = hits_of(flow.present, tables[flow.task_graph], s)
+    wanted = _common(layouts)
+    here = source
+    for axes in _sums(flow.reduced, hits, s):
+        here = path.reduce(here, axes, wanted, "forward")
+    for layout in layouts:
+        path.bring(here, layout, "forward")
+    if flow.source.differentiable:
+        path.back(source, targets, tables)
+    return tuple(path.found)
+
+
+def _spec(slot: Slot, task_graph: int, tables: Mapping[int, Table], s: Setting) -> Spec:
+    return spec_of(slot.layout, slot.sizes, tables[task_graph], s.shape)
+
+
+def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
+    """Axes that shard the same dimension in every layout, with that dimension."""
+    found: dict[str, int] | None = None
+    for layout in layouts:
+        here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}
+        found = (
+            here
+            if found is None
+            else {a: d for a, d in found.items() if here.get(a) == d}
+        )
+    return found or {}
+
+
+class _Path:
+    """Collects the collectives of one flow."""
+
+    def __init__(self, flow: Flow, nbytes: Any, s: Setting) -> None:
+        self.flow = flow
+        self.nbytes = nbytes
+        self.s = s
+        self.found: list[Collective] = []
+
+    def reduce(
+        self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
+    ) -> Spec:
+        """Sum over some axes, scattering over those that the next layout wants.
+
+        Returns:
+            The layout that the sum is in.
+        """
+        scattered = (
+            [a for a in axes if a in wanted]
+            if self.s.cluster.compiler.reduce_scatter
+            else []
+        )
+        left = tuple(a for a in axes if a not in scattered)
+        local = self.nbytes / shards(spec, self.s.mesh)
+        again = 2 if self.flow.remat and phase == "forward" else 1
+        what = "parameter" if self.flow.parameter else "activation"
+        self._add("reduce-scatter", tuple(scattered), phase, what, local, again)
+        local = local / math.prod(self.s.mesh[a] for a in scattered)
+        self._add("all-reduce", left, phase, what, local, again)
+        dims = list(spec)
+        for axis in scattered:
+            dims[wanted[axis]] = (*dims[wanted[axis]], axis)
+        return tuple(dims)
+
+    def bring(self, before: Spec, after: Spec, phase: str) -> None:
+        """Change the layout; slicing costs nothing."""
+        if before == after:
+            return
+        old = {axis: d for d, axes in enumerate(before) for axis in axes}
+        new = {axis: d for d, axes in enumerate(after) for axis in axes}
+        mesh = self.s.mesh
+        gathered = tuple(a for a in mesh if a in old and a not in new)
+        exchanged = tuple(a for a in mesh if a in old and new.get(a, old[a]) != old[a])
+        kept = math.prod(mesh[a] for a in old if a not in gathered)
+        again = 2 if self.flow.read_remat and phase == "forward" else 1
+        narrow = self.flow.multiplied and self.s.cluster.compiler.narrow_products
+        local = self.nbytes / kept / (2 if narrow else 1)
+        self._add("all-to-all", exchanged, phase, "border", local, again)
+        self._add("all-gather", gathered, phase, "border", local, again)
+
+    def back(
+        self, source: Spec, targets: Mapping[Use, Spec], tables: Mapping[int, Table]
+    ) -> None:
+        """The cotangents of all readers."""
+        sums: dict[Spec, list[tuple[tuple[str, ...], ...]]] = {}
+        for use, layout in targets.items():
+            axes: tuple[tuple[str, ...], ...] = ()
+            if not self.flow.source.weight:
+                hits = hits_of(use.present, tables[use.task_graph], self.s)
+                axes = _sums(use.present - use.view.roles, hits, self.s)
+            sums.setdefault(layout, []).extend([axes] * use.readers)
+        wanted = _common([source])
+        for layout, partial in sums.items():
+            if self.s.cluster.compiler.merge_partials:
+                partial = list(dict.fromkeys(partial))
+            kept = {a for axes in layout for a in axes}
+            missing = {a: d for a, d in wanted.items() if a not in kept}
+            here = layout
+            for several in partial:
+                here = layout
+                for summed in several:
+                    here = self.reduce(here, summed, missing, "backward")
+            self.bring(here, source, "backward")
+
+    def _add(
+        self,
+        kind: CollectiveKind,
+        axes: tuple[str, ...],
+        phase: str,
+        what: str,
+        payload: Any,
+        again: int,
+    ) -> None:
+        if axes:
+            self.found.append(
+                Collective(
+                    kind=kind,
+                    axes=axes,
+                    phase=phase,
+                    what=what,
+                    payload_bytes=_whole(payload),
+                    count=self.flow.count * again,
+                    scope=self.flow.scope,
+                )
+            )
+
+
+def as_run(collective: Collective, s: Setting) -> tuple[Collective, float]:
+    """What the compiler makes of a folded collective, and its time.
+
+    Args:
+        collective: as asked for.
+        s: mesh and cluster.
+
+    Returns:
+        The collective that runs, and the seconds of all its repetitions in one
+        micro-batch.
+    """
+    parts = axis_parts(collective.axes, s.mesh, s.cluster)
+    kind = runs_as(collective.kind, parts, s.cluster, collective.payload_bytes)
+    if kind != collective.kind:
+        collective = dataclasses.replace(collective, kind=kind)
+    once = collective_seconds(kind, collective.payload_bytes, parts)
+    return collective, once * collective.count
+
+
+def spec_shards(spec: Spec, s: Setting) -> int:
+    """Into how many parts a layout cuts a tensor."""
+    parts: int = shards(spec, s.mesh)
+    return parts

@@ -1,0 +1,438 @@
+"""Builds cost rows from a graph's operations: equal ones are one row with a count.
+
+It is apart from what a row is because a graph is folded several times: once for each
+way to part its TaskGraphs, and what an operation is does not depend on where it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from whalejax.planner.model.dimensions import Dimensions, Layout
+from whalejax.planner.model.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
+from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
+from whalejax.planner.sharding.fused_parameters import Fused, reading
+from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Rows, Slot, Use
+
+
+T = TypeVar("T")
+
+
+def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Rows:
+    """Fold a graph's operations into rows.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        fuses: a compiler fuses elementwise neighbours; otherwise every operation that
+            is in no kernel writes its result.
+    """
+    return Views(graph, dims, fuses=fuses).rows(graph)
+
+
+Readers = tuple[tuple[tuple[int, int], int], ...]
+"""Kind and TaskGraph of the readers of a value, each with how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A tensor on its way, wherever its operations stand; numbers are kinds.
+
+    Attributes:
+        kind: what makes it, and how.
+        home: the operation in whose TaskGraph it is made, or None.
+        uses: kinds of its readers, each with its operation; None is that of ``home``.
+        calm: only a reader in another TaskGraph makes it move.
+        trip: how often it moves.
+        scope: one place where it is read or made.
+    """
+
+    kind: int
+    home: int | None
+    uses: tuple[tuple[int, int | None], ...]
+    calm: bool
+    trip: int
+    scope: str
+
+
+class Views:
+    """Operations and values in roles, whichever TaskGraphs they stand in.
+
+    Remembers who makes and who reads each tensor. Graphs that differ in where their
+    operations stand, and in nothing else, are folded from the same views.
+    """
+
+    def __init__(self, graph: Graph, dims: Dimensions, *, fuses: bool = True) -> None:
+        self.graph = graph
+        self.dims = dims
+        self.fuses = fuses
+        count = len(graph.tensors)
+        self.reading = reading(graph, dims)
+        self.weight = self.reading.weight
+        self.maker: list[int | None] = [None] * count
+        self.readers: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.home: list[int | None] = [None] * count
+        self.whole = frozenset(graph.whole)
+        self.again = graph.runs_again()
+        self.turned = graph.turned()
+        self.multiplied = graph.only_multiplied()
+        self.fusing = [self._fuses(op) for op in graph.ops]
+        self._read()
+        self.own_kernels = [op.kernel for op in graph.ops]
+        self.kernels = self.own_kernels
+        if fuses:
+            flow = Dataflow(
+                graph=graph, maker=self.maker, readers=self.readers, again=self.again
+            )
+            self.kernels = normalization_kernels(flow)
+        self.slots = [self._slot(t, dims.layouts[t]) for t in range(count)]
+        self.present = [self._present(i) for i in range(len(graph.ops))]
+        self._rows: dict[Row, int] = {}
+        self._flow_numbers: dict[Flow, int] = {}
+        self._use_numbers: dict[Use, int] = {}
+        self.ops = [self._numbered(index, op) for index, op in enumerate(graph.ops)]
+        self.values = [self._value(tensor) for tensor in range(count)]
+        self.row_kinds, self.flow_kinds = [*self._rows], [*self._flow_numbers]
+        self.use_kinds = [*self._use_numbers]
+        self.counted: dict[Hashable, int] = {}
+        # Most rows are the same, wherever the others stand.
+        self._row = functools.cache(self._make_row)
+        self._flow = functools.cache(self._make_flow)
+
+    def rows(self, graph: Graph) -> Rows:
+        """Fold the operations of a graph into rows.
+
+        Args:
+            graph: the same, but for the TaskGraphs of its operations.
+        """
+        ops, flows = self._op_rows(graph), self._flows(graph)
+        return Rows(
+            ops=tuple(self._row(*key) for key in ops),
+            flows=tuple(self._flow(*key) for key in flows),
+            reading=self.reading,
+            op_kinds=tuple(
+                _number((kind, count, scope), self.counted)
+                for kind, _, count, scope in ops
+            ),
+            flow_kinds=tuple(
+                _number((kind, _unplaced(uses), count, scope), self.counted)
+                for kind, _, uses, count, scope in flows
+            ),
+        )
+
+    def _op_rows(self, graph: Graph) -> list[tuple[int, int, int, str]]:
+        """Every row: its kind, TaskGraph, count and scope."""
+        counts: Counter[tuple[int, int]] = Counter()
+        scopes: dict[tuple[int, int], str] = {}
+        for op, kind in zip(graph.ops, self.ops, strict=True):
+            if kind is not None:
+                key = kind, op.task_graph
+                counts[key] += op.trip
+                scopes.setdefault(key, op.scope)
+        return [(*key, count, scopes[key]) for key, count in counts.items()]
+
+    def _flows(self, graph: Graph) -> list[tuple[int, int, Readers, int, str]]:
+        """Every flow: its kind, TaskGraph, readers, count and scope."""
+        homes = [op.task_graph for op in graph.ops]
+        counts: Counter[tuple[int, int, Readers]] = Counter()
+        scopes: dict[tuple[int, int, Readers], str] = {}
+        for value in self.values:
+            home = 0 if value.home is None else homes[value.home]
+            uses = [(k, home if i is None else homes[i]) for k, i in value.uses]
+            if value.calm and all(where == home for _, where in uses):
+                continue
+            key = value.kind, home, tuple(Counter(uses).items())
+            counts[key] += value.trip
+            scopes.setdefault(key, value.scope)
+        return [(*key, count, scopes[key]) for key, count in counts.items()]
+
+    def _make_row(self, kind: int, home: int, count: int, scope: str) -> Row:
+        row = self.row_kinds[kind]
+        return replace(row, task_graph=home, count=count, scope=scope)
+
+    def _make_flow(
+        self, kind: int, home: int, uses: Readers, count: int, scope: str
+    ) -> Flow:
+        flow = replace(self.flow_kinds[kind], task_graph=home, count=count, scope=scope)
+        readers = (
+            replace(self.use_kinds[k], task_graph=where, readers=n)
+            for (k, where), n in uses
+        )
+        return replace(flow, uses=tuple(readers))
+
+    def _read(self) -> None:
+        """Who makes and who reads each tensor, and where it is at home."""
+        graph = self.graph
+        read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
+        for index, op in enumerate(graph.ops):
+            # Flax's loops hand their slices back, and nobody reads them.
+            idle = op.kind in LOOPS and len(op.operands) == 1 == len(op.results)
+            if idle and op.results[0] not in read:
+                continue
+            for slot, t in enumerate(op.operands):
+                self.readers[t].append((index, slot))
+                if self.home[t] is None:
+                    self.home[t] = index
+            for t in op.results:
+                self.maker[t] = index
+                self.home[t] = None if self.weight[t] else index
+
+    def slot(self, index: int, slot: int, tensor: int) -> Slot:
+        """A tensor as an operation sees it."""
+        layout = self.dims.seen.get((index, slot))
+        return self.slots[tensor] if layout is None else self._slot(tensor, layout)
+
+    def _slot(self, tensor: int, layout: Layout) -> Slot:
+        t = self.graph.tensors[tensor]
+        return Slot(
+            layout=layout,
+            sizes=self.dims.sizes[tensor],
+            nbytes=t.nbytes,
+            itemsize_bytes=t.itemsize_bytes,
+            differentiable=t.differentiable,
+            weight=self.weight[tensor],
+        )
+
+    def _numbered(self, index: int, op: Op) -> int | None:
+        row = self.row(index, op)
+        return None if row is None else _number(row, self._rows)
+
+    def row(self, index: int, op: Op) -> Row | None:
+        """An operation, to be counted, or None for one that computes nothing."""
+        if op.reshape or op.kind in LOOPS or op.kind == "slice":
+            return None
+        count = len(op.operands)
+        operands = tuple(self.slot(index, s, t) for s, t in enumerate(op.operands))
+        results = tuple(
+            self.slot(index, count + s, t) for s, t in enumerate(op.results)
+        )
+        return Row(
+            kind=op.kind,
+            task_graph=0,
+            count=0,
+            operands=operands,
+            results=results,
+            product=self._product(index, op, operands, results),
+            reads=self._reads(op, self.own_kernels),
+            writes=self._writes(op, self.own_kernels),
+            reads_in_kernel=self._reads(op, self.kernels),
+            writes_in_kernel=self._writes(op, self.kernels),
+            transcendental=op.kind in TRANSCENDENTAL,
+            remat=self.again[index],
+            fused=op.kernel is not None,
+            scope="",
+        )
+
+    def _product(
+        self,
+        index: int,
+        op: Op,
+        operands: tuple[Slot, ...],
+        results: tuple[Slot, ...],
+    ) -> Product | None:
+        if op.matmul is None:
+            return None
+        left, right = operands[0].roles, operands[1].roles
+        out = results[0].roles
+        m, k, n, batch = op.matmul
+        if op.kind == ATTENTION:
+            # Its rows are of the sequence that its columns are of, and stay apart.
+            rows = frozenset(operands[1].layout[op.column])
+            return Product(
+                m=m,
+                k=k,
+                n=n,
+                batch=batch,
+                m_roles=rows,
+                k_roles=frozenset(),
+                n_roles=frozenset(),
+                batch_roles=left - rows,
+                dtype=self.graph.tensors[op.operands[0]].dtype,
+                left_gradient=operands[0].differentiable,
+                right_gradient=operands[1].differentiable,
+                share=op.share,
+                zigzag=op.zigzag,
+            )
+        return Product(
+            m=m,
+            k=k,
+            n=n,
+            batch=batch,
+            m_roles=(left & out) - right,
+            k_roles=(left & right) - out,
+            n_roles=(right & out) - left,
+            batch_roles=left & right & out,
+            dtype=self.graph.tensors[op.operands[0]].dtype,
+            left_gradient=operands[0].differentiable,
+            right_gradient=operands[1].differentiable,
+            share=op.share,
+            turned=self.turned.get(index),
+        )
+
+    def _reads(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
+        """Operands that come from memory: not those fused in from a neighbour."""
+        return tuple(
+            slot
+            for slot, tensor in enumerate(op.operands)
+            if self._in_memory(tensor, kernels)
+            and self._reads_first(op, tensor, kernels)
+        )
+
+    def _reads_first(self, op: Op, tensor: int, kernels: Sequence[int | None]) -> bool:
+        """Whether no earlier operation of its kernel has read the value."""
+        readers = [index for index, _ in self.readers[tensor]]
+        ops = self.graph.ops
+        index = next((i for i in readers if ops[i] is op), None)
+        if index is None or kernels[index] is None:
+            return True
+        return index == next(i for i in readers if kernels[i] == kernels[index])
+
+    def _writes(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
+        """Results that go to memory: not those that only elementwise readers fuse."""
+        count = len(op.operands)
+        return tuple(
+            count + slot
+            for slot, tensor in enumerate(op.results)
+            if self._in_memory(tensor, kernels)
+        )
+
+    def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
+        """Whether a value is ever written: it stays on chip between fused neighbours.
+
+        A fusion has one result, so a value with several readers is written for them.
+        """
+        maker = self.maker[tensor]
+        readers = {index for index, _ in self.readers[tensor]}
+        if maker is None or not readers:
+            return True
+        op, kernel = self.graph.ops[maker], kernels[maker]
+        if kernel is not None and all(kernels[i] == kernel for i in readers):
+            return False
+        if not (self.fuses and op.elementwise) or len(readers) > 1:
+            return True
+        return not all(self.fusing[i] for i in readers)
+
+    @staticmethod
+    def _fuses(op: Op) -> bool:
+        return op.elementwise or op.kind.startswith(("reduce", "arg"))
+
+    def _present(self, index: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Roles of an operation's factors, and those of them that it sums over."""
+        op = self.graph.ops[index]
+        if op.reshape or op.kind in LOOPS:
+            return frozenset(), frozenset()
+        count = len(op.operands)
+        slots = op.operands + op.results
+        present: set[int] = set()
+        kept: set[int] = set()
+        for factor in op.factors:
+            for slot, dim in factor.members:
+                layout = self.dims.seen.get(
+                    (index, slot), self.dims.layouts[slots[slot]]
+                )
+                present.update(layout[dim])
+                if slot >= count:
+                    kept.update(layout[dim])
+        return frozenset(present), frozenset(present - kept)
+
+    def _value(self, tensor: int) -> _Value:
+        """A value with its maker and readers, how often it moves, and where."""
+        ops = self.graph.ops
+        maker, readers = self.maker[tensor], self.readers[tensor]
+        present, reduced = frozenset[int](), frozenset[int]()
+        if maker is not None:
+            present, reduced = self.present[maker]
+        uses: list[tuple[Use, int | None]] = [
+            (self._use(self.slot(index, slot, tensor), self.present[index][0]), index)
+            for index, slot in readers
+        ]
+        home = self.home[tensor]
+        if tensor in self.whole:
+            empty = tuple(() for _ in self.dims.layouts[tensor])
+            uses.append((self._use(self._slot(tensor, empty), frozenset()), home))
+        around = [ops[index] for index, _ in readers]
+        if maker is not None:
+            around.insert(0, ops[maker])
+        flow = Flow(
+            source=self._source(tensor),
+            task_graph=0,
+            present=present,
+            reduced=reduced,
+            parameter=maker is not None and self.weight[tensor],
+            uses=tuple(dict.fromkeys(use for use, _ in uses)),
+            fused=self._lies(tensor),
+            count=0,
+            remat=maker is not None and self.again[maker],
+            read_remat=any(self._again(ops[index], tensor) for index, _ in readers),
+            multiplied=self.multiplied[tensor],
+            scope="",
+        )
+        return _Value(
+            kind=_number(replace(flow, uses=()), self._flow_numbers),
+            home=home,
+            uses=tuple((_number(use, self._use_numbers), index) for use, index in uses),
+            calm=flow.still,
+            trip=self._moves(maker, readers) if around else 0,
+            scope=around[0].scope if around else "",
+        )
+
+    def _source(self, tensor: int) -> Slot:
+        """A value as it is made: whole where its maker runs on all of a sequence."""
+        maker = self.maker[tensor]
+        if maker is not None:
+            op = self.graph.ops[maker]
+            place = (maker, len(op.operands) + op.results.index(tensor))
+            if place in self.dims.whole:
+                return self._slot(tensor, self.dims.seen[place])
+        return self.slots[tensor]
+
+    @staticmethod
+    def _use(view: Slot, present: frozenset[int]) -> Use:
+        return Use(view=view, task_graph=0, present=present)
+
+    def _lies(self, tensor: int) -> Fused | None:
+        """How a fused parameter lies, where it is read in the form of this tensor."""
+        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
+        if all(op.kind in LOOPS or self._of_weights(op) for op in ops):
+            return None
+        return self.reading.fused.get(tensor)
+
+    def _of_weights(self, op: Op) -> bool:
+        return bool(op.results) and all(self.weight[t] for t in op.results)
+
+    def _again(self, op: Op, tensor: int) -> bool:
+        """Whether a reader takes a value anew for its backward pass."""
+        if op.remat is not None:
+            return True
+        others = (t for t in op.operands if t != tensor)
+        return (
+            op.regathers
+            and tensor in self.reading.fused
+            and any(self.graph.tensors[t].differentiable for t in others)
+        )
+
+    def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
+        """How often a value moves: as often as its readers take it.
+
+        What closes a loop stands outside and takes the value in every turn.
+        """
+        ops = self.graph.ops
+        made = ops[maker].trip if maker is not None else 1
+        taken = [
+            max(ops[i].trip, made) if ops[i].kind in LOOPS else ops[i].trip
+            for i, _ in readers
+        ]
+        return max(taken, default=made)
+
+
+def _number(key: T, numbers: dict[T, int]) -> int:
+    """The number of a key among those that were seen, in order of appearance."""
+    return numbers.setdefault(key, len(numbers))
+
+
+def _unplaced(uses: Readers) -> tuple[tuple[int, int], ...]:
+    return tuple((kind, readers) for (kind, _), readers in uses)

@@ -1,0 +1,118 @@
+"""What processes tell each other of their plans, to say in which part they differ.
+
+A hash says that plans differ. Beside it stand a few short texts, one for each part of a
+plan: its value where that is short, and a hash of it where not. They are exchanged
+once, so they are small; ``plan.diff`` says more, where both plans are at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from whalejax.planner.json_codec import encode
+
+
+_NOT_THE_PROGRAM = (
+    "time",
+    "memory",
+    "candidates",
+    "notes",
+    "collectives",
+    "product_flops",
+    "optimizer_bytes",
+    "source",
+    "paces",
+    "handed_seconds",
+)
+"""Fields of a plan that its program does not depend on."""
+
+_NAMES: Final = {
+    "model_hash": "model, batch or marks",
+    "cluster": "cluster",
+    "axes": "mesh axes",
+    "device_order": "device order",
+    "num_micro_batches": "micro-batches",
+    "zero": "ZeRO level",
+    "sequence_parallel": "sequence parallelism",
+    "attention": "attention",
+    "loss_chunks": "parts of the logits",
+    "precision": "precision",
+    "precisions": "precision of TaskGraphs",
+    "default": "default strategy",
+    "stages": "stages",
+    "schedule": "schedule",
+    "pipelines": "pipelines",
+    "compiler_options": "compiler options",
+    "roles": "logical dimensions",
+    "compute": "layouts inside the model",
+    "storage": "layouts of storage",
+    "leaves": "shapes or layouts of parameters",
+    "batch": "shapes or layouts of the batch",
+    "batch_tree": "containers of the batch",
+}
+_FOLLOWING: Final = frozenset(
+    _NAMES[x] for x in ("roles", "compute", "storage", "leaves", "batch")
+)
+"""What differs because something else does is named where nothing else is."""
+
+_LONGEST = 48
+
+
+def program_data(plan: Any) -> dict[str, Any]:
+    """Everything of a plan that changes the program, as plain data."""
+    data = encode(plan)
+    assert isinstance(data, dict)
+    for whole in (data, *data["pipelines"]):
+        stages = whole["stages"] or {}
+        for one in (whole, stages, *stages.get("plans", ())):
+            for prediction in _NOT_THE_PROGRAM:
+                one.pop(prediction, None)
+    data["cluster"] = plan.cluster.hash
+    return data
+
+
+def told(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
+    """A short text for each part of a plan, by its name in words.
+
+    Args:
+        plan: the plan.
+        also: what else processes must have alike, by name.
+    """
+    data = program_data(plan)
+    stages = data["stages"] or {}
+    data["schedule"] = stages.pop("schedule", "none")
+    data["axes"] = plan.axis_sizes
+    found = {_NAMES.get(name, name): _short(value) for name, value in data.items()}
+    return found | {name: _short(value) for name, value in also.items()}
+
+
+def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
+    """In which parts some plans differ from the first, in words; empty if in none.
+
+    Args:
+        told: of each process, as ``told`` gives it.
+        others: numbers of those whose plan is another one.
+
+    Example:
+        >>> told_apart([{"zero": "0"}, {"zero": "1"}], others=[1])
+        'zero (1, not 0)'
+    """
+    parts = {}
+    for name in dict.fromkeys(name for n in (0, *others) for name in told[n]):
+        first = told[0].get(name, "none")
+        theirs = sorted({told[n].get(name, "none") for n in others} - {first})
+        if theirs:
+            short = not any(text.startswith("#") for text in (first, *theirs))
+            parts[name] = f" ({', '.join(theirs)}, not {first})" if short else ""
+    causes = {name: words for name, words in parts.items() if name not in _FOLLOWING}
+    return ", ".join(f"{name}{words}" for name, words in (causes or parts).items())
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(encode(value), default=repr)
+    if len(text) <= _LONGEST and not text.startswith("#"):
+        return text
+    return f"#{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -1,0 +1,1 @@
+"""The peak memory of a step: what is held, and when."""

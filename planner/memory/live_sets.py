@@ -1,0 +1,204 @@
+"""The tensors and parameters that are in memory in each span of a step.
+
+Found once for a program; ``peak`` gives them bytes under a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.memory.liveness import Entry, Span, Timeline, Works
+from whalejax.planner.memory.saved_tensors import Kept
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import CONVOLUTION, Graph
+from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.sharding.parameter_layout import LeafFacts
+
+
+Counts = Mapping[int, float]
+"""How many of each entry or kind, by its number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """What memory holds in each span: of the forward pass, then of the backward pass.
+
+    Attributes:
+        kinds: the different tensors.
+        saved: for each span, how many of each kind are kept.
+        working: for each span, what it may work with, how many of each kind: one of
+            the rows at a time, before the gradients that the span itself makes.
+        making: the same while it makes them.
+        gradients: for each span, how many parameters of each group have their gradient.
+        held: for each span and group, whether it computes with such a parameter, which
+            is there whole at a time if it lies in shards.
+        made: for each span and group, whether it makes such a parameter's gradient.
+        turns: for each group, by how many turns of a loop its parameters are shared
+            out, one part to each.
+        cast: for each group, how many of its parameters are there in the type that
+            they are computed with, all the time: all beside loops over layers, and
+            those that checkpointed regions are given. Others are cast where they are
+            read.
+        waiting: how many of each kind wait in host memory.
+    """
+
+    kinds: tuple[Kept, ...]
+    saved: np.ndarray
+    working: tuple[np.ndarray, ...]
+    making: tuple[np.ndarray, ...]
+    gradients: np.ndarray
+    held: np.ndarray
+    made: np.ndarray
+    turns: np.ndarray
+    cast: np.ndarray
+    waiting: np.ndarray
+
+
+class Course:
+    """The course of a step, wherever its operations stand.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        weight: for every tensor, whether it depends on parameters alone.
+        compiler: what it computes inside products, and in which type.
+        waiting: copies of values that wait in host memory, by tensor.
+
+    Attributes:
+        entries: the different tensors, with the operation whose TaskGraph lays each
+            out, in order of appearance.
+        saved: for each span, forward and then backward, how many of each are kept.
+        works: for each, what it may work with, before and while it makes gradients.
+        waits: how many of each wait in host memory.
+        sliced: parameters that loops slice.
+        used: for each span of the forward pass and each parameter, whether a product
+            computes with it (2) or something else (1).
+        waited: for each such span and parameter, whether its gradient is there while
+            the backward pass is in it.
+        given: for each parameter, whether checkpointed regions compute with it.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        dims: Dimensions,
+        weight: Sequence[bool],
+        *,
+        compiler: CompilerProfile,
+        waiting: Mapping[int, int] | None = None,
+    ) -> None:
+        timeline = Timeline(graph, weight, compiler, waiting)
+        spans = timeline.spans
+        self.dims = dims
+        self.entries: dict[tuple[Any, ...], int] = {}
+        # Convolutions decide the layouts: batch or channels lie in lanes.
+        self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
+        saved = [timeline.made_before(span.end) for span in spans]
+        saved += [timeline.saved_before(span.end) for span in spans]
+        works: list[tuple[Works, Works]]
+        works = [([*timeline.ahead(span)], []) for span in spans]
+        works += [timeline.behind(span) for span in spans]
+        self.saved = [self._numbered(row) for row in saved]
+        self.works = [
+            tuple([self._numbered(row) for row in rows] for rows in pair)
+            for pair in works
+        ]
+        self.waits = self._numbered(timeline.waits())
+        self.sliced = sliced_params(graph)
+        last, users = timeline.parameters()
+        self.used = np.array([_used(graph, span, users) for span in spans])
+        self.waited = np.array([[at >= span.first for at in last] for span in spans])
+        self.given = np.array(
+            [any(graph.ops[at].remat is not None for at in here) for here in users],
+            bool,
+        )
+
+    def _numbered(self, row: Mapping[Entry, float]) -> Counts:
+        """A row by numbers of its entries."""
+        found: dict[int, float] = {}
+        for (tensor, nbytes, at), times in row.items():
+            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, at
+            number = self.entries.setdefault(key, len(self.entries))
+            found[number] = found.get(number, 0.0) + times
+        return found
+
+
+def _used(graph: Graph, span: Span, users: Sequence[Sequence[int]]) -> list[int]:
+    """For each parameter, how a span computes with it; see ``Course.used``."""
+    found = []
+    for places in users:
+        here = [graph.ops[at] for at in places if span.first <= at < span.end]
+        product = any(op.matmul is not None for op in here)
+        found.append(2 if product else int(bool(here)))
+    return found
+
+
+def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
+    """Find what memory holds.
+
+    Args:
+        graph: the captured loss.
+        facts: the parameters.
+        course: of the same loss.
+    """
+    kinds = _Kinds(graph, course)
+    groups = np.zeros((len(facts.group_of), len(facts.groups)))
+    groups[np.arange(len(facts.group_of)), list(facts.group_of)] = 1.0
+    used, none = course.used, np.zeros((len(course.used), len(facts.groups)))
+    turns = np.ones(len(facts.groups))
+    for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
+        if tensor.id in course.sliced:
+            turns[group] = tensor.shape[0]
+    looped = bool((turns > 1).any())
+    return Moments(
+        kinds=tuple(kinds.kinds),
+        saved=np.array([kinds.full(row) for row in course.saved]),
+        working=tuple(kinds.table(before) for before, _ in course.works),
+        making=tuple(kinds.table(making) for _, making in course.works),
+        gradients=np.concatenate([none, course.waited @ groups]),
+        # Behind a product it is read again, and its gradient is made.
+        held=np.concatenate([(used >= 1) @ groups > 0, (used == 2) @ groups > 0]) * 1.0,
+        made=np.concatenate([none, ((used >= 1) @ groups > 0) * 1.0]),
+        turns=turns,
+        cast=(course.given | looped) @ groups,
+        waiting=kinds.full(course.waits),
+    )
+
+
+class _Kinds:
+    """The different kinds of tensors under the TaskGraphs of a graph."""
+
+    def __init__(self, graph: Graph, course: Course) -> None:
+        homes = [*(op.task_graph for op in graph.ops), 0]
+        places: dict[tuple[Any, ...], int] = {}
+        self.kind_of = [
+            places.setdefault((layout, sizes, nbytes, homes[at]), len(places))
+            for layout, sizes, nbytes, at in course.entries
+        ]
+        self.kinds = [
+            Kept(
+                layout=layout,
+                sizes=sizes,
+                nbytes=nbytes,
+                task_graph=home,
+                count=1,
+                ends=course.ends,
+            )
+            for layout, sizes, nbytes, home in places
+        ]
+
+    def full(self, row: Counts) -> np.ndarray:
+        """How many of each kind."""
+        found = [0.0] * len(self.kinds)
+        for entry, times in row.items():
+            found[self.kind_of[entry]] += times
+        return np.array(found)
+
+    def table(self, rows: Sequence[Counts]) -> np.ndarray:
+        """The same of several rows."""
+        return np.array([self.full(row) for row in rows] or [self.full({})])

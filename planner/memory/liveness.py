@@ -1,0 +1,479 @@
+"""Values that the forward pass keeps, and that the backward pass works with, by span.
+
+A step is cut into spans of operations that follow each other: each loop is one. What is
+kept is what fusions cannot rebuild. Loops keep what their differentiation says, as it
+is: compilers do not reach across their turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
+from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
+from whalejax.planner.terms import FETCHED
+
+
+_PIECES = 12
+"""Into how many spans the operations outside loops are cut, at most."""
+
+_LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+"""Elementwise operations that expand into so many that no fusion repeats them."""
+
+_SMALL = 16
+"""Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
+
+_WORKING = 2.0
+"""Largest operand or result of a product, times this, is what its backward pass works
+with: the gradients on both sides of what lies between it and the next product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Operations that follow each other: a half-open range of their numbers."""
+
+    first: int
+    end: int
+    loop: bool
+
+
+Entry = tuple[int, int, int]
+"""A tensor, its bytes (unsharded), and the operation whose TaskGraph lays it out."""
+
+NOWHERE = -1
+"""Stands for that operation where there is none."""
+
+Works = list[dict[Entry, float]]
+
+
+class Timeline:
+    """What the forward pass keeps and when it is let go.
+
+    It does not depend on the TaskGraphs of operations.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+        compiler: what it computes inside products, and in which type.
+        waiting: copies of values that wait in host memory, by tensor.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weight: Sequence[bool],
+        compiler: CompilerProfile,
+        waiting: Mapping[int, int] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.weight = weight
+        self.waiting = waiting or {}
+        self.multiplied = {
+            t
+            for op in (() if compiler.fuses_products else graph.ops)
+            if op.matmul is not None
+            for t in op.operands
+        }
+        self.compiler = compiler
+        self.halves = compiler.narrow_products
+        self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
+        self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
+        self.leaving = graph.leaving()
+        self.data = self._data()
+        self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
+        self.homes = self._homes()
+        self.spans = self._spans()
+        self.hard = self._hard()
+        self.saved = self._saved()
+
+    def _data(self) -> list[bool]:
+        """For every tensor: it depends on the batch."""
+        found = [t.kind == "batch" for t in self.graph.tensors]
+        for op in self.graph.ops:
+            if any(found[t] for t in op.operands):
+                for t in op.results:
+                    found[t] = True
+        return found
+
+    def _spans(self) -> list[Span]:
+        ops = self.graph.ops
+        cuts = [0]
+        for i in range(1, len(ops)):
+            if (ops[i].trip > 1) != (ops[i - 1].trip > 1):
+                cuts.append(i)
+        cuts.append(len(ops))
+        outside = sum(op.trip == 1 for op in ops)
+        step = max(1, math.ceil(outside / _PIECES))
+        found = []
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            if first < end and ops[first].trip > 1:
+                found.append(Span(first, end, True))
+                continue
+            found += [
+                Span(at, min(end, at + step), False) for at in range(first, end, step)
+            ]
+        return found or [Span(0, 0, False)]
+
+    # What is kept.
+
+    def _value(self, tensor: int) -> bool:
+        """It is computed from data, not a leaf of the program or a weight."""
+        kind = self.graph.tensors[tensor].kind
+        return kind == "value" and self.data[tensor] and not self.weight[tensor]
+
+    def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
+        """The tensors from which fusions rebuild a value; itself if none can.
+
+        A sum of several is not taken apart: what adds them up would grow with depth.
+
+        Args:
+            tensor: the value.
+            region: do not go beyond this checkpointed region.
+        """
+        stack = [tensor]
+        while stack:
+            one = stack[-1]
+            made_of = self._made_of(one, region)
+            open_ = [t for t in made_of if (t, region) not in self._sources]
+            if (one, region) in self._sources or not open_:
+                self._sources[one, region] = self._found(one, made_of, region)
+                stack.pop()
+            else:
+                stack.extend(open_)
+        return self._sources[tensor, region]
+
+    def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
+        """Operands from which fusions make a value; nothing where none does."""
+        op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
+        if op is None or op.remat != region or tensor in self.multiplied:
+            return ()
+        return op.operands if self._value(tensor) and self._repeats(op) else ()
+
+    def _repeats(self, op: Op) -> bool:
+        """Fusions compute it again rather than keep its result."""
+        return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
+
+    def _found(
+        self, tensor: int, made_of: tuple[int, ...], region: int | None
+    ) -> frozenset[int]:
+        if not self._value(tensor):
+            return frozenset()
+        if not made_of:
+            return frozenset({tensor})
+        found = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
+        size = self.graph.tensors[tensor].nbytes
+        large = [t for t in found if self.graph.tensors[t].nbytes * _SMALL > size]
+        adds = self.graph.ops[self.maker[tensor]].kind in ("add", "add_any")
+        return frozenset({tensor}) if adds and len(large) > 1 else found
+
+    def _hard(self) -> set[int]:
+        """What stands in memory because something that does not fuse reads it."""
+        found: set[int] = set()
+        for op in self.graph.ops:
+            for t in op.operands if _hard(op) else ():
+                found |= self.sources(t, op.remat)
+        return found
+
+    def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
+        """Without what is computed again from what is kept anyway.
+
+        Args:
+            kept: tensor to the number of the first operation that reads it.
+            region: the checkpointed region they are in, or None.
+        """
+        ops = self.graph.ops
+
+        def again(t: int) -> bool:
+            op = ops[self.maker[t]] if t in self.maker else None
+            if op is None or t in self.multiplied:
+                return False
+            if not self.compiler.repeats:
+                return op.kind in SPREAD
+            return op.elementwise and op.kind not in _LONG
+
+        firm = {t for t in kept if not again(t)} | self.hard
+        found = {t: first for t, first in kept.items() if not again(t)}
+        for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
+            if t in found:
+                continue
+            base: set[int] = set()
+            for operand in ops[self.maker[t]].operands:
+                base |= self.sources(operand, region)
+            size = self.graph.tensors[t].nbytes
+            base = {b for b in base if self.graph.tensors[b].nbytes * _SMALL > size}
+            if base <= firm:
+                for b in base:
+                    found[b] = min(found.get(b, first), first)
+            else:
+                found[t] = first
+            firm.add(t)
+        return found
+
+    def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """(Tensor, copy) to first reader, bytes and home, outside regions."""
+        ops = self.graph.ops
+        kept: dict[int, int] = {}
+        stacked = bool(self.graph.stacked)
+        for i, op in enumerate(ops):
+            if stacked and op.trip > 1:
+                continue
+            slots = op.operands + op.results
+            if op.kept:
+                there = [t for t in op.results if t not in self.waiting]
+                kept.update(dict.fromkeys(there, i))
+            if op.remat is None:
+                for slot in op.saves:
+                    for t in self.sources(slots[slot]):
+                        kept.setdefault(t, i)
+                continue
+            for t in op.operands:
+                made = ops[self.maker[t]].remat if t in self.maker else None
+                if made != op.remat and self._value(t) and t not in self.waiting:
+                    for b in self.sources(t):
+                        kept.setdefault(b, i)
+        kept = self._lean(kept, None)
+        home = self.homes
+        found = {}
+        for t, first in kept.items():
+            times = ops[self.maker[t]].trip if t in self.maker else 1
+            found[t, 0] = first, self._nbytes(t) * times, home.get(t, NOWHERE)
+        for i, op in enumerate(ops if self.compiler.copies_kernels else ()):
+            turned = op.kind == CONVOLUTION and op.remat is None
+            if turned and self.graph.tensors[op.operands[0]].differentiable:
+                kernel = op.operands[1]
+                nbytes = self._nbytes(kernel) * op.trip
+                found[kernel, -1 - i] = i, nbytes, home.get(kernel, NOWHERE)
+        loop = next((s.first for s in self.spans if s.loop), 0)
+        for copy, one in enumerate(self._stacked(), start=1):
+            at = max(self.maker.get(one.tensor, loop), loop)
+            first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
+            found[one.tensor, copy] = (
+                first,
+                self._kept_bytes(one) * one.trip,
+                self._kept_by(one),
+            )
+        return found
+
+    def _kept_by(self, one: Stacked) -> int:
+        """The operation as whose a loop keeps a value: its reader, or its maker."""
+        shape = self.graph.tensors[one.tensor].shape
+        for i, op in enumerate(self.graph.ops if one.gathered else ()):
+            if op.trip > 1 and op.matmul is not None:
+                for t in op.operands[:2]:
+                    if self._value(t) and self.graph.tensors[t].shape == shape:
+                        return i
+        return self.homes.get(one.tensor, NOWHERE)
+
+    def _stacked(self) -> list[Stacked]:
+        """What loops keep on the device."""
+        away = Counter(
+            (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
+            for t in self.waiting
+        )
+        found = []
+        for one in self.graph.stacked:
+            key = self.graph.tensors[one.tensor].shape, one.nbytes
+            if away[key]:
+                away[key] -= 1
+            else:
+                found.append(one)
+        return found
+
+    def waits(self) -> Counter[Entry]:
+        """What waits in host memory when the forward pass is done."""
+        found: Counter[Entry] = Counter()
+        trips = {
+            t: op.trip
+            for op in self.graph.ops
+            for t in op.operands + op.results
+            if op.remat is not None
+        }
+        for t, copies in self.waiting.items():
+            nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, NOWHERE)
+            found[t, nbytes, home] += copies * trips[t]
+        return found
+
+    def _fetched(self) -> dict[int, list[int]]:
+        """For each checkpointed region, what comes back from host memory for it."""
+        found: dict[int, dict[int, None]] = {}
+        for op in self.graph.ops:
+            if op.remat is not None:
+                slots = op.operands + op.results
+                here = (t for t in slots if t in self.waiting)
+                found.setdefault(op.remat, {}).update(dict.fromkeys(here))
+        return {region: [*tensors] for region, tensors in found.items()}
+
+    def _homes(self) -> dict[int, int]:
+        """The operation where each tensor is at home: its maker, or first reader."""
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            for t in (*op.results, *op.operands):
+                found.setdefault(t, i)
+        return found
+
+    def saved_before(self, end: int) -> Counter[Entry]:
+        """What is still kept while the backward pass is before an operation."""
+        found: Counter[Entry] = Counter()
+        for (tensor, _), (first, nbytes, home) in self.saved.items():
+            if first < end:
+                found[tensor, nbytes, home] += 1
+        return found
+
+    def made_before(self, end: int) -> Counter[Entry]:
+        """What is kept already while the forward pass is before an operation."""
+        found: Counter[Entry] = Counter()
+        for (tensor, copy), (first, nbytes, home) in self.saved.items():
+            made = first if copy else self.maker.get(tensor, 0)
+            if made < end:
+                found[tensor, nbytes, home] += 1
+        return found
+
+    # What a span works with.
+
+    def ahead(self, span: Span) -> Iterator[dict[Entry, float]]:
+        """What the forward pass holds beside what is kept: what cannot fuse."""
+        kept = {tensor for tensor, _ in self.saved}
+        rows = []
+        for op in self.graph.ops[span.first : span.end]:
+            if _hard(op):
+                there = [t for t in op.operands if self._value(t) and t not in kept]
+                rows.append({self._entry(t): 1.0 for t in there})
+        yield from _undominated(rows)
+
+    def behind(self, span: Span) -> tuple[Works, Works]:
+        """What the backward pass of each product holds beside what is kept.
+
+        Returns:
+            Before a product's own gradients, where what follows it is undone, and while
+            they are made.
+        """
+        before: dict[Any, dict[Entry, float]] = {}
+        making: dict[Any, dict[Entry, float]] = {}
+        inside: dict[int | None, dict[int, int]] = {}
+        slice_of, fetched = self._slice(span), self._fetched()
+        for i in range(span.first, span.end):
+            op = self.graph.ops[i]
+            if op.remat is not None:
+                if op.remat not in inside:
+                    inside[op.remat] = self._rebuilt(op.remat)
+            if op.matmul is None:
+                continue
+            held = Counter[Entry](slice_of)
+            for t in fetched.get(op.remat, ()) if op.remat is not None else ():
+                held[self._entry(t)] += FETCHED
+            for t, first in inside.get(op.remat, {}).items():
+                if first <= i:
+                    held[self._entry(t)] += 1
+            for t in op.results:
+                if self._value(t):
+                    # Logits of a chunk are there again, beside both gradients.
+                    times = _WORKING + (op.chunks > 1)
+                    _add(before, held, self._entry(t), times * self._share(t))
+                    _add(making, held, self._entry(t), self._share(t))
+            for t in op.operands[:2]:
+                if self._value(t):
+                    _add(making, held, self._entry(t), _WORKING * self._share(t))
+        return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
+
+    def _share(self, tensor: int) -> float:
+        """Of two float32 gradients, products read one."""
+        wide = self.graph.tensors[tensor].dtype == "float32"
+        return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
+
+    def _entry(self, tensor: int) -> Entry:
+        return tensor, self._nbytes(tensor), self.homes.get(tensor, NOWHERE)
+
+    def _nbytes(self, tensor: int) -> int:
+        made = self.maker.get(tensor)
+        chunks = 1 if made is None else self._chunks(made, tensor)
+        nbytes = self.graph.tensors[tensor].nbytes * self._widened(tensor)
+        return nbytes // (1 + self.narrow[tensor]) // chunks
+
+    def _widened(self, tensor: int) -> int:
+        """By how much the compiler makes a value larger."""
+        narrow = self.graph.tensors[tensor].dtype in ("bfloat16", "float16")
+        return 2 if narrow and self.compiler.widens else 1
+
+    def _chunks(self, maker: int, tensor: int) -> int:
+        """Into how many parts a value is cut that is in memory a part at a time."""
+        op = self.graph.ops[maker]
+        return 1 if tensor in self.leaving else op.chunks
+
+    def _kept_bytes(self, one: Stacked) -> int:
+        """What one turn keeps, in the type in which products read it."""
+        nbytes = one.nbytes * self._widened(one.tensor)
+        return nbytes // (1 + (self.halves and one.multiplied))
+
+    def _slice(self, span: Span) -> list[Entry]:
+        """One turn of the largest value that a loop keeps, cut out of its stack."""
+        if not span.loop or not self._stacked():
+            return []
+        largest = max(self._stacked(), key=lambda s: s.nbytes)
+        home = self.homes.get(largest.tensor, NOWHERE)
+        return [(largest.tensor, self._kept_bytes(largest), home)]
+
+    def _rebuilt(self, region: int) -> dict[int, int]:
+        """What a checkpointed region keeps when it runs again, by first reader."""
+        kept: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            if op.remat != region:
+                continue
+            slots = op.operands + op.results
+            for slot in op.saves:
+                for t in self.sources(slots[slot], region):
+                    maker = self.graph.ops[self.maker[t]] if t in self.maker else op
+                    if t in self.maker and maker.remat == region and not maker.kept:
+                        kept.setdefault(t, i)
+        return self._lean(kept, region)
+
+    # Parameters.
+
+    def parameters(self) -> tuple[list[int], list[list[int]]]:
+        """For each parameter: its last reader, and all that are no weights' own."""
+        params = self.graph.params
+        of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
+        users: list[list[int]] = [[] for _ in params]
+        for i, op in enumerate(self.graph.ops):
+            leaves = {leaf for t in op.operands for leaf in of.get(t, ())}
+            if not leaves:
+                continue
+            if all(self.weight[t] for t in op.operands):
+                for t in op.results:
+                    of.setdefault(t, set()).update(leaves)
+            else:
+                for leaf in leaves:
+                    users[leaf].append(i)
+        return [max(places, default=-1) for places in users], users
+
+
+def _hard(op: Op) -> bool:
+    """What it reads has to stand in memory: it fuses with nothing before it."""
+    fuses = op.elementwise or op.reshape or op.kind.startswith("reduce")
+    return not (fuses or op.matmul is not None or op.kind in LOOPS)
+
+
+def _add(
+    rows: dict[Any, dict[Entry, float]],
+    held: Mapping[Entry, float],
+    entry: Entry,
+    times: float,
+) -> None:
+    """One more row: what is held, and an entry so many times more."""
+    row = {**held, entry: held.get(entry, 0.0) + times}
+    rows[tuple(sorted(row.items()))] = row
+
+
+def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:
+    for i, row in enumerate(rows):
+        larger = (
+            other
+            for j, other in enumerate(rows)
+            if j != i and all(other.get(e, 0) >= n for e, n in row.items())
+        )
+        if not any(other != row or rows.index(other) < i for other in larger):
+            yield row

@@ -1,0 +1,312 @@
+"""Memory of a layout, by term, from the same rows and layouts as the cost.
+
+What the backward pass reads again is known per operation (``Op.saves``); inside a
+checkpointed region only its inputs are kept and one instance is rebuilt at a time.
+Broadcasts and casts are not counted: the compiler repeats them where they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
+from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op
+from whalejax.planner.sharding.layout import Spec, Table, shards, spec_of
+
+
+SPREAD = frozenset({"broadcast_in_dim", "iota"})
+"""Operations that make much of little, which every compiler repeats."""
+
+_REPEATED = SPREAD | frozenset({"convert_element_type", "copy"})
+"""Operations the compiler repeats rather than keep their result."""
+
+CHEAP = _REPEATED | frozenset(
+    {
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "neg",
+        "max",
+        "min",
+        "select_n",
+        "square",
+        "integer_pow",
+        "sign",
+        "abs",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    }
+)
+"""Elementwise operations that fusions repeat in the backward pass: what they give is
+kept only where something else makes it exist in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Equal tensors that memory must hold, counted.
+
+    Attributes:
+        layout, sizes: atoms of each dimension.
+        nbytes: of one of them, unsharded.
+        task_graph: whose table lays it out.
+        count: how many.
+        made: what made it: ``"product"`` of a value with a weight, ``"name"`` for one
+            that the model names for checkpointing, or ``""``.
+        ends: of its dimensions only the first or the last can lie in lanes.
+    """
+
+    layout: Layout
+    sizes: Layout
+    nbytes: int
+    task_graph: int
+    count: int
+    made: str = ""
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residents:
+    """What a forward and backward pass holds, folded.
+
+    Attributes:
+        saved: kept from forward to backward.
+        rebuilt: for each different checkpointed region, what it saves inside when it
+            runs again; one at a time is alive.
+        largest: the largest temporaries of single operations.
+    """
+
+    saved: tuple[Kept, ...]
+    rebuilt: tuple[tuple[Kept, ...], ...]
+    largest: tuple[Kept, ...]
+
+
+def residents(
+    graph: Graph,
+    dims: Dimensions,
+    weight: Sequence[bool],
+    *,
+    copies_kernels: bool,
+) -> Residents:
+    """Find what the backward pass needs.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        weight: for every tensor, whether it depends on parameters alone.
+        copies_kernels: see ``meshes.CompilerProfile``.
+    """
+    finder = _Kept(graph, weight)
+    saved: dict[int, tuple[int, int]] = {}
+    inside: dict[int, dict[int, tuple[int, int]]] = {}
+    turned: dict[int | None, list[Op]] = {}
+    for op in graph.ops:
+        slots = op.operands + op.results
+        if copies_kernels and op.kind == CONVOLUTION:
+            if graph.tensors[op.operands[0]].differentiable:
+                turned.setdefault(op.remat, []).append(op)
+        for slot in op.saves:
+            for tensor in finder.behind(slots[slot]):
+                if op.remat is None or finder.outside(tensor, op):
+                    saved[tensor] = (op.trip, op.task_graph)
+                else:
+                    inside.setdefault(op.remat, {})[tensor] = (1, op.task_graph)
+        if op.remat is not None:
+            for tensor in op.operands:
+                if finder.outside(tensor, op) and finder.counts(tensor):
+                    saved[tensor] = (op.trip, op.task_graph)
+    rebuilt = {
+        fold_kept(graph, dims, inside.get(remat, {}))
+        + _kernels(graph, dims, turned.get(remat, []), loops=False)
+        for remat in dict.fromkeys((*inside, *turned))
+        if remat is not None
+    }
+    kept = fold_kept(graph, dims, saved, _made(graph, weight))
+    return Residents(
+        saved=kept + _kernels(graph, dims, turned.get(None, []), loops=True),
+        rebuilt=tuple(rebuilt),
+        largest=_largest(graph, dims, weight),
+    )
+
+
+def _kernels(
+    graph: Graph, dims: Dimensions, convolutions: Sequence[Op], *, loops: bool
+) -> tuple[Kept, ...]:
+    """The turned kernels of some convolutions; of a loop those of all turns, or one."""
+    found: list[Kept] = []
+    for op in convolutions:
+        times = op.trip if loops else 1
+        entry = {op.operands[1]: (times, op.task_graph)}
+        found += fold_kept(graph, dims, entry)
+    return tuple(found)
+
+
+class _Kept:
+    """Which tensors stand in memory behind a value that the backward pass reads."""
+
+    def __init__(self, graph: Graph, weight: Sequence[bool]) -> None:
+        self.graph = graph
+        self.weight = weight
+        self.maker = {t: op for op in graph.ops for t in op.results}
+        self.kernels: dict[int, set[int | None]] = {}
+        for op in graph.ops:
+            for t in op.operands:
+                self.kernels.setdefault(t, set()).add(op.kernel)
+        # What a product or a lookup reads has to exist, whoever made it.
+        self.exists = {
+            t
+            for op in graph.ops
+            if not (op.elementwise or op.reshape or op.kind.startswith("reduce"))
+            for t in op.operands
+        }
+
+    def counts(self, tensor: int) -> bool:
+        """It is computed from data, not a leaf of the program or a weight.
+
+        What stays inside one fused kernel is never in memory.
+        """
+        if self.inner(tensor):
+            return False
+        return self.graph.tensors[tensor].kind == "value" and not self.weight[tensor]
+
+    def inner(self, tensor: int) -> bool:
+        """It stays inside one fused kernel."""
+        made = self.maker.get(tensor)
+        if made is None or made.kernel is None:
+            return False
+        return self.kernels.get(tensor) == {made.kernel}
+
+    def outside(self, tensor: int, op: Op) -> bool:
+        """It comes from outside the operation's checkpointed region."""
+        made = self.maker.get(tensor)
+        return made is None or made.remat != op.remat
+
+    def behind(self, tensor: int) -> set[int]:
+        """The tensors from which fusions rebuild a value; itself if none can."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        stack = [tensor]
+        while stack:
+            t = stack.pop()
+            if t in seen:
+                continue
+            seen.add(t)
+            op = self.maker.get(t)
+            if not self.counts(t):
+                # A fused kernel makes what is inside it from what it reads.
+                stack.extend(op.operands if op is not None and self.inner(t) else ())
+                continue
+            rebuilt = op is not None and (
+                op.reshape
+                or op.kind in _REPEATED
+                or (op.kind in CHEAP and t not in self.exists)
+            )
+            if rebuilt and op is not None:
+                stack.extend(op.operands)
+            else:
+                found.add(t)
+        return found
+
+
+def _made(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
+    """What ``Kept.made`` says of every tensor of which it says something."""
+    found: dict[int, str] = {}
+    for op in graph.ops:
+        weighs = sum(weight[t] for t in op.operands[:2]) == 1 < len(op.operands)
+        if op.kind == "name":
+            found.update(dict.fromkeys(op.results, "name"))
+        elif op.matmul is not None and weighs:
+            found.update(dict.fromkeys(op.results, "product"))
+    return found
+
+
+def fold_kept(
+    graph: Graph,
+    dims: Dimensions,
+    entries: Mapping[int, tuple[int, int]],
+    made: Mapping[int, str] | None = None,
+) -> tuple[Kept, ...]:
+    """Fold tensors that memory must hold.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        entries: tensor id to how many there are and the TaskGraph that lays it out.
+        made: of some tensors, what ``Kept.made`` says.
+    """
+    counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
+    cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
+    whole = graph.leaving() if cut else frozenset()
+    for tensor, (trip, task_graph) in entries.items():
+        nbytes = graph.tensors[tensor].nbytes
+        if tensor not in whole:
+            nbytes //= cut.get(tensor, 1)
+        kind = (made or {}).get(tensor, "")
+        layout, sizes = dims.layouts[tensor], dims.sizes[tensor]
+        counts[layout, sizes, nbytes, task_graph, kind] += trip
+    return tuple(
+        Kept(layout=a, sizes=b, nbytes=n, task_graph=t, count=c, made=k)
+        for (a, b, n, t, k), c in counts.items()
+    )
+
+
+def _largest(
+    graph: Graph, dims: Dimensions, weight: Sequence[bool], keep: int = 8
+) -> tuple[Kept, ...]:
+    entries = {
+        t: (1, op.task_graph)
+        for op in graph.ops
+        for t in op.results
+        if not weight[t] and op.kind not in _REPEATED and op.kind not in LOOPS
+    }
+    cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
+    order = sorted(entries, key=lambda t: -graph.tensors[t].nbytes // cut.get(t, 1))
+    kept = fold_kept(graph, dims, {t: entries[t] for t in order[:keep]})
+    return tuple(dataclasses.replace(entry, count=1) for entry in kept)
+
+
+def kept_bytes(
+    kept: Sequence[Kept], tables: Mapping[int, Table], s: Setting
+) -> list[Any]:
+    """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
+    found = []
+    for entry in kept:
+        spec = spec_of(entry.layout, entry.sizes, tables[entry.task_graph], s.shape)
+        nbytes = entry.nbytes * entry.count / shards(spec, s.mesh)
+        if roles_of(entry.layout) & s.batch_roles:
+            nbytes /= s.num_micro_batches
+        if s.cluster.compiler.lanes > 1:
+            nbytes *= _padding(entry, spec, s)
+        found.append(nbytes)
+    return found
+
+
+def _padding(entry: Kept, spec: Spec, s: Setting) -> Any:
+    """By how much a tensor grows where one dimension fills whole lanes.
+
+    The dimension is the one that wastes least.
+    """
+    lanes = s.cluster.compiler.lanes
+    sizes = []
+    for roles, atoms, axes in zip(entry.layout, entry.sizes, spec, strict=True):
+        size = math.prod(atoms) / math.prod(s.mesh[a] for a in axes)
+        if s.batch_roles.intersection(roles):
+            size /= s.num_micro_batches
+        sizes.append(size)
+    if entry.ends:
+        sizes = [*sizes[:1], *sizes[-1:]]
+    wasted = [np.ceil(n / lanes) * lanes / np.maximum(n, 1.0) for n in sizes]
+    return functools.reduce(np.minimum, wasted) if wasted else 1.0

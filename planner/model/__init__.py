@@ -1,0 +1,1 @@
+"""The model as plain data: its graph, logical dimensions and repeated layers."""

@@ -1,0 +1,27 @@
+"""A captured model with its dimensions, and the parts that no mark names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.expert_regions import with_expert_regions
+from whalejax.planner.model.graph import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysed:
+    """A graph with its dimensions, and experts set apart."""
+
+    graph: Graph
+    dims: Dimensions
+
+
+def analyse_graph(graph: Graph) -> Analysed:
+    """Find dimensions and TaskGraphs that no mark names.
+
+    Lowering repeats this on its own trace, so it must depend on the graph alone.
+    """
+    dims = analyse(graph)
+    return Analysed(graph=with_expert_regions(graph, dims), dims=dims)

@@ -1,0 +1,361 @@
+"""Logical dimensions: which dimensions of all tensors are one and the same.
+
+The index letters of the operations (``planner.model.graph.Factor``) tie dimensions of
+different tensors together. Following the ties through the whole program leaves a
+handful of *classes*: batch, sequence, embed, heads and so on, found and not declared.
+Equal layers give equal classes; those fold into one *role*, and a plan speaks of roles.
+
+Three ideas keep the classes from running together:
+
+* a dimension is a list of *atoms*, major first, fine enough that every reshape is the
+  identity on the list of atoms;
+* atoms of one tensor are pairwise different: a tie that would put one class twice into
+  a tensor is refused and becomes a *cut*, a place where a value changes layout;
+* ties are made in an order: weights first, then elementwise, then products of two
+  activations, each by falling bytes, so that the cheap side of a conflict is cut. Where
+  a product was cut at its dear side all the same, the opposite order is weighed too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whalejax.planner.model.dimensions import (
+    Cut,
+    Dimensions,
+    Layout,
+    roles_of,
+)
+from whalejax.planner.model.graph import Graph, Op, Tensor
+from whalejax.planner.model.logical_dimensions import Role as Role
+from whalejax.planner.model.logical_dimensions import fold
+from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
+from whalejax.planner.model.sequence import with_whole_operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edge:
+    """A tie between two atoms.
+
+    Attributes:
+        order: sort key; ties are made in rising order.
+        op, slot, place: operation, operand or result of it, and (dimension, atom)
+            there: what is cut if the tie is refused.
+        wanted: the atom that the operation needs in that place.
+        atom: the atom that stands there.
+    """
+
+    order: tuple[int, int, int, int]
+    op: int
+    slot: int
+    place: tuple[int, int]
+    wanted: int
+    atom: int
+
+
+class _Classes:
+    """Atoms tied into classes, under disequality.
+
+    Attributes:
+        union: which atoms are one class.
+        holds: for each class, by its representative, the tensors it stands in.
+        refused: the ties that would have put one class twice into a tensor.
+        turned: products of two activations were tied in the opposite order.
+    """
+
+    def __init__(self, atoms: Atoms, *, turned: bool = False) -> None:
+        self.atoms = atoms
+        self.turned = turned
+        self.graph = atoms.graph
+        self.weight = atoms.graph.weight_tensors()
+        self.union = Union(len(atoms.owners))
+        self.holds: list[set[int]] = [{t} for t in atoms.owners]
+        edges = [*self._factor_edges(), *self._regrouping_edges()]
+        edges.sort(key=lambda e: e.order)
+        self.refused = [e for e in edges if not self._join(e.wanted, e.atom)]
+
+    def _join(self, left: int, right: int) -> bool:
+        a, b = self.union.find(left), self.union.find(right)
+        if a == b:
+            return True
+        if len(self.holds[a]) < len(self.holds[b]):
+            a, b = b, a
+        if not self.holds[a].isdisjoint(self.holds[b]):
+            return False
+        self.union.join(a, b)
+        self.holds[a] |= self.holds[b]
+        self.holds[b] = set()
+        return True
+
+    def _factor_edges(self) -> Iterator[_Edge]:
+        tensors, weight = self.graph.tensors, self.weight
+        for index, op in enumerate(self.graph.ops):
+            slots = slots_of(op)
+            product = op.matmul is not None and not any(weight[t] for t in op.operands)
+            for factor in op.factors:
+                anchor = _anchor(op, factor.members, tensors)
+                other = slots[anchor[0]]
+                for slot, dim in factor.members:
+                    if (slot, dim) == anchor:
+                        continue
+                    tensor = slots[slot]
+                    tied = weight[tensor] or weight[other]
+                    rank = 0 if tied else (2 if product else 1)
+                    small = min(tensors[tensor].nbytes, tensors[other].nbytes)
+                    pairs = zip(
+                        self.atoms.of(other, anchor[1]),
+                        self.atoms.of(tensor, dim),
+                        strict=True,
+                    )
+                    for k, (wanted, atom) in enumerate(pairs):
+                        # What a product gives goes before what it sums over.
+                        summed = anchor[0] < len(op.operands)
+                        order = (-small, index, int(summed))
+                        if self.turned and rank == 2:
+                            order = (small, -index, int(summed))
+                        yield _Edge(
+                            order=(rank, *order),
+                            op=index,
+                            slot=slot,
+                            place=(dim, k),
+                            wanted=wanted,
+                            atom=atom,
+                        )
+
+    def _regrouping_edges(self) -> Iterator[_Edge]:
+        for r in self.atoms.regroupings:
+            if r in self.atoms.barriers:
+                continue
+            rank = 0 if self.weight[r.operand] else 1
+            order = (rank, -self.graph.tensors[r.operand].nbytes, r.op, 0)
+            places = [
+                (dim, k, atom)
+                for dim in r.ins
+                for k, atom in enumerate(self.atoms.of(r.operand, dim))
+            ]
+            wanted = [atom for dim in r.outs for atom in self.atoms.of(r.result, dim)]
+            for (dim, k, atom), other in zip(places, wanted, strict=True):
+                yield _Edge(
+                    order=order,
+                    op=r.op,
+                    slot=0,
+                    place=(dim, k),
+                    wanted=other,
+                    atom=atom,
+                )
+
+
+def _anchor(
+    op: Op, members: tuple[tuple[int, int], ...], tensors: tuple[Tensor, ...]
+) -> tuple[int, int]:
+    """The member that the others are tied to: a result, else the largest operand."""
+    slots = slots_of(op)
+    for slot, dim in members:
+        if slot >= len(op.operands):
+            return slot, dim
+    return max(members, key=lambda m: tensors[slots[m[0]]].nbytes)
+
+
+def _seen(
+    classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
+) -> tuple[dict[tuple[int, int], Layout], tuple[Cut, ...]]:
+    """What operations see of tensors that they need in another layout, and the cuts."""
+    graph = classes.graph
+    seen: dict[tuple[int, int], Layout] = {}
+    cuts: dict[tuple[int, int, int], Cut] = {}
+    for edge in classes.refused:
+        tensor = graph.tensors[slots_of(graph.ops[edge.op])[edge.slot]]
+        key, (dim, k) = (edge.op, edge.slot), edge.place
+        cuts[*key, dim] = Cut(
+            op=edge.op,
+            slot=edge.slot,
+            dim=dim,
+            nbytes=tensor.nbytes,
+            other_nbytes=_instead(graph, edge, layouts),
+        )
+        old = seen.get(key, layouts[tensor.id])
+        role = role_of[classes.union.find(edge.wanted)]
+        atoms = (*old[dim][:k], role, *old[dim][k + 1 :])
+        seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
+    for r in classes.atoms.regroupings:
+        if r in classes.atoms.barriers:
+            old = seen.get((r.op, 0), layouts[r.operand])
+            seen[r.op, 0] = tuple(
+                () if dim in r.ins else atoms for dim, atoms in enumerate(old)
+            )
+    for key in [*seen]:
+        _settle(graph, key, layouts, seen, cuts)
+    for key in [*seen]:  # What was cut instead may be in conflict too.
+        _settle(graph, key, layouts, seen, cuts, moves=False)
+    return seen, tuple(cuts.values())
+
+
+def _instead(graph: Graph, edge: _Edge, layouts: list[Layout]) -> int:
+    """Bytes of the smallest value that holds what is cut in another place of it."""
+    slots = slots_of(graph.ops[edge.op])
+    here = slots[edge.slot]
+    role = layouts[here][edge.place[0]][edge.place[1]]
+    return min(
+        (
+            graph.tensors[t].nbytes
+            for slot, t in enumerate(slots)
+            if slot != edge.slot and (role in roles_of(layouts[t]) or t == here)
+        ),
+        default=graph.tensors[here].nbytes,
+    )
+
+
+def _settle(
+    graph: Graph,
+    key: tuple[int, int],
+    layouts: list[Layout],
+    seen: dict[tuple[int, int], Layout],
+    cuts: dict[tuple[int, int, int], Cut],
+    *,
+    moves: bool = True,
+) -> None:
+    """Let no operation see one class in two dimensions of an operand.
+
+    A cut may give a dimension the class of another one, as where a product with a
+    triangle counts rows. Then either the other one's letter is whole there, or what the
+    cut would have followed is cut instead: whatever moves less.
+    """
+    index, slot = key
+    op, slots = graph.ops[index], slots_of(graph.ops[index])
+    before, view = layouts[slots[slot]], seen[key]
+    changed = {d for d, atoms in enumerate(view) if atoms and atoms != before[d]}
+    wanted = {role for d in changed for role in view[d]}
+    twice = {d for d, a in enumerate(view) if d not in changed and wanted & {*a}}
+    if not twice:
+        return
+    kept, cut = ([*_followed(op, slot, dims)] for dims in (twice, changed))
+    kept_bytes, cut_bytes = (
+        sum(graph.tensors[slots[other]].nbytes for _, (other, _) in members)
+        for members in (kept, cut)
+    )
+    own = graph.tensors[slots[slot]]
+    stays = op.reshape or not moves
+    if stays or cut_bytes > kept_bytes + own.nbytes * own.differentiable:
+        for _, (other, dim) in (*kept, *((d, (slot, d)) for d in twice)):
+            _replace(seen, layouts, slots, (index, other), dim, ())
+        return
+    del seen[key]
+    for d in changed:
+        cuts.pop((index, slot, d), None)
+    for d, (other, dim) in cut:
+        _replace(seen, layouts, slots, (index, other), dim, before[d])
+        moved, instead = graph.tensors[slots[other]].nbytes, own.nbytes + kept_bytes
+        cuts[index, other, dim] = Cut(
+            op=index, slot=other, dim=dim, nbytes=moved, other_nbytes=instead
+        )
+
+
+def _followed(
+    op: Op, slot: int, dims: set[int]
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Members of other slots that bear the letters of some of a slot's dimensions."""
+    for factor in op.factors:
+        for d in dims:
+            if (slot, d) in factor.members:
+                yield from ((d, m) for m in factor.members if m[0] != slot)
+
+
+def _replace(
+    seen: dict[tuple[int, int], Layout],
+    layouts: list[Layout],
+    slots: tuple[int, ...],
+    key: tuple[int, int],
+    dim: int,
+    atoms: tuple[int, ...],
+) -> None:
+    """Have an operation see one dimension of a tensor in another class."""
+    old = seen.get(key, layouts[slots[key[1]]])
+    seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
+
+
+def analyse(graph: Graph) -> Dimensions:
+    """Find the logical dimensions of a captured loss.
+
+    Args:
+        graph: the captured forward loss.
+
+    Returns:
+        Roles, the layout of every tensor in roles, and the cuts. The cost is about
+        linear in the number of operations; of the last few graphs it is remembered.
+    """
+    return _analysed(_Same(graph))
+
+
+class _Same:
+    """A graph that equals itself alone, which is quickly told."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.graph is other.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+@functools.lru_cache(maxsize=16)
+def _analysed(same: _Same) -> Dimensions:
+    graph = same.graph
+    atoms = Atoms(graph)
+    found = _dimensions(_Classes(atoms))
+    if _dear(graph, found):
+        other = _dimensions(_Classes(atoms, turned=True))
+        found = min(found, other, key=lambda dims: _moved_bytes(graph, dims))
+    return with_whole_operations(graph, found)
+
+
+def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
+    """Of the values that operations need in another layout than they are made in.
+
+    A result is made in parts, which are summed first.
+    """
+    return sum(
+        graph.ops[op].trip
+        * graph.tensors[slots_of(graph.ops[op])[slot]].nbytes
+        * (1 + (slot >= len(graph.ops[op].operands)))
+        for op, slot in dims.seen
+    )
+
+
+def _dear(graph: Graph, dims: Dimensions) -> bool:
+    """Some product of two values is cut where more may have to move than elsewhere."""
+    return any(
+        graph.ops[cut.op].matmul is not None
+        and (
+            cut.nbytes > cut.other_nbytes or cut.slot >= len(graph.ops[cut.op].operands)
+        )
+        for cut in dims.cuts
+    )
+
+
+def _dimensions(classes: _Classes) -> Dimensions:
+    graph, atoms = classes.graph, classes.atoms
+    role_of, roles = fold(atoms, classes.union, classes.holds)
+    find = classes.union.find
+
+    def layout(tensor: Tensor) -> Layout:
+        return tuple(
+            tuple(role_of[find(atom)] for atom in atoms.of(tensor.id, dim))
+            for dim in range(len(tensor.shape))
+        )
+
+    layouts = [layout(tensor) for tensor in graph.tensors]
+    seen, cuts = _seen(classes, layouts, role_of)
+    return Dimensions(
+        roles=roles,
+        layouts=tuple(layouts),
+        sizes=tuple(
+            tuple(atoms.sizes[atoms.dim(t.id, dim)] for dim in range(len(t.shape)))
+            for t in graph.tensors
+        ),
+        seen=seen,
+        cuts=cuts,
+    )

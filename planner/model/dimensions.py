@@ -1,0 +1,85 @@
+"""Logical dimensions: which dimensions of all tensors are one and the same; as data."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from whalejax.planner.model.graph import Op
+from whalejax.planner.model.logical_dimensions import Role as Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A refused tie: operand ``slot`` of an operation is laid out differently there.
+
+    Attributes:
+        op: index into ``Graph.ops``.
+        slot: operand or result of the operation.
+        dim: dimension of that tensor.
+        nbytes: size of the tensor, unsharded.
+        other_nbytes: the least that would have to change layout there instead.
+    """
+
+    op: int
+    slot: int
+    dim: int
+    nbytes: int
+    other_nbytes: int
+
+
+Layout = tuple[tuple[int, ...], ...]
+"""Roles of each dimension of a tensor, major atom first."""
+
+
+@functools.lru_cache(maxsize=2**16)
+def roles_of(layout: Layout) -> frozenset[int]:
+    """Every role that stands in a tensor."""
+    return frozenset(role for atoms in layout for role in atoms)
+
+
+def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
+    """Every role that stands in an operation.
+
+    Args:
+        index: of the operation in its graph.
+        op: the operation.
+        dims: the graph's dimensions.
+    """
+    slots = op.operands + op.results
+    layouts = (dims.seen.get((index, s), dims.layouts[t]) for s, t in enumerate(slots))
+    return frozenset[int]().union(*map(roles_of, layouts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """What ``analyse`` finds.
+
+    Attributes:
+        roles: the logical dimensions.
+        layouts: for every tensor, the roles of its dimensions.
+        sizes: for every tensor, the sizes of the atoms, in the same places.
+        seen: for (op, slot) where a cut changed it, the layout as that operation
+            needs it; elsewhere the operation sees ``layouts``.
+        cuts: the refused ties.
+        whole: of ``seen``, where an operation has all of a sequence that others shard.
+    """
+
+    roles: tuple[Role, ...]
+    layouts: tuple[Layout, ...]
+    sizes: tuple[Layout, ...]
+    seen: dict[tuple[int, int], Layout]
+    cuts: tuple[Cut, ...]
+    whole: frozenset[tuple[int, int]] = frozenset()
+
+    def find(self, name: str) -> Role | None:
+        """The role that bears a name or alias, or None."""
+        for role in self.roles:
+            if name == role.name:
+                return role
+        return next((role for role in self.roles if name in role.aliases), None)
+
+    @property
+    def batch(self) -> tuple[Role, ...]:
+        """The batch roles (one, unless the batch leaves never meet)."""
+        return tuple(r for r in self.roles if r.is_batch)

@@ -1,0 +1,137 @@
+"""TaskGraphs found, not marked: the part of a model where experts stand apart.
+
+A mixture of experts multiplies a batch of tokens by a batch of weights. Between its
+first such product and the last, work divides over experts; before and after, over
+tokens. One table for the whole model cannot say both, so unmarked operations between
+the two become a TaskGraph of their own, with an all-to-all on either side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions, roles_of
+from whalejax.planner.model.graph import Graph, Op, TaskGraph
+from whalejax.planner.terms import ALL
+
+
+EXPERTS = "experts"
+"""Name of the TaskGraph of experts that no mark covers."""
+
+
+def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
+    """Roles that are a batch dimension of a product of values with weights.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+    """
+    weight = graph.weight_tensors()
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.matmul is None or len(op.operands) < 2:
+            continue
+        left, right = op.operands[0], op.operands[1]
+        if weight[left] == weight[right]:
+            continue
+        shared = _roles(dims, left) & _roles(dims, right) & _roles(dims, op.results[0])
+        found |= {r for r in shared if not dims.roles[r].unshardable}
+    return frozenset(found)
+
+
+def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
+    """Give unmarked expert products a TaskGraph of their own.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+
+    Returns:
+        The same graph where there are no experts outside marks.
+    """
+    experts = expert_roles(graph, dims)
+    if not experts:
+        return graph
+    weight = graph.weight_tensors()
+    index = len(graph.task_graphs)
+    inside: set[int] = set()
+    ops: list[Op] = []
+    for op in graph.ops:
+        free = graph.task_graphs[op.task_graph].strategy is None
+        if free and _inside(op, dims, experts, weight, inside):
+            inside.update(op.results)
+            op = dataclasses.replace(op, task_graph=index)
+        ops.append(op)
+    if not inside:
+        return graph
+    region = TaskGraph(index=index, name=EXPERTS)
+    return dataclasses.replace(
+        graph, ops=tuple(ops), task_graphs=(*graph.task_graphs, region)
+    )
+
+
+def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) -> None:
+    """Note every name that is none of a TaskGraph.
+
+    Args:
+        given: names, ``"*"`` for all others among them.
+        graph: the captured loss.
+        problems: where to note it.
+    """
+    names = [*given]
+    if EXPERTS in names:
+        graph = with_expert_regions(graph, analyse(graph))
+    known = [g.name for g in graph.task_graphs]
+    for name in names:
+        if name not in (*known, ALL):
+            problems.add(
+                f"there is no TaskGraph {name!r}; expected some of {', '.join(known)}"
+            )
+
+
+def _inside(
+    op: Op,
+    dims: Dimensions,
+    experts: frozenset[int],
+    weight: tuple[bool, ...],
+    inside: set[int],
+) -> bool:
+    if not op.operands or all(weight[t] for t in op.operands):
+        return False
+    if not all(_roles(dims, t) & experts for t in op.results):
+        return False
+    if op.matmul is not None and weight[op.operands[0]] != weight[op.operands[1]]:
+        return bool(
+            _roles(dims, op.operands[0]) & _roles(dims, op.operands[1]) & experts
+        )
+    values = [t for t in op.operands if not weight[t]]
+    return any(t in inside for t in values) and all(
+        t in inside or not dims.layouts[t] for t in values
+    )
+
+
+def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
+    """The TaskGraph that first computes with each parameter, through casts.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+
+    Returns:
+        Tensor id to TaskGraph index, for parameters and what is made of them alone.
+    """
+    homes: dict[int, int] = {}
+    for op in reversed(graph.ops):
+        passed = bool(op.results) and all(weight[t] for t in op.results)
+        for t in op.operands:
+            if weight[t]:
+                home = homes.get(op.results[0]) if passed else None
+                homes[t] = op.task_graph if home is None else home
+    return homes
+
+
+def _roles(dims: Dimensions, tensor: int) -> frozenset[int]:
+    return roles_of(dims.layouts[tensor])

@@ -1,0 +1,50 @@
+"""Where a loss cuts its last tokens off, and what the sequence's whole values weigh.
+
+Apart from ``sequence`` because it asks for the analysis of a graph, of which that is a
+part. Capture reads it to put such cuts off.
+"""
+
+from __future__ import annotations
+
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.reshape_factors import slots_of
+
+
+MOST_CUT = 1 / 4
+"""Part of a sequence that may be cut off for the rest to be carried on with it."""
+
+
+def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
+    """Positions of slices that cut some of a sequence's tokens off values.
+
+    Args:
+        graph: the captured loss.
+    """
+    slices = [op.kind == "slice" and op.trip == 1 for op in graph.ops]
+    if not any(slices):
+        return frozenset()
+    dims, found = analyse(graph), set[tuple[int, ...]]()
+    for index, slot in dims.whole:
+        op = graph.ops[index]
+        if not slices[index] or slot:
+            continue
+        before, after = (graph.tensors[t] for t in slots_of(op))
+        few = after.size >= (1 - MOST_CUT) * before.size
+        if few and before.differentiable and before.kind == "value":
+            found.add(op.position)
+    return frozenset(found)
+
+
+def gathered_bytes(graph: Graph) -> int:
+    """Of values with gradients that operations need whole of a sharded sequence.
+
+    Args:
+        graph: the captured loss.
+    """
+    dims, count = analyse(graph), 0
+    for index, slot in dims.whole:
+        op = graph.ops[index]
+        tensor = graph.tensors[slots_of(op)[slot]]
+        count += tensor.nbytes * op.trip * tensor.differentiable
+    return count

@@ -1,0 +1,222 @@
+"""A graph for another number of samples, without tracing the model again.
+
+Dimensions that were traced with one batch are known by the analysis of dimensions; what
+holds one of them grows with it. Where that cannot be told for certain, nothing is said:
+the model is then traced.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions, roles_of
+from whalejax.planner.model.graph import Graph, Op, Stacked, Tensor
+
+
+_MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")
+"""Operations whose result may hold samples that no operand of them is tied to."""
+
+_FOLDS = ("argmax", "argmin")
+"""Operations that leave no sample out, beside products and what starts so."""
+
+
+class _Unclear(Exception):
+    """It cannot be told what grows with the batch."""
+
+
+def resized(graph: Graph, batch_size: int) -> Graph | None:
+    """The graph that a trace with another batch would give, but for its hash.
+
+    Args:
+        graph: of a trace.
+        batch_size: samples of a micro-batch of the other one.
+
+    Returns:
+        None where it cannot be told without a trace: samples are looped over, picked
+        out, meet one another, or a dimension that is no batch is as long as it. What
+        Python decides by the number of samples while tracing, such as a branch, leaves
+        nothing in a graph and cannot be told.
+    """
+    if 1 in (batch_size, graph.batch_size):
+        return None  # dimensions of size 1 are no dimensions of operations
+    try:
+        return _Resized(graph, batch_size).graph()
+    except _Unclear:
+        return None
+
+
+class _Resized:
+    """One graph on its way to another batch."""
+
+    def __init__(self, graph: Graph, batch_size: int) -> None:
+        self.given = graph
+        self.before, self.after = graph.batch_size, batch_size
+        dims = analyse(graph)
+        batch = {role.index for role in dims.batch}
+        self.given_sizes = {
+            size
+            for tensor in graph.tensors
+            if tensor.kind in ("param", "state", "batch")
+            for size in tensor.shape
+            if size > 1
+        } - {self.before}
+        self.own = {i for i, role in enumerate(dims.roles) if role.of_weights}
+        if batch & self.own or any(op.unknown for op in graph.ops):
+            raise _Unclear
+        self._check_told(dims)
+        self.grows = [
+            tuple(
+                self._grows(dims, tensor, dim, batch)
+                for dim in range(len(tensor.shape))
+            )
+            for tensor in graph.tensors
+        ]
+
+    def _check_told(self, dims: Dimensions) -> None:
+        """Every dimension comes from a leaf, so that no rule of the model made it.
+
+        A capacity, say, is a number that the model computes, perhaps from the batch.
+        """
+        told: set[int] = set()
+        for tensor in self.given.tensors:
+            if tensor.kind in ("param", "state", "batch"):
+                told |= roles_of(dims.layouts[tensor.id])
+        # The same values where they are laid out anew, as keys are beside queries.
+        for (index, slot), layout in dims.seen.items():
+            op = self.given.ops[index]
+            tensor_id = (*op.operands, *op.results)[slot]
+            for before, after in zip(dims.layouts[tensor_id], layout, strict=True):
+                if len(before) == len(after) and told.issuperset(before):
+                    told.update(after)
+        if any(roles_of(layout) - told for layout in dims.layouts):
+            raise _Unclear
+
+    def _grows(
+        self, dims: Dimensions, tensor: Tensor, dim: int, batch: set[int]
+    ) -> bool:
+        """Whether a dimension holds the batch."""
+        roles, sizes = dims.layouts[tensor.id][dim], dims.sizes[tensor.id][dim]
+        samples = [
+            n for role, n in zip(roles, sizes, strict=True) if role in batch and n > 1
+        ]
+        if samples and samples != [self.before]:
+            raise _Unclear
+        leaf = tensor.kind in ("param", "state")
+        alike = not samples and not leaf and tensor.shape[dim] == self.before
+        if alike and not {*roles} & self.own:
+            raise _Unclear
+        if samples and math.prod(sizes) != tensor.shape[dim]:
+            raise _Unclear
+        return bool(samples)
+
+    def grown(self, number: int) -> int:
+        """A number that is in proportion to the batch."""
+        found, rest = divmod(number * self.after, self.before)
+        if rest:
+            raise _Unclear
+        return found
+
+    def graph(self) -> Graph:
+        """The whole graph."""
+        given = self.given
+        return replace(
+            given,
+            tensors=tuple(self._tensor(t) for t in given.tensors),
+            ops=tuple(self._op(op) for op in given.ops),
+            stacked=tuple(self._stacked(s) for s in given.stacked),
+            batch_size=self.after,
+        )
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        grows = self.grows[tensor.id]
+        if not any(grows):
+            return tensor
+        shape = tuple(
+            self.grown(n) if more else n
+            for n, more in zip(tensor.shape, grows, strict=True)
+        )
+        return replace(tensor, shape=shape)
+
+    def _stacked(self, kept: Stacked) -> Stacked:
+        if not any(self.grows[kept.tensor]):
+            return kept
+        return replace(kept, nbytes=self.grown(kept.nbytes))
+
+    @staticmethod
+    def _check_whole(
+        op: Op, slots: list[tuple[bool, ...]], together: list[frozenset[int]]
+    ) -> None:
+        """No operation picks some of the samples, or makes them of something else."""
+        number = len(op.operands)
+        if not _folds(op) and any(max(held) < number for held in together):
+            raise _Unclear
+        tied = {member for factor in op.factors for member in factor.members}
+        if op.reshape or op.kind in _MAKES:
+            return
+        for slot, dims in enumerate(slots):
+            for dim, grows in enumerate(dims):
+                if grows and (slot, dim) not in tied:
+                    raise _Unclear
+
+    def _op(self, op: Op) -> Op:
+        slots = [self.grows[t] for t in (*op.operands, *op.results)]
+        if op.trip > 1 and op.trip % self.before == 0:
+            raise _Unclear  # perhaps a loop over samples
+        if not _made_of(op.trip, self.given_sizes | {op.chunks}):
+            raise _Unclear  # nothing but the loss says how often
+        together: list[frozenset[int]] = []
+        for factor in op.factors:
+            more = {slots[slot][dim] for slot, dim in factor.members}
+            if len(more) > 1:
+                raise _Unclear
+            if more == {True}:
+                if factor.whole:
+                    raise _Unclear
+                together.append(frozenset(slot for slot, _ in factor.members))
+        self._check_whole(op, slots, together)
+        if not op.flops and op.matmul is None:
+            return op
+        held = sum(map(sum, slots))
+        if len(together) > 1 or (held and not together):
+            raise _Unclear
+        if not together:
+            return op
+        matmul = op.matmul
+        if matmul is not None:
+            sizes = list(matmul)
+            place = _place(op, together[0])
+            sizes[place] = self.grown(sizes[place])
+            matmul = sizes[0], sizes[1], sizes[2], sizes[3]
+        return replace(op, flops=self.grown(op.flops), matmul=matmul)
+
+
+def _folds(op: Op) -> bool:
+    """Whether every sample counts in the result of what keeps none apart."""
+    return op.matmul is not None or op.kind in _FOLDS or op.kind.startswith("reduce")
+
+
+def _made_of(number: int, sizes: set[int]) -> bool:
+    """Whether a number is a product of some sizes."""
+    return number == 1 or any(
+        number % size == 0 and _made_of(number // size, sizes)
+        for size in sizes
+        if 1 < size <= number
+    )
+
+
+def _place(op: Op, slots: frozenset[int]) -> int:
+    """Where an index of a product stands in its (m, k, n, batch).
+
+    Args:
+        op: the product.
+        slots: those that have the index.
+    """
+    left, right = 0 in slots, 1 in slots
+    out = any(slot >= len(op.operands) for slot in slots)
+    if left and right and out:
+        return 3
+    if not out:
+        return 1
+    return 0 if left else 2

@@ -1,0 +1,227 @@
+"""How finely dimensions must be cut so that every reshape is the identity.
+
+A reshape only regroups: written as lists of *atoms*, major first, its operand and its
+result are the same list. The first pass of the dimension analysis finds the coarsest
+atoms for which that holds everywhere at once, by pushing cut points through reshapes
+and ties until nothing changes. A reshape that no common refinement explains is a
+*barrier*: what it regroups has to be whole there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whalejax.planner.model.graph import Graph, Op
+
+
+def slots_of(op: Op) -> tuple[int, ...]:
+    """Tensor ids of an operation: operands, then results."""
+    return op.operands + op.results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouping:
+    """One run of dimensions of a reshape.
+
+    Attributes:
+        op: index of the reshape.
+        operand, result: tensor ids.
+        ins, outs: dimensions of the operand and of the result that hold the same
+            elements; size-1 dimensions are left out.
+    """
+
+    op: int
+    operand: int
+    result: int
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+class Union:
+    """Union-find over integers with path halving."""
+
+    def __init__(self, count: int) -> None:
+        self.parent = list(range(count))
+
+    def find(self, node: int) -> int:
+        """The representative of a set."""
+        parent = self.parent
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    def join(self, a: int, b: int) -> int:
+        """Make two sets one; its representative."""
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self.parent[b] = a
+        return a
+
+
+def groups(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Pairs of runs of dimensions with equal products, size-1 dimensions left out."""
+    left = [d for d, size in enumerate(before) if size != 1]
+    right = [d for d, size in enumerate(after) if size != 1]
+    i = j = 0
+    while i < len(left) and j < len(right):
+        ins, outs = [left[i]], [right[j]]
+        a, b = before[left[i]], after[right[j]]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b and i < len(left):
+                a *= before[left[i]]
+                ins.append(left[i])
+                i += 1
+            elif b < a and j < len(right):
+                b *= after[right[j]]
+                outs.append(right[j])
+                j += 1
+            else:
+                return
+        yield ins, outs
+
+
+class Atoms:
+    """The atoms of every dimension of a graph.
+
+    Dimensions are numbered through all tensors; atoms likewise, so that an atom is one
+    integer.
+
+    Attributes:
+        graph: what was refined.
+        regroupings: of all reshapes.
+        barriers: those of them that no refinement explains.
+        sizes: for each dimension, the sizes of its atoms, major first.
+        first: for each dimension, the number of its first atom.
+        owners: for each atom, the tensor it stands in.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._base: list[int] = []
+        count = 0
+        for tensor in graph.tensors:
+            self._base.append(count)
+            count += len(tensor.shape)
+        self._dims = Union(count)
+        self._lengths = [size for t in graph.tensors for size in t.shape]
+        self._points: dict[int, set[int]] = defaultdict(set)
+        self.regroupings = tuple(self._find_regroupings())
+        self.barriers: set[Regrouping] = set()
+        self._tie_lengths()
+        self._refine()
+        self.sizes = [self._sizes(node) for node in range(count)]
+        self.first = [0, *itertools.accumulate(len(s) for s in self.sizes)]
+        self.owners = [
+            tensor.id
+            for tensor in graph.tensors
+            for dim in range(len(tensor.shape))
+            for _ in self.sizes[self.dim(tensor.id, dim)]
+        ]
+        self.barriers |= {r for r in self.regroupings if not self._explained(r)}
+
+    def dim(self, tensor: int, dim: int) -> int:
+        """Number of a dimension."""
+        return self._base[tensor] + dim
+
+    def of(self, tensor: int, dim: int) -> range:
+        """Numbers of the atoms of a dimension, major first."""
+        node = self.dim(tensor, dim)
+        return range(self.first[node], self.first[node + 1])
+
+    def _find_regroupings(self) -> Iterator[Regrouping]:
+        for index, op in enumerate(self.graph.ops):
+            if op.reshape and op.operands:
+                a, b = op.operands[0], op.results[0]
+                shapes = (self.graph.tensors[t].shape for t in (a, b))
+                for ins, outs in groups(*shapes):
+                    yield Regrouping(
+                        op=index, operand=a, result=b, ins=tuple(ins), outs=tuple(outs)
+                    )
+
+    def _tie_lengths(self) -> None:
+        """Join what a factor or a reshape says is one dimension, conflicts or not."""
+        for op in self.graph.ops:
+            slots = slots_of(op)
+            for factor in op.factors:
+                nodes = [self.dim(slots[s], d) for s, d in factor.members]
+                for node in nodes[1:]:
+                    self._dims.join(nodes[0], node)
+        for r in self.regroupings:
+            if len(r.ins) == len(r.outs) == 1:
+                self._dims.join(
+                    self.dim(r.operand, r.ins[0]), self.dim(r.result, r.outs[0])
+                )
+
+    def _refine(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for regrouping in self.regroupings:
+                if regrouping not in self.barriers:
+                    changed |= self._push(regrouping)
+        for root, points in self._points.items():
+            self._points[root] = _chain(points)
+
+    def _push(self, regrouping: Regrouping) -> bool:
+        """Carry cut points from each side to the other; whether any was new."""
+        sides = [
+            [self.dim(tensor, d) for d in reversed(dims)]
+            for tensor, dims in (
+                (regrouping.operand, regrouping.ins),
+                (regrouping.result, regrouping.outs),
+            )
+        ]
+        bounds: set[int] = set()
+        for side in sides:
+            low = 1
+            for node in side:
+                bounds.add(low)
+                bounds.update(low * p for p in self._points[self._dims.find(node)])
+                low *= self._lengths[node]
+        fresh: list[tuple[int, set[int]]] = []
+        for side in sides:
+            low = 1
+            for node in side:
+                high = low * self._lengths[node]
+                inside = [b for b in bounds if low < b < high]
+                if any(b % low or high % b for b in inside):
+                    self.barriers.add(regrouping)
+                    return False
+                fresh.append((self._dims.find(node), {b // low for b in inside}))
+                low = high
+        changed = False
+        for root, points in fresh:
+            changed |= not points <= self._points[root]
+            self._points[root] |= points
+        return changed
+
+    def _sizes(self, node: int) -> tuple[int, ...]:
+        size = self._lengths[node]
+        if size == 1:
+            return ()
+        points = self._points.get(self._dims.find(node), ())
+        chain = [1, *sorted(points), size]
+        return tuple(b // a for a, b in itertools.pairwise(chain))[::-1]
+
+    def _explained(self, r: Regrouping) -> bool:
+        ins, outs = (
+            [n for d in dims for n in self.sizes[self.dim(tensor, d)]]
+            for tensor, dims in ((r.operand, r.ins), (r.result, r.outs))
+        )
+        return ins == outs
+
+
+def _chain(points: set[int]) -> set[int]:
+    """The points of which each divides the next; others were left by a barrier."""
+    chain: list[int] = []
+    for point in sorted(points):
+        if not chain or point % chain[-1] == 0:
+            chain.append(point)
+    return set(chain)

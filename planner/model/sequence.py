@@ -1,0 +1,170 @@
+"""The sequence of a model, and the operations that need all of it on every device.
+
+A dimension that meets itself in a product of two values, as attention's sequence does,
+is what a ``context`` axis shards, and what sequence parallelism shards where no product
+stands. One operation that cannot work on a part of it (a shift, a running sum, a
+convolution) must not forbid that for all others: such an operation runs whole. What it
+reads is gathered before, what it gives is sharded after; cotangents the other way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from whalejax.planner.model.dimensions import Dimensions, Layout
+from whalejax.planner.model.graph import ATTENTION, LOOPS, Graph, Op
+from whalejax.planner.model.reshape_factors import slots_of
+
+
+MOST_PLACES = 4
+"""Operations that a note names."""
+
+
+Place = tuple[int, int, int]
+"""An operation, an operand or result of it, and a dimension of that."""
+
+
+def attended(graph: Graph, dims: Dimensions) -> set[int]:
+    """The sequences of attention in blocks, where no scores meet themselves."""
+    return {
+        role
+        for op in graph.ops
+        if op.kind == ATTENTION
+        for role in dims.layouts[op.operands[1]][op.column]
+    }
+
+
+def meeting_in_values(
+    graph: Graph, dims: Dimensions, weight: Sequence[bool]
+) -> set[int]:
+    """Roles that meet themselves in products of values with values.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        weight: of every tensor, whether it depends on parameters alone.
+    """
+    found = attended(graph, dims)
+    for cut in dims.cuts:
+        op = graph.ops[cut.op]
+        if op.matmul is not None and not any(weight[t] for t in op.operands):
+            found.update(dims.layouts[slots_of(op)[cut.slot]][cut.dim])
+    return found
+
+
+def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
+    """Let operations that need the sequence whole have it so, and no others.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions, where one such operation forbids the role to all.
+
+    Returns:
+        Dimensions in which these operations see the sequence unsharded, and its role
+        can be sharded. A role that a loop runs over stays forbidden.
+    """
+    if not any(role.unshardable for role in dims.roles):
+        return dims
+    weight = graph.weight_tensors()
+    found = meeting_in_values(graph, dims, weight) - {r.index for r in dims.batch}
+    found = {r for r in found if dims.roles[r].unshardable}
+    for op in graph.ops:
+        if op.matmul is not None:
+            for t in op.operands:
+                if weight[t]:
+                    found.difference_update(*dims.layouts[t])
+    places = {role: set[Place]() for role in found}
+    for index, op in enumerate(graph.ops):
+        for role, place in _needed(graph, dims, index, op, found):
+            if place is None:
+                places.pop(role, None)
+            elif role in places:
+                places[role].add(place)
+    return _seen_whole(dims, graph, places) if places else dims
+
+
+def _needed(
+    graph: Graph, dims: Dimensions, index: int, op: Op, roles: Collection[int]
+) -> Iterator[tuple[int, Place | None]]:
+    """Where an operation needs a role whole; None where it cannot have it so."""
+    slots = slots_of(op)
+    for factor in op.factors:
+        if not factor.whole:
+            continue
+        for slot, dim in factor.members:
+            seen = dims.seen.get((index, slot), dims.layouts[slots[slot]])
+            for role in {*seen[dim]}.intersection(roles):
+                alone = {*seen[dim]} <= {*roles}
+                yield (
+                    role,
+                    (index, slot, dim) if alone and op.kind not in LOOPS else None,
+                )
+
+
+def _seen_whole(
+    dims: Dimensions, graph: Graph, places: dict[int, set[Place]]
+) -> Dimensions:
+    seen = dict(dims.seen)
+    for index, slot, dim in sorted(set[Place]().union(*places.values())):
+        old = seen.get((index, slot), dims.layouts[slots_of(graph.ops[index])[slot]])
+        seen[index, slot] = (*old[:dim], (), *old[dim + 1 :])
+    return dataclasses.replace(
+        dims,
+        roles=tuple(
+            dataclasses.replace(role, unshardable="") if role.index in places else role
+            for role in dims.roles
+        ),
+        seen=seen,
+        whole=frozenset(
+            (index, slot) for at in places.values() for index, slot, _ in at
+        ),
+    )
+
+
+def run_whole(
+    graph: Graph, dims: Dimensions, sharded: Collection[int]
+) -> dict[int, list[Op]]:
+    """The operations that run on all of a sharded sequence, by its role.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        sharded: roles that some axis shards.
+    """
+    found: dict[int, dict[int, None]] = defaultdict(dict)
+    for index, slot in sorted(dims.whole):
+        tensor = slots_of(graph.ops[index])[slot]
+        for before, after in _pairs(dims.layouts[tensor], dims.seen[index, slot]):
+            for role in {*before}.intersection(sharded).difference(after):
+                found[role][index] = None
+    return {role: [graph.ops[i] for i in at] for role, at in found.items()}
+
+
+def _pairs(before: Layout, after: Layout) -> Iterator[tuple[tuple[int, ...], ...]]:
+    return zip(before, after, strict=True)
+
+
+def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> list[str]:
+    """Which operations run on all of a sequence that is sharded elsewhere.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        sharded: roles that some axis shards.
+    """
+    found = []
+    for role, ops in sorted(run_whole(graph, dims, sharded).items()):
+        texts = [f"{op.kind}{f' at {op.scope}' if op.scope else ''}" for op in ops]
+        places = [
+            f"{count} × {text}" if count > 1 else text
+            for text, count in Counter(texts).items()
+        ]
+        more = f" and {len(places) - MOST_PLACES} more" * (len(places) > MOST_PLACES)
+        found.append(
+            f"{dims.roles[role].name} ({dims.roles[role].size}) is needed whole by "
+            f"{', '.join(places[:MOST_PLACES])}{more}: what they read of it is "
+            "gathered, and what they give is sharded after"
+        )
+    return found

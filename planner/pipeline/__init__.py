@@ -1,0 +1,1 @@
+"""Pipelines: schedules, where stages are cut, and where they lie."""

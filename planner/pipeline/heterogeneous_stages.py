@@ -1,0 +1,260 @@
+"""Stages of a pipeline on devices of unlike kinds: which lies where, and its gain.
+
+The devices are cut into equal parts, in node order, each of one kind. The model's
+smallest parts are timed on every kind, and ``stage_placement`` finds the order of
+the devices and the cut together; memory is that of each kind, with the activations in
+flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.planner.balance.measured_speed import (
+    corrections,
+    timing_note,
+    weights_hash,
+)
+from whalejax.planner.balance.shares import gain_words
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import devices_of_stage
+from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.stage_placement import Placed, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """Where a stage may lie: one of the equal parts of the devices.
+
+    Attributes:
+        block: which of them, in node order.
+        cluster: its devices.
+        ratio: what the model was measured to take there, over what is predicted.
+    """
+
+    block: int
+    cluster: Cluster
+    ratio: float = 1.0
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Of its devices."""
+        return self.cluster.kinds[0]
+
+
+def grounds(
+    graph: Graph, cluster: Cluster, devices: int, stages: int
+) -> tuple[Ground, ...]:
+    """The parts of a cluster that stages lie on.
+
+    Args:
+        graph: the captured loss, whose timings are looked for.
+        cluster: all devices.
+        devices: of a stage.
+        stages: how many there are.
+
+    Raises:
+        PlanError: links join no such number, or a stage would lie on several kinds.
+    """
+    first = devices_of_stage(cluster, devices, stages)
+    each = [node.kind for node in cluster.nodes for _ in range(node.count)]
+    if len({kind.name for kind in each[: devices * stages]}) == 1:
+        return tuple(Ground(block=block, cluster=first) for block in range(stages))
+    parts = [cluster.part(devices, block * devices) for block in range(stages)]
+    for block, part in enumerate(parts):
+        if not part.is_uniform:
+            start = block * devices
+            raise PlanError(
+                f"stage is {stages}, and devices {start} to {start + devices - 1}, "
+                f"which one stage would lie on, are {part.describe()}. A stage has "
+                "devices of one kind: take a number of stages such that every kind "
+                "has whole ones"
+            )
+    kinds = [part.kinds[0] for part in parts]
+    ratios = corrections(kinds, weights_hash(graph.params))
+    return tuple(
+        Ground(block=block, cluster=part, ratio=ratio)
+        for block, (part, ratio) in enumerate(zip(parts, ratios, strict=True))
+    )
+
+
+def by_memory(found: Sequence[Ground]) -> list[Ground]:
+    """One ground of each kind, that with the least memory first."""
+    kinds = {ground.kind.name: ground for ground in reversed(found)}
+    return sorted(reversed(kinds.values()), key=lambda g: g.kind.memory_bytes)
+
+
+def unlike(found: Sequence[Ground]) -> bool:
+    """They are of several kinds."""
+    return len({ground.kind.name for ground in found}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allotted:
+    """A chain of layers on unlike devices.
+
+    Attributes:
+        placed: the order of the devices, and the cut.
+        work: of each stage, seconds that it computes for a micro-batch.
+        seconds: of a step as the schedule has it, what is handed on included.
+        equal_seconds: the same, were it cut as for devices alike, in node order.
+        equal_fits: so cut it would fit the memory.
+        least_seconds: of a step in which all compute all the time, could layers be cut.
+        needs_bytes: of a device of each stage, as the cut counts it.
+    """
+
+    placed: Placed
+    work: tuple[float, ...]
+    seconds: float
+    equal_seconds: float
+    equal_fits: bool
+    least_seconds: float
+    needs_bytes: tuple[float, ...]
+
+
+def allot(
+    chains: Mapping[str, Sequence[Layer]],
+    found: Sequence[Ground],
+    table: Schedule,
+    reserved: Mapping[str, float],
+    *,
+    hidden: bool = False,
+) -> Allotted:
+    """Place stages and cut the model for them.
+
+    Args:
+        chains: by the name of a kind, the model's layers as its devices run them, on
+            equal layouts; their memory is taken from the first.
+        found: the devices of the stages, in node order.
+        table: the schedule, of one part of the model on each stage.
+        reserved: by kind, bytes of a device that are no layer's.
+        hidden: what is handed on crosses while stages work; else it is time of both.
+
+    Raises:
+        PlanError: fewer layers than stages, or no cut fits in any order.
+    """
+    layers = next(iter(chains.values()))
+    devices = [
+        Stage(
+            kind=ground.kind.name,
+            memory_bytes=ground.kind.memory_bytes - reserved.get(ground.kind.name, 0.0),
+            seconds=tuple(
+                one.seconds * ground.ratio for one in chains[ground.kind.name]
+            ),
+        )
+        for ground in found
+    ]
+    held = [max(1, n) for n in table.in_flight]
+    links = [replace(x, transfer_seconds=0.0) for x in layers] if hidden else layers
+    placed = place(links, devices, held)
+    stages = [replace(d, in_flight=n) for d, n in zip(devices, held, strict=True)]
+    equal = cut(links, [Stage(seconds=devices[0].seconds)] * len(devices))
+    return Allotted(
+        placed=placed,
+        work=_work(placed.cut, placed.stages),
+        seconds=_step_seconds(placed.cut, layers, placed.stages, table),
+        equal_seconds=_step_seconds(equal, layers, stages, table),
+        equal_fits=_fits(equal, layers, stages),
+        least_seconds=table.num_micro_batches
+        * least_seconds([s.seconds for s in placed.stages]),
+        needs_bytes=tuple(
+            sum(one.static_bytes + n * one.activation_bytes for one in layers[a:b])
+            for (a, b), n in zip(_spans(placed.cut), held, strict=True)
+        ),
+    )
+
+
+def _spans(found: Cut) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise([0, *itertools.accumulate(found.counts)])
+
+
+def _work(found: Cut, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """Seconds that every stage computes for a micro-batch."""
+    return tuple(
+        sum(stage.seconds[a:b])
+        for stage, (a, b) in zip(stages, _spans(found), strict=True)
+    )
+
+
+def _step_seconds(
+    found: Cut, layers: Sequence[Layer], stages: Sequence[Stage], table: Schedule
+) -> float:
+    """A step with a cut; of a stage's work one part in three is its forward pass."""
+    part = [seconds / 3 for seconds in _work(found, stages)]
+    borders = [b - 1 for _, b in _spans(found)][:-1]
+    handed = max((layers[at].transfer_seconds / 2 for at in borders), default=0.0)
+    line = simulate(
+        table,
+        part,
+        part if table.splits_backward else [2 * seconds for seconds in part],
+        handed,
+        weight_seconds=part if table.splits_backward else None,
+    )
+    return line.step_seconds
+
+
+def _fits(found: Cut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
+    """Every stage of a cut fits its device's memory."""
+    return all(
+        np.isfinite(interval_seconds(layers, stage)[a, b])
+        for stage, (a, b) in zip(stages, _spans(found), strict=True)
+    )
+
+
+def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
+    """The pace of a pipeline whose layers can be cut anywhere; exact for its order.
+
+    Args:
+        seconds: of each stage, what every layer of the model takes on its devices.
+
+    >>> least_seconds([[1.0] * 3, [2.0] * 3])
+    2.0
+    """
+    ends = [np.concatenate([[0.0], np.cumsum(each)]) for each in seconds]
+    places = np.arange(len(ends[0]), dtype=float)
+
+    def reaches(pace: float) -> bool:
+        at = 0.0
+        for end in ends:
+            at = float(np.interp(np.interp(at, places, end) + pace, end, places))
+        return at >= len(places) - 1
+
+    low, high = 0.0, float(ends[0][-1])
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high
+
+
+def notes(found: Sequence[Ground], graph: Graph, one: Allotted) -> Iterator[str]:
+    """What a plan says of stages on unlike kinds.
+
+    Args:
+        found: their devices, in node order.
+        graph: the captured loss.
+        one: how they share out the model.
+    """
+    kinds = [ground.kind for ground in found]
+    if note := timing_note(kinds, weights_hash(graph.params)):
+        yield note.replace("shares:", "stages:", 1)
+    total = sum(one.placed.cut.counts)
+    each = ", ".join(
+        f"{count} on {kinds[i].display_name()} ({seconds * 1e3:.3g} ms)"
+        for i, count, seconds in zip(
+            one.placed.order, one.placed.cut.counts, one.work, strict=True
+        )
+    )
+    gain, bound = (one.equal_seconds / t for t in (one.seconds, one.least_seconds))
+    words = gain_words(max(1.0, gain), bound)  # The search priced it in more detail.
+    other = "in node order" if total == len(kinds) else "equal layers"
+    words = words.replace("even shares", other)
+    fits = "" if one.equal_fits else "; equal layers do not fit the memory"
+    yield f"stages: {each} of {total} parts of the model: {words}{fits}"

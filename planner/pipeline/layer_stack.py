@@ -1,0 +1,211 @@
+"""The layers that pipeline stages alike share out, as the planner sees them.
+
+They are the turns of one scan over stacked parameters. The model of one stage is the
+whole one with fewer turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError, Unobeyed
+from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.graph import Graph, Op
+from whalejax.planner.model.repeated_layers import stacked_loop
+from whalejax.planner.sharding.layout import STAGE as STAGE
+from whalejax.planner.sharding.layout import Spec
+from whalejax.planner.sharding.offload_candidates import FORMS
+
+
+NO_LAYERS = (
+    "the model has no scan over stacked layers, which stages alike share out",
+    "Write its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis "
+    "stage out",
+)
+"""Why a model cannot be cut into stages alike, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What stages share out: a scan over layers.
+
+    Attributes:
+        position: where it stands.
+        paths: parameters that it slices.
+        length: how many layers.
+        carried: ids of the tensors that a layer hands to the next.
+    """
+
+    position: tuple[int, ...]
+    paths: frozenset[str]
+    length: int
+    carried: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Shared:
+        """The layers of a model.
+
+        Args:
+            graph: the captured loss.
+
+        Raises:
+            PlanError: they are no scan over stacked parameters.
+        """
+        position = stacked_loop(graph)
+        if position is None:
+            raise PlanError(". ".join(NO_LAYERS))
+        source = {t.id: t for t in graph.params}
+        paths: dict[str, int] = {}
+        carried: list[int] = []
+        for op in graph.ops:
+            if op.position[: len(position)] == position and op.position != position:
+                break
+            if op.kind in FORMS and op.operands and op.operands[0] in source:
+                stack, other = (op.operands[0], op.results[0])
+                if graph.tensors[stack].shape[:1] == graph.tensors[other].shape[:1]:
+                    source[other] = source[stack]
+            if op.position != position or not op.results:
+                continue
+            stack = op.operands[0] if op.operands else op.results[0]
+            before, after = (
+                graph.tensors[stack].shape,
+                graph.tensors[op.results[0]].shape,
+            )
+            if len(before) == len(after) + 1 and before[1:] == after:
+                if stack in source:
+                    paths[source[stack].path] = source[stack].shape[0]
+            else:
+                carried += op.results
+        return cls(
+            position=position,
+            paths=frozenset(paths),
+            length=next(iter(paths.values())),
+            carried=tuple(carried),
+        )
+
+    def of_stage(self, graph: Graph, layers: int) -> Graph:
+        """The model of one stage: as many layers as it holds.
+
+        Args:
+            graph: the captured loss.
+            layers: how many those are.
+        """
+        dims = analyse_graph(graph).dims
+        stacked = {t.id for t in graph.params if t.path in self.paths}
+        stack = {dims.layouts[t][0] for t in stacked}
+        depth, inside = len(self.position), set[int]()
+        makers = {t: op for op in graph.ops for t in op.results}
+        ops = []
+        for op in graph.ops:
+            within = op.position[:depth] == self.position and len(op.position) > depth
+            if within:
+                inside.update((*op.operands, *op.results))
+                op = replace(op, trip=op.trip * layers // self.length)
+            ops.append(_summing(op, makers, graph))
+        tensors = tuple(
+            replace(
+                t,
+                shape=tuple(
+                    size * layers // self.length if atoms in stack else size
+                    for size, atoms in zip(t.shape, dims.layouts[t.id], strict=True)
+                ),
+            )
+            for t in graph.tensors
+        )
+        kept = tuple(
+            replace(one, trip=one.trip * layers // self.length)
+            if one.tensor in inside
+            else one
+            for one in graph.stacked
+        )
+        return replace(graph, ops=tuple(ops), tensors=tensors, stacked=kept)
+
+
+def _summing(op: Op, makers: Mapping[int, Op], graph: Graph) -> Op:
+    """A lookup of one element in each row, as stages run it: as a sum over the row.
+
+    A sum fuses with what makes its rows, such as logits in 32 bits, of a value that is
+    in memory anyway, such as those of the product. It reads that value; a lookup wants
+    the rows themselves. Other operations are as they are.
+    """
+    if op.kind != "gather":
+        return op
+    rows, indices, result = (graph.tensors[t] for t in (*op.operands, *op.results))
+    one_of_each = (
+        rows.differentiable
+        and result.shape == (*rows.shape[:-1], 1)
+        and indices.shape == (*result.shape, 1)
+    )
+    source = rows.id
+    while one_of_each and source in makers and makers[source].kind in CHEAP:
+        large = [t for t in makers[source].operands if not _spread(t, makers)]
+        if len(large) != 1 or graph.tensors[large[0]].shape != rows.shape:
+            break
+        (source,) = large
+    return replace(op, operands=(source, indices.id))
+
+
+def _spread(tensor: int, makers: Mapping[int, Op]) -> bool:
+    return tensor in makers and makers[tensor].kind in SPREAD
+
+
+def check_devices(devices: int, stages: int, *, most: int) -> None:
+    """Refuse a number of stages that the devices do not divide into.
+
+    Args:
+        devices: in all.
+        stages: how many.
+        most: stages that there can be.
+
+    Raises:
+        PlanError: the numbers, and those that would do.
+    """
+    if devices % stages == 0:
+        return
+    near = [n for n in range(2, min(devices, most) + 1) if devices % n == 0]
+    remedy = "no number of stages above 1 can be had. Use other devices, or no stages"
+    if near:
+        remedy = f"expected one of {', '.join(map(str, near))}"
+    if stages <= devices:
+        idle = (
+            "leave some idle on purpose: allow_idle=True (whalejax plan --allow-idle)"
+        )
+        remedy += f", or {idle}" if near else f". Or {idle}"
+    raise Unobeyed(
+        f"stage is {stages}, and there are {devices} devices, of which every stage has "
+        f"as many; {remedy}"
+    )
+
+
+def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
+    """The devices of one stage.
+
+    Args:
+        cluster: all devices.
+        devices: of a stage.
+        stages: how many there are.
+
+    Raises:
+        PlanError: links join no such number.
+    """
+    try:
+        return cluster.part(devices)
+    except WhaleError as error:
+        raise PlanError(
+            f"stage is {stages}, and {cluster.describe()} has no {stages} equal parts "
+            f"of {devices} devices that links join alike. Take another number of "
+            "stages, or of devices"
+        ) from error
+
+
+def of_stage(spec: Spec) -> Spec:
+    """A layout as one stage sees it.
+
+    >>> of_stage((("stage", "fsdp"), ("tensor",)))
+    (('fsdp',), ('tensor',))
+    """
+    return tuple(tuple(a for a in axes if a != STAGE) for axes in spec)

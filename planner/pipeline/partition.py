@@ -1,0 +1,217 @@
+"""Where to cut a chain of layers into pipeline stages: exact, by intervals.
+
+The slowest stage sets the pace of a pipeline, so the cut minimises the largest time of
+a stage, within every stage's memory. Stages may be unlike: a slow device gets fewer
+layers, an early stage holds more activations in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One link of the chain; all for one micro-batch, on the devices of one stage.
+
+    Attributes:
+        seconds: forward and backward, at speed 1.
+        static_bytes: parameters, gradients and optimizer state.
+        activation_bytes: kept from forward to backward.
+        transfer_seconds: to bring its result to another stage, and a cotangent back.
+    """
+
+    seconds: float
+    static_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The devices that a stage runs on.
+
+    Attributes:
+        speed: how many times as fast as the devices that the layers were timed on.
+        memory_bytes: of one device.
+        in_flight: micro-batches whose activations it holds at most.
+        seconds: of each layer on these devices, where that was measured; takes the
+            place of ``speed``.
+        kind: what the devices are called.
+    """
+
+    speed: float = 1.0
+    memory_bytes: float = float("inf")
+    in_flight: int = 1
+    seconds: tuple[float, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A chain in stages.
+
+    Attributes:
+        counts: layers of each stage, in order.
+        seconds: time of each stage for one micro-batch, transfers into it included.
+    """
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def slowest_seconds(self) -> float:
+        """Pace of the pipeline."""
+        return max(self.seconds)
+
+
+def stages_under(table: Schedule, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Stages that hold as many activations as a schedule's rows make them hold.
+
+    Args:
+        table: the schedule, of one part of the model on each stage.
+        stages: in the order of the pipeline; their ``in_flight`` is replaced.
+
+    Raises:
+        PlanError: the table is of another number of stages, or interleaves parts of
+            the model, which no cut of a chain describes.
+
+    >>> from whalejax.planner.pipeline.schedules import schedule
+    >>> [s.in_flight for s in stages_under(schedule("1f1b", 3, 8), [Stage()] * 3)]
+    [3, 2, 1]
+    """
+    problems = Problems(f"stages under {table.name}", PlanError)
+    if len(stages) != table.num_stages:
+        problems.add(
+            f"stages has {len(stages)} entries; expected {table.num_stages}, one for "
+            "each stage of the table. Build the table for as many"
+        )
+    if table.num_chunks > 1:
+        problems.add(
+            f"the table has {table.num_chunks} parts of the model on each stage; a cut "
+            "gives each stage one. Take a schedule that does not interleave"
+        )
+    problems.raise_if_any()
+    return tuple(
+        dataclasses.replace(stage, in_flight=held)
+        for stage, held in zip(stages, table.in_flight, strict=True)
+    )
+
+
+def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> Cut:
+    """Cut a chain so that its slowest stage is as fast as can be.
+
+    Exact: dynamic programming over (stage, last layer), every stage with at least one
+    layer. Time and memory O(stages · layers²).
+
+    Args:
+        layers: in the model's order.
+        stages: in the order of the pipeline.
+
+    Raises:
+        PlanError: fewer layers than stages, or no cut fits the memory.
+
+    >>> found = cut([Layer(seconds=s) for s in (1, 1, 2, 4)], [Stage(), Stage()])
+    >>> found.counts, found.slowest_seconds
+    ((3, 1), 4.0)
+    """
+    if not stages or len(layers) < len(stages):
+        raise PlanError(
+            f"{len(layers)} layers cannot be cut into {len(stages)} stages of at least "
+            "one each. Use fewer stages, or mark finer parts"
+        )
+    count = len(layers)
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    starts: list[np.ndarray] = []
+    for stage in stages:
+        cost = interval_seconds(layers, stage)
+        pace = np.maximum(best[:, None], cost)  # (start, end)
+        starts.append(np.argmin(pace, axis=0))
+        best = pace[starts[-1], np.arange(count + 1)]
+    if not np.isfinite(best[count]):
+        raise PlanError(_nothing_fits(layers, stages))
+    bounds = [count]
+    for found in reversed(starts):
+        bounds.append(int(found[bounds[-1]]))
+    bounds.reverse()
+    return Cut(
+        counts=tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)),
+        seconds=tuple(
+            float(interval_seconds(layers, stage)[a, b])
+            for stage, a, b in zip(stages, bounds, bounds[1:], strict=False)
+        ),
+    )
+
+
+def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
+    """Time of a stage that holds layers start to end; infinite where it cannot.
+
+    Args:
+        layers: in the model's order.
+        stage: its devices.
+
+    Raises:
+        PlanError: the stage has times of another number of layers.
+
+    >>> interval_seconds([Layer(seconds=2.0), Layer(seconds=4.0)], Stage(speed=2.0))
+    array([[inf,  1.,  3.],
+           [inf, inf,  2.],
+           [inf, inf, inf]])
+    """
+    count = len(layers)
+    if stage.seconds and len(stage.seconds) != count:
+        raise PlanError(
+            f"a stage of {stage.kind or 'devices'} has seconds of "
+            f"{len(stage.seconds)} layers, and there are {count}. Time each layer once "
+            "on every kind of device"
+        )
+    work = _sums([layer.seconds for layer in layers]) / stage.speed
+    if stage.seconds:
+        work = _sums(stage.seconds)
+    entry = np.array([0.0, *(layer.transfer_seconds for layer in layers)])
+    static = _sums([layer.static_bytes for layer in layers])
+    held = _sums([layer.activation_bytes for layer in layers]) * stage.in_flight
+    seconds = work[None, :] - work[:, None] + entry[:, None]
+    nbytes = static[None, :] - static[:, None] + held[None, :] - held[:, None]
+    index = np.arange(count + 1)
+    possible = (index[None, :] > index[:, None]) & (
+        nbytes <= stage.memory_bytes * (1 + 1e-12)
+    )
+    found: np.ndarray = np.where(possible, seconds, np.inf)
+    return found
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+
+
+def _nothing_fits(layers: Sequence[Layer], stages: Sequence[Stage]) -> str:
+    problems = Problems("no cut into stages fits the memory")
+    for index, layer in enumerate(layers):
+        needs = [
+            layer.static_bytes + layer.activation_bytes * s.in_flight for s in stages
+        ]
+        short = min(n - s.memory_bytes for n, s in zip(needs, stages, strict=True))
+        if short > 0:
+            problems.add(
+                f"layer {index} fits no stage: it lacks {short:.0f} bytes on the "
+                "roomiest. Split it over more devices, or checkpoint its activations"
+            )
+    if not problems:
+        room = sum(s.memory_bytes for s in stages)
+        static = sum(layer.static_bytes for layer in layers)
+        problems.add(
+            f"{len(stages)} stages have {room:.0f} bytes together; parameters, "
+            f"gradients and optimizer state alone take {static:.0f}, and activations "
+            "in flight come on top. Use more stages, or checkpoint activations"
+        )
+    return problems.text()

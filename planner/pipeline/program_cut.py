@@ -1,0 +1,505 @@
+"""A program in parts: which of its equations each place of a pipeline runs.
+
+Stages that have programs of their own can cut a model anywhere. It is written down as
+units, the equations of the loss with calls inlined, in order; loops, branches and
+checkpointed regions are one unit each. A border between two parts is named by the
+parameter whose reading begins the second: that name means the same in another trace.
+
+Cheap units that read data and parameters alone (masks, keys, casts) are run wherever
+something reads them, so that nobody waits for them. Two are not, because a parameter
+would have to be there too: what data look up in a parameter, and what a parameter is
+summed to, as in a penalty on its size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import LOOKUPS, Graph
+
+
+Position = tuple[int, ...]
+
+Value = tuple[Position, int]
+"""What an equation gives: its position, and which of its results. Inputs of the
+program stand at the position ``()``."""
+
+
+SUMS = frozenset(("reduce_sum", "reduce_max"))
+"""Operations that leave little of what they read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """An equation that runs at one place.
+
+    Attributes:
+        position: where it stands.
+        reads: the values that it reads, each once.
+        writes: the values that it gives.
+        tensors: their ids in the graph; None for scalar constants.
+        sizes: bytes of each.
+        cheap: it does no products and no loops.
+        line: where the user wrote it.
+        kind: name of the operation.
+    """
+
+    position: Position
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    tensors: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+    cheap: bool
+    line: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """A program in units.
+
+    Attributes:
+        units: those that something depends on, in order.
+        params: dotted paths of the trained parameters, which are the first inputs.
+        frozen: numbers of the inputs behind them that are weights too.
+        results: the loss and what it is reported with; values or None for constants.
+        fresh: by the number of an input that is not trained, the value that replaces it
+            after a micro-batch.
+        others: dotted paths of what is not trained, the inputs that follow.
+        counters: by the number of such an input, what each micro-batch adds to it.
+    """
+
+    units: tuple[Unit, ...]
+    params: tuple[str, ...]
+    results: tuple[Value | None, ...]
+    fresh: Mapping[int, Value]
+    others: tuple[str, ...] = ()
+    frozen: frozenset[int] = frozenset()
+    counters: Mapping[int, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def makers(self) -> dict[Value, int]:
+        """The unit that gives each value."""
+        return {v: i for i, unit in enumerate(self.units) for v in unit.writes}
+
+    @functools.cached_property
+    def free(self) -> tuple[bool, ...]:
+        """For each unit: it is cheap, reads nothing that is not, and is no lookup."""
+        found: list[bool] = []
+        behind: list[frozenset[int]] = []
+        for unit in self.units:
+            makers = [self.makers.get(v) for v in unit.reads]
+            direct = {v[1] for v in unit.reads if v not in self.makers}
+            others = (behind[m] for m in makers if m is not None)
+            behind.append(frozenset(direct).union(*others))
+            free = unit.cheap and all(m is None or found[m] for m in makers)
+            found.append(free and not (unit.kind in LOOKUPS and self._mix(behind[-1])))
+        return tuple(found)
+
+    @functools.cached_property
+    def frozen_others(self) -> frozenset[int]:
+        """The same by their numbers among what is not trained."""
+        return frozenset(n - len(self.params) for n in self.frozen)
+
+    def is_weight(self, number: int) -> bool:
+        """An input is a weight, trained or not."""
+        return number < len(self.params) or number in self.frozen
+
+    def path(self, number: int) -> str:
+        """The dotted path of an input that is of the model."""
+        trained = len(self.params)
+        mine = number < trained
+        return self.params[number] if mine else self.others[number - trained]
+
+    def _mix(self, inputs: Collection[int]) -> bool:
+        """There are weights among them, and data."""
+        data = len(self.params) + len(self.others)
+        return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[frozenset[int], ...]:
+        """For each unit, numbers of inputs that it reads, through free units too."""
+        found: list[frozenset[int]] = []
+        for unit in self.units:
+            own: set[int] = set()
+            for value in unit.reads:
+                maker = self.makers.get(value)
+                if maker is None:
+                    own.add(value[1])
+                elif self.free[maker]:
+                    own |= found[maker]
+            found.append(frozenset(own))
+        return tuple(found)
+
+    def unit_at(self, position: Position) -> int | None:
+        """The unit that an operation at a position belongs to, if any does."""
+        place = bisect_right(self._positions, position) - 1
+        if place < 0:
+            return None
+        own = self._positions[place]
+        return place if position[: len(own)] == own else None
+
+    @functools.cached_property
+    def _positions(self) -> list[Position]:
+        return [unit.position for unit in self.units]
+
+    @functools.cached_property
+    def borders(self) -> dict[str, int]:
+        """Where a part may begin: by the parameter read first, the number of a unit.
+
+        Between two units that read parameters the border lies where least crosses it.
+        """
+        crossing = self.crossing
+        seen: set[int] = set()
+        found: dict[str, int] = {}
+        before = -1
+        for index, inputs in enumerate(self.inputs):
+            fresh = {n for n in inputs if self.is_weight(n)} - seen
+            if self.free[index] or not fresh:
+                continue
+            if before >= 0:
+                span = range(before + 1, index + 1)
+                best = min(span, key=lambda b: crossing[b])
+                found[self.path(min(fresh))] = best
+            seen |= fresh
+            before = index
+        return found
+
+    @functools.cached_property
+    def crossing(self) -> list[int]:
+        """Bytes that go from the units before each unit to it and those behind."""
+        last: dict[Value, int] = {}
+        for index, unit in enumerate(self.units):
+            if not self.free[index]:
+                last.update(dict.fromkeys(unit.reads, index))
+        last.update((v, len(self.units)) for v in self.results if v is not None)
+        steps = [0] * (len(self.units) + 2)
+        for index, unit in enumerate(self.units):
+            if self.free[index]:
+                continue
+            for value, nbytes in zip(unit.writes, unit.sizes, strict=True):
+                if value in last:
+                    steps[index + 1] += nbytes
+                    steps[last[value] + 1] -= nbytes
+        return list(itertools.accumulate(steps))
+
+    def labels(self, graph: Graph) -> tuple[int | None, ...]:
+        """For each unit the number of the stage that marks put it into, if any does.
+
+        Raises:
+            PlanError: a stage is marked inside a loop, whose line is named, or does
+                nothing that the loss needs.
+        """
+        found: list[set[int | None]] = [set() for _ in self.units]
+        for op in graph.ops:
+            index = self.unit_at(op.position)
+            if index is not None:
+                marks = graph.task_graphs[op.task_graph].marks
+                stages = (m.get("i") or 0 for m in marks if m.kind == "stage")
+                found[index].add(next(map(int, stages), None))
+        problems = Problems("stages are marked inside a loop", PlanError)
+        for unit, numbers in zip(self.units, found, strict=True):
+            if len(numbers) > 1:
+                marked = sorted(n for n in numbers if n is not None)
+                problems.add(
+                    f"{unit.line} holds the marks of stage "
+                    f"{', '.join(map(str, marked))}"
+                    + (" and what no stage does" if None in numbers else "")
+                    + ". A loop or checkpointed region lies on one stage: put marks "
+                    "around it, unroll it, or leave the marks out and give num_stages"
+                )
+        problems.raise_if_any()
+        labels = tuple(next(iter(numbers), None) for numbers in found)
+        _check_needed(graph, labels)
+        return labels
+
+
+def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
+    """Refuse stages of which the loss needs nothing: they would have no part of it."""
+    stages = [
+        (int(mark.get("i") or 0), region.scope)
+        for region in graph.task_graphs
+        for mark in region.marks
+        if mark.kind == "stage"
+    ]
+    problems = Problems("stages do nothing that the loss needs", PlanError)
+    for number, scope in dict(reversed(stages)).items():
+        if number not in labels:
+            problems.add(
+                f"stage {number} of {len(dict(stages))}, marked at {scope}: the loss "
+                "and its metrics read none of its results. Use one, or drop the mark"
+            )
+    problems.raise_if_any()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one place of a pipeline runs.
+
+    Attributes:
+        units: numbers of its units, in order.
+        inputs: numbers of the program's inputs that they read.
+        imports: values that earlier places hand it, in their order.
+        exports: values that it hands to later places.
+        fresh: inputs of which it makes the value after a step.
+    """
+
+    units: tuple[int, ...]
+    inputs: tuple[int, ...]
+    imports: tuple[Value, ...]
+    exports: tuple[Value, ...]
+    fresh: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """A program in parts.
+
+    Attributes:
+        units: the program.
+        parts: of each place.
+        made_at: the place that makes each value that another one reads.
+        starts: where parts but the first begin; empty where marks say it.
+    """
+
+    units: Units
+    parts: tuple[Part, ...]
+    made_at: Mapping[Value, int]
+    starts: tuple[str, ...] = ()
+
+    def readers(self, value: Value) -> tuple[int, ...]:
+        """The places that are handed a value."""
+        return tuple(i for i, part in enumerate(self.parts) if value in part.imports)
+
+    def owner(self, number: int, stages: int) -> int:
+        """The first stage that reads or makes an input; the first of all if none does.
+
+        Args:
+            number: of the input.
+            stages: how many there are; parts are dealt out to them in turn.
+        """
+        parts = enumerate(self.parts)
+        places = (i for i, x in parts if number in x.inputs or number in x.fresh)
+        return min((place % stages for place in places), default=0)
+
+
+def divided(units: Units, starts: Sequence[str]) -> Division:
+    """Cut a program at borders.
+
+    Args:
+        units: the program.
+        starts: of every part but the first, the parameter whose reading begins it, as
+            in ``Units.borders``.
+
+    Raises:
+        PlanError: no border has that name, or they are not in the program's order.
+    """
+    unknown = [name for name in starts if name not in units.borders]
+    if unknown:
+        raise PlanError(
+            f"no part of the model begins with reading {unknown[0]}; this plan was "
+            "made for another version of it. Plan again"
+        )
+    bounds = [units.borders[name] for name in starts]
+    if bounds != sorted(set(bounds)):
+        raise PlanError(
+            f"parts that begin with {', '.join(starts)} are not in the order in which "
+            "the model reads them. Plan again"
+        )
+    homes = [bisect_right(bounds, index) for index in range(len(units.units))]
+    return replace(_division(units, homes, len(bounds) + 1), starts=tuple(starts))
+
+
+def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
+    """Cut a program where the user's ``stage`` marks say.
+
+    What no mark covers goes to the latest stage that makes something it reads; what
+    reads parameters and data alone, to the first that reads it.
+
+    Args:
+        units: the program.
+        labels: for each unit the number of its stage, or None.
+
+    Raises:
+        PlanError: a stage reads what a later one makes; both lines are named.
+    """
+    stages = 1 + max((n for n in labels if n is not None), default=0)
+    homes: list[int | None] = list(labels)
+    for index, unit in enumerate(units.units):
+        if homes[index] is None:
+            made = [units.makers[v] for v in unit.reads if v in units.makers]
+            known = [h for m in made if (h := homes[m]) is not None]
+            homes[index] = max(known, default=None)
+    reader: dict[int, int] = {}
+    for index in reversed(range(len(units.units))):
+        home = homes[index]
+        if home is None:
+            home = homes[index] = reader.get(index, stages - 1)
+        for value in units.units[index].reads:
+            maker = units.makers.get(value)
+            if maker is not None:
+                reader[maker] = min(home, reader.get(maker, home))
+    return _division(units, [0 if h is None else h for h in homes], stages)
+
+
+def _division(units: Units, homes: Sequence[int], count: int) -> Division:
+    """Parts by the place of each unit; free ones run where they are read."""
+    readers = _readers(units, homes, count)
+    places = _places(units, homes, count, readers)
+    members: list[list[int]] = [[] for _ in range(count)]
+    for index, several in enumerate(places):
+        for place in several:
+            members[place].append(index)
+    _check_order(units, homes)
+    made_at: dict[Value, int] = {}
+    imports: list[dict[Value, None]] = [{} for _ in range(count)]
+
+    def read(value: Value, place: int) -> None:
+        maker = units.makers.get(value)
+        if maker is not None and place not in places[maker]:
+            (made_at[value],) = places[maker]
+            imports[place][value] = None
+
+    for place, indices in enumerate(members):
+        for index in indices:
+            for value in units.units[index].reads:
+                read(value, place)
+    for result in units.results:
+        if result is not None:
+            read(result, count - 1)
+    fresh: dict[int, list[int]] = defaultdict(list)
+    for number, value in units.fresh.items():
+        maker = units.makers.get(value)
+        there = readers[number] if maker is None else places[maker]
+        fresh[min(there, default=0)].append(number)
+    parts = tuple(
+        Part(
+            units=tuple(members[place]),
+            inputs=_inputs(units, members[place], fresh[place], place, count),
+            imports=tuple(sorted(imports[place])),
+            exports=tuple(sorted(v for v, at in made_at.items() if at == place)),
+            fresh=tuple(fresh[place]),
+        )
+        for place in range(count)
+    )
+    _check_changed(units, parts)
+    return Division(units=units, parts=parts, made_at=made_at)
+
+
+def _check_changed(units: Units, parts: Sequence[Part]) -> None:
+    """Refuse what one place changes and another reads."""
+    for place, part in enumerate(parts):
+        for number in part.fresh:
+            others = [
+                i for i, x in enumerate(parts) if number in x.inputs and i != place
+            ]
+            if others:
+                path = units.path(number)
+                raise PlanError(
+                    f"{path} is changed in part {place} of the model and read in part "
+                    f"{others[0]}: every micro-batch would have to wait for the one "
+                    "before. Leave it as it is while training, or keep what reads it "
+                    "in one stage"
+                )
+
+
+def _readers(units: Units, homes: Sequence[int], count: int) -> dict[int, set[int]]:
+    """By the number of an input, the places that cannot do without it."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for index, inputs in enumerate(units.inputs):
+        if not units.free[index]:
+            for number in inputs:
+                found[number].add(homes[index])
+    for value in units.results:
+        if value is not None:
+            maker = units.makers.get(value)
+            if maker is None or units.free[maker]:
+                for number in (value[1],) if maker is None else units.inputs[maker]:
+                    found[number].add(count - 1)
+    return found
+
+
+def _places(
+    units: Units,
+    homes: Sequence[int],
+    count: int,
+    readers: Mapping[int, Collection[int]],
+) -> list[tuple[int, ...]]:
+    """Where each unit runs."""
+    wanted: list[set[int]] = [set() for _ in units.units]
+    for value in units.results:
+        if value is not None and value in units.makers:
+            wanted[units.makers[value]].add(count - 1)
+    for number, value in units.fresh.items():
+        maker = units.makers.get(value)
+        if maker is not None and units.free[maker]:
+            # Beside who reads it; else beside who reads what it is made of.
+            others = (p for n in units.inputs[maker] for p in readers.get(n, ()))
+            there = readers.get(number) or {*others}
+            wanted[maker].add(min(there, default=0))
+    for index in reversed(range(len(units.units))):
+        if not units.free[index]:
+            wanted[index] = {homes[index]}
+        else:
+            wanted[index] = _kept(units, index, wanted[index], readers)
+        for value in units.units[index].reads:
+            if value in units.makers:
+                wanted[units.makers[value]] |= wanted[index]
+    return [tuple(sorted(w)) for w in wanted]
+
+
+def _kept(
+    units: Units,
+    index: int,
+    wanted: set[int],
+    readers: Mapping[int, Collection[int]],
+) -> set[int]:
+    """Where a free unit runs: where it is read, or a sum where its parameter lies."""
+    inputs = units.inputs[index]
+    if units.units[index].kind not in SUMS or not inputs or not wanted:
+        return wanted or {0}
+    if not all(map(units.is_weight, inputs)):
+        return wanted
+    first = max(min(readers.get(n, ()), default=0) for n in inputs)
+    return {first} if min(wanted) >= first else wanted
+
+
+def _inputs(
+    units: Units, members: Sequence[int], fresh: Sequence[int], place: int, count: int
+) -> tuple[int, ...]:
+    values = [v for index in members for v in units.units[index].reads]
+    values += [units.fresh[number] for number in fresh]
+    if place == count - 1:
+        values += [v for v in units.results if v is not None]
+    return tuple(sorted({n for position, n in values if position == ()}))
+
+
+class FlowsBackwards(PlanError):
+    """A stage reads what a later one makes."""
+
+
+def _check_order(units: Units, homes: Sequence[int]) -> None:
+    """Refuse values that flow backwards."""
+    problems = Problems("values flow backwards between stages", FlowsBackwards)
+    seen: set[tuple[str, str]] = set()
+    for index, unit in enumerate(units.units):
+        for value in unit.reads:
+            maker = units.makers.get(value)
+            if maker is None or units.free[maker] or homes[maker] <= homes[index]:
+                continue
+            lines = unit.line, units.units[maker].line
+            if lines not in seen:
+                seen.add(lines)
+                problems.add(
+                    f"{lines[0]} in stage {homes[index]} reads what {lines[1]} makes "
+                    f"in stage {homes[maker]}. Move one of them, so that a stage reads "
+                    "only what it or an earlier one makes"
+                )
+    problems.raise_if_any()

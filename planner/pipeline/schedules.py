@@ -1,0 +1,448 @@
+"""Pipeline schedules as data: who does what at which tick.
+
+A schedule is rows of (tick, stage, chunk, micro-batch, action) and little else; cost
+and memory, executors and pictures read the same rows. Whale's PreferForward is GPipe
+(Huang et al., 2019), its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019,
+made synchronous by DAPPLE, Fan et al., 2021), its PreferBackwardOptimizer holds one
+micro-batch more; interleaving is Megatron-LM's (Narayanan et al., 2021); ZB-H1 splits
+the backward (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The lockstep tables
+are those of one program that runs on all stages. What they take in time is
+``simulate``'s work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+
+
+Action = Literal["forward", "backward", "weight"]
+
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "1f1b-ahead",
+    "interleaved",
+    "zb-h1",
+    "gpipe-lockstep",
+    "1f1b-lockstep",
+)
+"""Schedules that ``schedule`` builds."""
+
+SPLIT = frozenset(("zb-h1",))
+"""Schedules whose backward is in two parts."""
+
+TURN_TICKS = {"gpipe-lockstep": 1, "1f1b-lockstep": 2}
+"""Schedules whose stages wait for each other after so many ticks."""
+
+Key = tuple[int, int, Action]
+"""Place along the whole pipeline, micro-batch and action: what identifies a row."""
+
+
+class Row(NamedTuple):
+    """One action of a stage.
+
+    Attributes:
+        tick: when, if every action took one tick and transfers none.
+        stage: which stage acts; stages hold devices of their own.
+        chunk: which of the stage's parts of the model, 0 where it has one.
+        micro_batch: on which micro-batch.
+        action: forward, backward, or weight. Where a schedule splits the backward,
+            ``backward`` is the gradient of the input alone and ``weight`` that of the
+            parameters; elsewhere ``backward`` is both.
+    """
+
+    tick: int
+    stage: int
+    chunk: int
+    micro_batch: int
+    action: Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A table of rows.
+
+    Attributes:
+        name: one of ``NAMES``.
+        num_stages, num_micro_batches: its size.
+        num_chunks: parts of the model on each stage.
+        splits_backward: the gradient of the parameters is an action of its own.
+        turn_ticks: ticks of a turn, at whose end all stages wait for each other; what
+            one makes another takes in a later turn. 0 where each goes on by itself.
+        rows: by tick, then stage.
+    """
+
+    name: str
+    num_stages: int
+    num_micro_batches: int
+    num_chunks: int = 1
+    splits_backward: bool = False
+    turn_ticks: int = 0
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def num_places(self) -> int:
+        """Parts of the model along the whole pipeline."""
+        return self.num_stages * self.num_chunks
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What every place does with every micro-batch, in this order."""
+        plain: tuple[Action, ...] = ("forward", "backward")
+        return (*plain, "weight") if self.splits_backward else plain
+
+    def key(self, row: Row) -> Key:
+        """What identifies a row: its place along the pipeline comes first."""
+        return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
+
+    def needs(self, row: Row) -> Key | None:
+        """The row whose result a row takes in, or None for the first forward.
+
+        The backward of the last place follows its own forward, and the gradient of the
+        parameters its own backward.
+        """
+        place, micro_batch, action = self.key(row)
+        if action == "weight":
+            return place, micro_batch, "backward"
+        if action == "forward":
+            return None if place == 0 else (place - 1, micro_batch, "forward")
+        if place == self.num_places - 1:
+            return place, micro_batch, "forward"
+        return place + 1, micro_batch, "backward"
+
+    def turn(self, row: Row) -> int:
+        """In which turn a row stands; always 0 where there are none."""
+        return row.tick // self.turn_ticks if self.turn_ticks else 0
+
+    def of_stage(self, stage: int) -> tuple[Row, ...]:
+        """A stage's rows in order."""
+        return tuple(row for row in self.rows if row.stage == stage)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage, how many activations of a chunk it holds at most.
+
+        It holds them until the last action that reads them is done: the gradient of
+        the parameters, where that is one of its own.
+        """
+        last = self.actions[-1]
+        held = [0] * self.num_stages
+        most = [0] * self.num_stages
+        for row in self.rows:
+            held[row.stage] += (row.action == "forward") - (row.action == last)
+            most[row.stage] = max(most[row.stage], held[row.stage])
+        return tuple(most)
+
+
+def schedule(
+    name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
+) -> Schedule:
+    """Build a schedule.
+
+    Args:
+        name: one of ``NAMES``.
+        num_stages: at least 1.
+        num_micro_batches: at least 1; a multiple of the stages where interleaved.
+        num_chunks: parts of the model on each stage; above 1 only where interleaved.
+
+    Raises:
+        PlanError: the numbers make no such schedule; all problems are listed.
+
+    >>> [(r.action, r.micro_batch) for r in schedule("1f1b", 2, 2).of_stage(1)]
+    [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
+    """
+    table, columns = written(name, num_stages, num_micro_batches, num_chunks)
+    numbers = (column.tolist() for column in columns[:-1])
+    actions = (table.actions[action] for action in columns.action.tolist())
+    rows = tuple(map(Row._make, zip(*numbers, actions, strict=True)))
+    return dataclasses.replace(table, rows=rows)
+
+
+class Columns(NamedTuple):
+    """The rows of a table as arrays, by tick, then stage.
+
+    Attributes:
+        tick, stage, chunk, micro_batch: as of ``Row``.
+        action: index into the actions of the table.
+    """
+
+    tick: np.ndarray
+    stage: np.ndarray
+    chunk: np.ndarray
+    micro_batch: np.ndarray
+    action: np.ndarray
+
+
+def written(
+    name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
+) -> tuple[Schedule, Columns]:
+    """As ``schedule``, with the rows as columns alone: much sooner where many."""
+    _check(name, num_stages, num_micro_batches, num_chunks)
+    empty = Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        num_chunks=num_chunks,
+        splits_backward=name in SPLIT,
+        turn_ticks=TURN_TICKS.get(name, 0),
+    )
+    if empty.turn_ticks:
+        found = _in_turns(empty)
+    else:
+        found = _earliest(empty, *_order(empty))
+    order = np.lexsort((found.stage, found.tick))
+    return empty, Columns(*(column[order] for column in found))
+
+
+def columns_of(table: Schedule) -> Columns:
+    """The rows of a table as arrays."""
+    index = {name: i for i, name in enumerate(table.actions)}
+    rows = [(*row[:-1], index[row.action]) for row in table.rows]
+    return Columns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+
+
+def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    problems = Problems("pipeline schedule", PlanError)
+    if name not in NAMES:
+        problems.add(f"schedule is {name!r}; expected one of {', '.join(NAMES)}")
+    for what, number in (
+        ("num_stages", stages),
+        ("num_micro_batches", micro_batches),
+        ("num_chunks", chunks),
+    ):
+        if number < 1:
+            problems.add(f"{what} is {number}; expected 1 or more")
+    problems.raise_if_any()
+    if name != "interleaved":
+        if chunks > 1:
+            problems.add(
+                f"num_chunks is {chunks}; {name} has 1 for each stage. Leave it out, "
+                "or take the schedule interleaved"
+            )
+    elif micro_batches % stages:
+        lower = micro_batches - micro_batches % stages
+        near = f"{lower} or " if lower else ""
+        problems.add(
+            f"num_micro_batches is {micro_batches}; interleaved runs them in rounds of "
+            f"{stages}, one for each stage. Use {near}{lower + stages}"
+        )
+    problems.raise_if_any()
+
+
+def most_in_flight(
+    name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
+) -> Any:
+    """How many activations of a chunk a stage holds at most; ``Schedule.in_flight``.
+
+    Args:
+        name: one of ``NAMES``.
+        num_stages, stage, num_micro_batches, num_chunks: numbers, or arrays of them.
+
+    >>> int(most_in_flight("1f1b", 4, 0, 8))
+    4
+    """
+    count = num_micro_batches * num_chunks
+    ahead = num_stages - stage
+    if name in ("gpipe", "gpipe-lockstep"):
+        return count
+    if name == "interleaved":
+        return np.minimum(count, 2 * (ahead - 1) + (num_chunks - 1) * num_stages + 1)
+    if name == "zb-h1":
+        return np.minimum(count, num_stages)
+    if name == "1f1b-lockstep":
+        return np.minimum(count, 2 * ahead - 1)
+    return np.minimum(count, ahead + (name == "1f1b-ahead"))
+
+
+def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Every stage's actions: some forwards first, then in turn, then what is left.
+
+    A split schedule begins as 1F1B does. A stage then lags behind with as many
+    gradients of parameters as there are stages before it: all hold the same number of
+    activations, and the gradients that the stages before wait for come sooner. The
+    order is fixed beforehand and suits stages that take about as long as each other:
+    a stage that waits for a forward does not fill the time with what it put off.
+
+    Returns:
+        Indices of the actions, and of what each is done with; (stage, position).
+    """
+    stages, count = empty.num_stages, empty.num_micro_batches * empty.num_chunks
+    name = "1f1b" if empty.splits_backward else empty.name
+    stage = np.arange(stages)[:, None]
+    sizes = empty.num_micro_batches, empty.num_chunks
+    first = most_in_flight(name, stages, stage, *sizes)
+    index = np.arange(count)[None] + 0 * stage
+    # A backward, the gradient of parameters that has waited, and the next forward.
+    late = np.where(index < first, index - first, 3 * (index - first) + 2)
+    places = {"forward": late, "backward": 3 * index}
+    waited = index + stage
+    places["weight"] = np.where(waited < count, 3 * waited + 1, 3 * count + index)
+    keys = np.concatenate([places[action] for action in empty.actions], axis=1)
+    action, which = divmod(np.argsort(keys, axis=1, kind="stable"), count)
+    return action, which
+
+
+def _parts(
+    empty: Schedule, action: np.ndarray, index: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chunk and micro-batch of a stage's action number ``index`` of its kind.
+
+    Chunks take turns, each with as many micro-batches as there are stages; backward
+    they come in reverse.
+    """
+    stages, chunks = empty.num_stages, empty.num_chunks
+    if chunks == 1:
+        return np.zeros_like(index), index
+    turn, within = divmod(index, stages)
+    lap, chunk = divmod(turn, chunks)
+    chunk = np.where(action > 0, chunks - 1 - chunk, chunk)
+    return chunk, lap * stages + within
+
+
+def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """What identifies each row, and the row that it needs (``Schedule.needs``).
+
+    Returns:
+        Numbers below actions × places × micro-batches, in that order; -1 for none.
+    """
+    places, count = table.num_places, table.num_micro_batches
+    place = columns.chunk * table.num_stages + columns.stage
+    key = (columns.action * places + place) * count + columns.micro_batch
+    step = places * count
+    back = np.where(place == places - 1, key - step, key + count)
+    ahead = np.where(place == 0, -1, key - count)
+    needs = np.where(columns.action == 0, ahead, back)
+    return key, np.where(columns.action == 2, key - step, needs)
+
+
+def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns:
+    """The rows at the earliest tick, if every stage acts in its own order.
+
+    Args:
+        empty: whose keys and dependencies to use.
+        action, index: each stage's order.
+
+    Raises:
+        ValueError: the orders wait for each other in a circle.
+    """
+    stages, number = action.shape
+    everyone = np.arange(stages)
+    stage = everyone[:, None] + 0 * action
+    rows = Columns(
+        np.full_like(action, -1), stage, *_parts(empty, action, index), action
+    )
+    key, needs = numbered(empty, rows)
+    # The last entries are for rows that need nothing, and for stages that are done.
+    done = np.append(np.full(key.size, key.size), [key.size, -1])
+    needs = np.concatenate([needs, np.full((stages, 1), key.size)], axis=1)
+    at = np.zeros(stages, dtype=np.int64)
+    for tick in range(key.size):
+        ready = np.flatnonzero(done[needs[everyone, at]] < tick)
+        if not len(ready):
+            break
+        here = at[ready]
+        rows.tick[ready, here] = tick
+        done[key[ready, here]] = tick
+        at[ready] += 1
+    if (at < number).any():
+        raise ValueError("the stages wait for each other in a circle")
+    return Columns(*(column.ravel() for column in rows))
+
+
+def _in_turns(empty: Schedule) -> Columns:
+    """The rows of a program whose stages all run one loop.
+
+    Of GPipe the backward mirrors the forward, as a differentiated loop does. In a turn
+    of 1F1B a stage does a forward and then a backward, each where there is one: forward
+    ``m`` in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
+    """
+    stages, count = empty.num_stages, empty.num_micro_batches
+    grid = np.indices((2, stages, count)).reshape(3, -1)
+    action, stage, index = grid
+    if empty.name == "gpipe-lockstep":
+        forward = index + stage
+        backward = 2 * (count + stages - 1) - 1 - forward
+    else:
+        forward = 2 * (index + stage)
+        backward = 2 * (index + 2 * (stages - 1) - stage) + 1
+    tick = np.where(action == 0, forward, backward)
+    return Columns(tick, stage, *_parts(empty, action, index), action)
+
+
+def problems_of(
+    table: Schedule, most_in_flight: Sequence[int] | None = None
+) -> list[str]:
+    """What makes a table illegal; empty where nothing does.
+
+    Every place does every action with every micro-batch once, after what it needs, one
+    action a tick, holding no more activations than allowed. Where stages act in turns,
+    what comes from another stage was made in a turn before.
+
+    Args:
+        table: the schedule.
+        most_in_flight: bound for each stage, or None for no bound.
+    """
+    expected: dict[Key, None] = {
+        (place, micro_batch, action): None
+        for place in range(table.num_places)
+        for micro_batch in range(table.num_micro_batches)
+        for action in table.actions
+    }
+    found = [
+        f"{row} is none of {table.num_stages} stages × {table.num_chunks} chunks × "
+        f"{table.num_micro_batches} micro-batches × {', '.join(table.actions)}"
+        for row in table.rows
+        if table.key(row) not in expected or not 0 <= row.stage < table.num_stages
+    ]
+    if found:
+        return found
+    ticks: dict[Key, Row] = {}
+    taken: set[tuple[int, int]] = set()
+    for row in table.rows:
+        key = table.key(row)
+        if key in ticks:
+            found.append(
+                f"{key} stands twice, at ticks {ticks[key].tick} and {row.tick}"
+            )
+        if (row.stage, row.tick) in taken:
+            found.append(f"stage {row.stage} acts twice at tick {row.tick}")
+        taken.add((row.stage, row.tick))
+        ticks[key] = row
+    found += [f"{key} is missing" for key in expected if key not in ticks]
+    return [*found, *_out_of_order(table, ticks), *_too_many(table, most_in_flight)]
+
+
+def _out_of_order(table: Schedule, rows: dict[Key, Row]) -> Iterator[str]:
+    """Rows before what they need, or behind a later tick."""
+    before = 0
+    for row in table.rows:
+        key, needed = table.key(row), table.needs(row)
+        if row.tick < before:
+            yield f"{key} at tick {row.tick} stands behind tick {before}"
+        before = max(before, row.tick)
+        source = None if needed is None else rows.get(needed)
+        if source is None:
+            continue
+        if source.tick >= row.tick:
+            yield f"{key} at tick {row.tick} comes before {needed}"
+        elif (
+            table.turn_ticks
+            and source.stage != row.stage
+            and table.turn(source) == table.turn(row)
+        ):
+            yield f"{key} stands in the same turn as {needed}, on another stage"
+
+
+def _too_many(table: Schedule, allowed: Sequence[int] | None) -> Iterator[str]:
+    """Stages that hold more activations than allowed."""
+    for stage, held in enumerate(table.in_flight):
+        if allowed is not None and held > allowed[stage]:
+            yield f"stage {stage} holds {held} activations, {allowed[stage]} allowed"

@@ -1,0 +1,351 @@
+"""Pipeline schedules in time: how long the rows of a table take.
+
+Separate from the tables because nothing here knows one schedule from another: only
+rows, what they need, and whether stages wait for each other at the end of a turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import (
+    Action,
+    Columns,
+    Key,
+    Row,
+    Schedule,
+    columns_of,
+    numbered,
+)
+
+
+STEADY_AFTER = 3
+"""Micro-batches for each stage after which a pipeline's pace is steady."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A schedule in seconds.
+
+    Attributes:
+        step_seconds: until the last action ends.
+        ends_seconds: when each row ends, in the schedule's order.
+        busy_seconds: work of each stage.
+    """
+
+    step_seconds: float
+    ends_seconds: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Part of all stages' time in which they wait."""
+        whole = self.step_seconds * len(self.busy_seconds)
+        return 1.0 - sum(self.busy_seconds) / whole if whole else 0.0
+
+
+def simulate(
+    table: Schedule,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfer_seconds: float = 0.0,
+    *,
+    weight_seconds: Sequence[float] | None = None,
+) -> Timeline:
+    """Run a schedule in time.
+
+    Args:
+        table: the schedule.
+        forward_seconds, backward_seconds: of one micro-batch at each place along the
+            pipeline (stages × chunks, in the model's order).
+        transfer_seconds: from one place to the next, where that is another stage;
+            sending does not keep a stage from its next action.
+        weight_seconds: as ``backward_seconds``, of the gradient of the parameters.
+            Given where the schedule splits the backward, and only there;
+            ``backward_seconds`` are then those of the gradient of the input.
+
+    Raises:
+        PlanError: times for another number of places, or for actions that the
+            schedule does not have; all problems are listed.
+
+    >>> from whalejax.planner.pipeline.schedules import schedule
+    >>> simulate(schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0]).step_seconds
+    12.0
+    >>> one = [1.0] * 4
+    >>> simulate(schedule("zb-h1", 4, 8), one, one, weight_seconds=one).step_seconds
+    27.0
+    """
+    seconds = _by_action(table, forward_seconds, backward_seconds, weight_seconds)
+    step = 0.0
+    ends: list[float] = []
+    busy = [0.0] * table.num_stages
+    for row, end in _ends(table, seconds, transfer_seconds, max):
+        step = max(step, end)
+        ends.append(end)
+        busy[row.stage] += seconds[row.action][table.key(row)[0]]
+    return Timeline(
+        step_seconds=step, ends_seconds=tuple(ends), busy_seconds=tuple(busy)
+    )
+
+
+def simulate_many(
+    table: Schedule,
+    forward: np.ndarray,
+    backward: np.ndarray,
+    transfer: np.ndarray,
+    *,
+    weight: np.ndarray | None = None,
+) -> np.ndarray:
+    """``simulate`` for many times at once, the step time alone.
+
+    Args:
+        table: the schedule.
+        forward, backward: seconds at each place along the pipeline, (place, case).
+        transfer: seconds from one place to the next, (case,).
+        weight: as ``backward``, of the gradient of the parameters; where the schedule
+            splits the backward, and only there.
+
+    Returns:
+        Step time of every case.
+
+    Raises:
+        PlanError: as ``simulate``.
+    """
+    return compiled(table).step_seconds(forward, backward, transfer, weight=weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """Rows of several stages at one tick; they do not wait for one another.
+
+    Attributes:
+        together: all stages wait for each other before.
+        stages, places, actions: of the rows.
+        reads, waits: slots that rows take in, and which rows those are.
+        writes, leaves: slots that rows leave, and which rows those are.
+    """
+
+    together: bool
+    stages: np.ndarray
+    places: np.ndarray
+    actions: np.ndarray
+    reads: np.ndarray
+    waits: np.ndarray
+    writes: np.ndarray
+    leaves: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A schedule as steps over arrays, for many times at once.
+
+    Attributes:
+        table: the schedule; without rows, if it was compiled from its columns.
+        beats: its rows, those of a tick together.
+        slots: results that are on their way at most.
+    """
+
+    table: Schedule
+    beats: tuple[_Beat, ...]
+    slots: int
+
+    def step_seconds(
+        self,
+        forward: np.ndarray,
+        backward: np.ndarray,
+        transfer: np.ndarray,
+        *,
+        weight: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """As ``simulate_many``."""
+        table = self.table
+        given = _by_action(table, forward, backward, weight)
+        seconds = np.stack([given[name] for name in table.actions])
+        free = np.zeros((table.num_stages, seconds.shape[-1]))
+        sent = np.empty((self.slots, seconds.shape[-1]))
+        wait = transfer if table.num_stages > 1 else 0.0
+        for beat in self.beats:
+            if beat.together:
+                free[:] = free.max(axis=0)
+            start = free[beat.stages]
+            if len(beat.reads):
+                arrived = sent[beat.reads] + wait
+                start[beat.waits] = np.maximum(start[beat.waits], arrived)
+            start += seconds[beat.actions, beat.places]
+            free[beat.stages] = start
+            if len(beat.writes):
+                sent[beat.writes] = start[beat.leaves]
+        found: np.ndarray = free.max(axis=0)
+        return found
+
+
+def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
+    """A schedule whose rows are looked at once.
+
+    Args:
+        table: a legal schedule.
+        columns: its rows, where the table has none.
+
+    >>> from whalejax.planner.pipeline.schedules import schedule
+    >>> steps = compiled(schedule("gpipe", 2, 3))
+    >>> one = np.ones((2, 1))
+    >>> steps.step_seconds(one, 2 * one, np.zeros(1))
+    array([12.])
+    """
+    rows = columns_of(table) if columns is None else columns
+    key, needs = numbered(table, rows)
+    place = rows.chunk * table.num_stages + rows.stage
+    turn = rows.tick // table.turn_ticks if table.turn_ticks else 0 * rows.tick
+    # What the place itself did before lies behind it in the stage's own order.
+    last = table.num_places - 1
+    waits = ((rows.action == 0) & (place > 0)) | ((rows.action == 1) & (place < last))
+    leaves = ((rows.action == 0) & (place < last)) | ((rows.action == 1) & (place > 0))
+    window = _window(table, key, rows.tick, needs[waits], rows.tick[waits])
+
+    def slots(keys: np.ndarray) -> np.ndarray:
+        source, micro_batch = divmod(keys, table.num_micro_batches)
+        return np.asarray(source * window + micro_batch % window)
+
+    first = np.flatnonzero(np.diff(rows.tick, prepend=-1))
+    reads, writes = slots(needs), slots(key)
+    beats = []
+    before = 0
+    for start, end in zip(first, [*first[1:], len(key)], strict=True):
+        here = slice(start, end)
+        waiting, leaving = np.flatnonzero(waits[here]), np.flatnonzero(leaves[here])
+        beats.append(
+            _Beat(
+                bool(turn[start] > before),
+                rows.stage[here],
+                place[here],
+                rows.action[here],
+                reads[here][waiting],
+                waiting,
+                writes[here][leaving],
+                leaving,
+            )
+        )
+        before = turn[start]
+    return Compiled(table, tuple(beats), window * 2 * table.num_places)
+
+
+def _window(
+    table: Schedule,
+    keys: np.ndarray,
+    ticks: np.ndarray,
+    needs: np.ndarray,
+    needed: np.ndarray,
+) -> int:
+    """After how many micro-batches the result of one has been read, at every place.
+
+    Args:
+        table: the schedule.
+        keys, ticks: its rows, and when they are.
+        needs, needed: rows that others read, and when those are.
+    """
+    shape = len(table.actions) * table.num_places, table.num_micro_batches
+    made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
+    made[keys], read[needs] = ticks, needed
+    made, read = made.reshape(shape), read.reshape(shape)
+    window = 1
+    while (read[:, :-window] > made[:, window:]).any():
+        window *= 2
+    return window
+
+
+def any_cut_share(
+    num_micro_batches: np.ndarray, num_stages: np.ndarray, num_chunks: np.ndarray
+) -> np.ndarray:
+    """The least time of a pipeline however its work is cut into stages.
+
+    A stage begins after those before it have done a part: with ``B`` their time for a
+    micro-batch, ``B / chunks + micro_batches * own <= step``. All of them equal gives
+    the least step. A split backward is not covered: there a stage can hand over
+    before it has done all of its part.
+
+    Args:
+        num_micro_batches, num_stages, num_chunks: arrays that are alike.
+
+    Returns:
+        Shares of the time that one micro-batch takes on all stages together.
+    """
+    laps = num_micro_batches * num_chunks
+    found: np.ndarray = 1.0 / (num_chunks * (1.0 - (1.0 - 1.0 / laps) ** num_stages))
+    return found
+
+
+def _by_action(
+    table: Schedule, forward: Any, backward: Any, weight: Any
+) -> dict[Action, Any]:
+    """Times of each action at each place, checked."""
+    problems = Problems(f"times of {table.name}", PlanError)
+    given: dict[Action, Any] = {"forward": forward, "backward": backward}
+    if weight is not None:
+        given["weight"] = weight
+    for name, values in given.items():
+        if name not in table.actions:
+            problems.add(
+                f"{name}_seconds is given; {table.name} does not split the backward. "
+                "Add it to backward_seconds, or take the schedule zb-h1"
+            )
+        elif len(values) != table.num_places:
+            problems.add(
+                f"{name}_seconds has {len(values)} entries; expected "
+                f"{table.num_places}: {table.num_chunks} chunks on each of "
+                f"{table.num_stages} stages"
+            )
+    if table.splits_backward and weight is None:
+        problems.add(
+            f"weight_seconds is missing; {table.name} splits the backward. Give the "
+            "seconds of the gradient of the parameters at each of "
+            f"{table.num_places} places, and take them off backward_seconds"
+        )
+    problems.raise_if_any()
+    return given
+
+
+def _ends(
+    table: Schedule,
+    seconds: Mapping[Action, Any],
+    transfer: Any,
+    latest: Callable[[Any, Any], Any],
+) -> Iterator[tuple[Row, Any]]:
+    """Every row of a legal table, with when it ends if it begins as early as it can.
+
+    By tick, every stage's rows are in its order and behind what they need.
+
+    Args:
+        table: the schedule.
+        seconds: of each action at each place; numbers, or arrays of many cases.
+        transfer: from one place to the next.
+        latest: of two times.
+    """
+    free: list[Any] = [0.0] * table.num_stages
+    wait = transfer if table.num_stages > 1 else 0.0
+    sent: dict[Key, Any] = {}
+    turn = 0
+    for row in table.rows:
+        if table.turn(row) > turn:
+            turn = table.turn(row)
+            together = free[0]
+            for other in free[1:]:
+                together = latest(together, other)
+            free = [together] * table.num_stages
+        key, needed = table.key(row), table.needs(row)
+        place, _, action = key
+        start = free[row.stage]
+        # What the place itself did before lies behind it in the stage's own order.
+        if needed is not None and needed[0] != place:
+            # One reads it alone, so that it is forgotten once it is read.
+            start = latest(start, sent.pop(needed) + wait)
+        free[row.stage] = end = start + seconds[action][place]
+        if action != "weight":
+            sent[key] = end
+        yield row, end

@@ -1,0 +1,166 @@
+"""Which kinds of devices hold which pipeline stages.
+
+Whale places earlier stages on devices with more memory, because they hold the
+activations of more micro-batches, and then cuts the model by FLOP (Jia et al., 2022,
+section 3.3.2). Here the order of the devices and the cut are chosen together: exact,
+by dynamic programming over how many devices of each kind are taken and where the last
+stage ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Devices in the order of the pipeline, and the model cut for them.
+
+    Attributes:
+        order: for each stage, the index of its devices among those that were given.
+        stages: the devices of each stage, with the activations that it holds there.
+        cut: of the model.
+    """
+
+    order: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    cut: Cut
+
+
+def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:
+    """Whale's rule: devices with more memory hold earlier stages.
+
+    Args:
+        devices: of each stage. Of equal memory, those that come first stay first.
+
+    >>> memory_order([Stage(memory_bytes=16e9), Stage(memory_bytes=32e9)])
+    (1, 0)
+    """
+    return tuple(sorted(range(len(devices)), key=lambda i: -devices[i].memory_bytes))
+
+
+def in_order(
+    layers: Sequence[Layer],
+    devices: Sequence[Stage],
+    in_flight: Sequence[int],
+    order: Sequence[int],
+) -> Placed:
+    """The best cut for devices in a given order.
+
+    Args:
+        layers: in the model's order.
+        devices: of each stage; their ``in_flight`` is replaced.
+        in_flight: micro-batches whose activations each stage holds, in the order of
+            the pipeline, as ``Schedule.in_flight`` has them.
+        order: for each stage, the index of its devices.
+
+    Raises:
+        PlanError: no cut fits the memory.
+    """
+    stages = tuple(
+        replace(devices[i], in_flight=held)
+        for i, held in zip(order, in_flight, strict=True)
+    )
+    return Placed(order=tuple(order), stages=stages, cut=cut(layers, stages))
+
+
+def place(
+    layers: Sequence[Layer], devices: Sequence[Stage], in_flight: Sequence[int]
+) -> Placed:
+    """The order of the devices and the cut whose slowest stage is fastest.
+
+    Exact. Of orders that are equally fast, one in which earlier stages have more
+    memory. Time O(S · L²) for every combination of how many devices of each kind are
+    taken, S kinds and L layers.
+
+    Args:
+        layers: in the model's order.
+        devices: of each stage, in any order; their ``in_flight`` is replaced.
+        in_flight: micro-batches whose activations each stage holds, in the order of
+            the pipeline.
+
+    Raises:
+        PlanError: fewer layers than stages, or no cut fits in any order.
+
+    >>> fast = Stage(kind="v100-32", speed=2.0, memory_bytes=32.0)
+    >>> slow = Stage(kind="p100-16", speed=1.0, memory_bytes=16.0)
+    >>> block = Layer(seconds=1.0, activation_bytes=2.0)
+    >>> found = place([block] * 12, [slow, fast], in_flight=(2, 1))
+    >>> found.order, found.cut.counts, found.cut.slowest_seconds
+    ((1, 0), (8, 4), 4.0)
+    """
+    if not devices or len(layers) < len(devices):
+        return in_order(layers, devices, in_flight, range(len(devices)))
+    kinds = _kinds(devices)
+    paces, parents = _search(layers, kinds, in_flight)
+    counts = tuple(len(where) for _, where in kinds)
+    if not np.isfinite(paces[counts][-1]):
+        # The cut says what is missing; in Whale's order early stages have most room.
+        return in_order(layers, devices, in_flight, memory_order(devices))
+    order = []
+    state, end = counts, len(layers)
+    left = [list(where) for _, where in kinds]
+    while any(state):
+        kind, start = (int(table[end]) for table in parents[state])
+        order.append(left[kind].pop())
+        state, end = _less(state, kind), start
+    return in_order(layers, devices, in_flight, order[::-1])
+
+
+def _kinds(devices: Sequence[Stage]) -> list[tuple[Stage, list[int]]]:
+    """Devices that are alike, and which they are; those with more memory first."""
+    alike: dict[Stage, list[int]] = {}
+    for i in memory_order(devices):
+        alike.setdefault(replace(devices[i], in_flight=1), []).append(i)
+    return list(alike.items())
+
+
+State = tuple[int, ...]
+"""How many devices of each kind are taken."""
+
+
+def _less(state: State, kind: int) -> State:
+    return tuple(n - (k == kind) for k, n in enumerate(state))
+
+
+def _search(
+    layers: Sequence[Layer],
+    kinds: Sequence[tuple[Stage, list[int]]],
+    in_flight: Sequence[int],
+) -> tuple[dict[State, np.ndarray], dict[State, np.ndarray]]:
+    """Best pace of the first layers on some devices, and what was taken last."""
+    count = len(layers)
+    ranges = [range(len(where) + 1) for _, where in kinds]
+    states = sorted(itertools.product(*ranges), key=sum)
+    nothing = np.full(count + 1, np.inf)
+    nothing[0] = 0.0
+    paces, parents = {states[0]: nothing}, dict[State, np.ndarray]()
+    cost = {
+        (kind, held): interval_seconds(layers, replace(stage, in_flight=held))
+        for kind, (stage, _) in enumerate(kinds)
+        for held in Counter(in_flight)
+    }
+    for state in states[1:]:
+        held = in_flight[sum(state) - 1]
+        best, parent = np.full(count + 1, np.inf), np.zeros((2, count + 1), dtype=int)
+        # The kind with least memory is tried last first: ties keep it behind.
+        for kind in reversed(range(len(kinds))):
+            if not state[kind]:
+                continue
+            pace = np.maximum(paces[_less(state, kind)][:, None], cost[kind, held])
+            start = pace.argmin(axis=0)
+            found = pace[start, np.arange(count + 1)]
+            better = found < best
+            best = np.where(better, found, best)
+            parent = np.where(
+                better, np.stack([np.full_like(start, kind), start]), parent
+            )
+        paces[state], parents[state] = best, parent
+    return paces, parents

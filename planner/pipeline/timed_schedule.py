@@ -1,0 +1,169 @@
+"""A plan's schedule in seconds: the rows of its stages, each with begin and end.
+
+Apart from ``simulate`` because this starts from a plan, as it was written to a file:
+its stages' own predictions say how long each row takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whalejax.planner.balance.shares import dealt
+from whalejax.planner.entries import Pace
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.plan_data import PlanData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One row of a schedule.
+
+    Attributes:
+        row: what is done.
+        start_seconds, end_seconds: since the step began.
+    """
+
+    row: Row
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced:
+    """A schedule in seconds.
+
+    Attributes:
+        table: the schedule.
+        rows: in its order.
+    """
+
+    table: Schedule
+    rows: tuple[Timed, ...]
+
+    @property
+    def end_seconds(self) -> float:
+        """When the last row ends; what a step does once (the update) follows."""
+        return max((one.end_seconds for one in self.rows), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Part of all stages' time until then in which they wait."""
+        whole = self.end_seconds * self.table.num_stages
+        busy = sum(one.end_seconds - one.start_seconds for one in self.rows)
+        return 1.0 - busy / whole if whole else 0.0
+
+
+def table_of(plan: PlanData) -> Schedule:
+    """The schedule that a plan's stages follow.
+
+    Args:
+        plan: has stages.
+
+    Raises:
+        PlanError: it has none.
+    """
+    stages = plan.stages
+    if stages is None:
+        raise PlanError("this plan has no stages, and so no schedule")
+    number = plan.axis_sizes["stage"]
+    count = plan.num_micro_batches
+    return schedule(stages.schedule, number, count, stages.chunks)
+
+
+def paced(plan: PlanData) -> Paced:
+    """The rows of a plan's schedule in seconds.
+
+    Where stages run one loop, each of its turns does the forwards of all stages, then
+    their backwards, then what stages hand on; a stage that has nothing to do waits.
+
+    Args:
+        plan: has stages.
+
+    Raises:
+        PlanError: it has none.
+    """
+    table, stages = table_of(plan), plan.stages
+    assert stages is not None
+    if table.turn_ticks:
+        rows = tuple(_in_turns(table, stages.paces[0], stages.handed_seconds))
+        return Paced(table=table, rows=rows)
+    line = simulate(
+        table,
+        [pace.forward_seconds for pace in stages.paces],
+        [pace.backward_seconds for pace in stages.paces],
+        stages.handed_seconds,
+        weight_seconds=[pace.weight_seconds for pace in stages.paces]
+        if table.splits_backward
+        else None,
+    )
+    rows = tuple(
+        Timed(
+            row=row,
+            start_seconds=end - _seconds(stages.paces[table.key(row)[0]], row.action),
+            end_seconds=end,
+        )
+        for row, end in zip(table.rows, line.ends_seconds, strict=True)
+    )
+    return Paced(table=table, rows=rows)
+
+
+def paced_beside(plan: PlanData) -> list[Paced]:
+    """The rows of pipelines side by side, each with the micro-batches of its share.
+
+    Args:
+        plan: has stages; of one pipeline, that one is all.
+
+    Returns:
+        Of each pipeline, in node order. Micro-batches have their numbers in the step;
+        one that takes none has no rows.
+
+    Raises:
+        PlanError: it has no stages.
+    """
+    if not plan.pipelines:
+        return [paced(plan)]
+    found = []
+    for own, numbers in zip(plan.pipelines, dealt(plan.shares), strict=True):
+        if not numbers:
+            found.append(
+                Paced(table=dataclasses.replace(table_of(own), rows=()), rows=())
+            )
+            continue
+        one = paced(dataclasses.replace(own, num_micro_batches=len(numbers)))
+        rows = (
+            dataclasses.replace(
+                timed,
+                row=timed.row._replace(
+                    micro_batch=timed.row.micro_batch + numbers.start
+                ),
+            )
+            for timed in one.rows
+        )
+        found.append(dataclasses.replace(one, rows=tuple(rows)))
+    return found
+
+
+def _seconds(pace: Pace, action: Action) -> float:
+    if action == "forward":
+        return pace.forward_seconds
+    return pace.backward_seconds if action == "backward" else pace.weight_seconds
+
+
+def _in_turns(table: Schedule, pace: Pace, handed_seconds: float) -> Iterator[Timed]:
+    """Every row of stages in lockstep, which take the same for each turn."""
+    turns: dict[int, list[Row]] = {}
+    for row in table.rows:
+        turns.setdefault(table.turn(row), []).append(row)
+    now = 0.0
+    for rows in turns.values():
+        for action in table.actions:
+            together = [row for row in rows if row.action == action]
+            end = now + (_seconds(pace, action) if together else 0.0)
+            for row in together:
+                yield Timed(row=row, start_seconds=now, end_seconds=end)
+            now = end
+        now += handed_seconds

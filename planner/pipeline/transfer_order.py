@@ -1,0 +1,170 @@
+"""In which order the rows of a schedule and what they hand each other are issued.
+
+One list for all stages: every process goes through it from the front, does the rows of
+its own stages, and takes part in what these hand over. Two processes never wait for
+each other in a circle, because both stand at places of one list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.planner.pipeline.schedules import Action, Key, Row, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Handing:
+    """What one part of the model hands another for a micro-batch.
+
+    Attributes:
+        micro_batch: which.
+        source, target: places along the pipeline.
+        action: ``forward`` hands on values, ``backward`` their cotangents.
+    """
+
+    micro_batch: int
+    source: int
+    target: int
+    action: Action
+
+
+def words_of(event: Row | Handing) -> str:
+    """A row or a hand-over in words.
+
+    >>> words_of(Handing(micro_batch=3, source=0, target=1, action="forward"))
+    'what part 0 hands part 1 of micro-batch 3, forward'
+    """
+    if isinstance(event, Row):
+        return (
+            f"{event.action} of micro-batch {event.micro_batch} in stage {event.stage}"
+        )
+    return (
+        f"what part {event.source} hands part {event.target} of micro-batch "
+        f"{event.micro_batch}, {event.action}"
+    )
+
+
+def issue_order(
+    table: Schedule,
+    ahead: Iterable[tuple[int, int]],
+    back: Iterable[tuple[int, int]],
+    seconds: Mapping[Action, Sequence[float]],
+) -> tuple[Row | Handing, ...]:
+    """All rows, and what they hand over, in an order in which they can be issued.
+
+    What is handed from stage to stage is put where both have time for it, if every row
+    takes as long as is said: devices that run one program after the other would
+    otherwise wait in the middle of a row's time. It stands before rows that could
+    begin at the same time.
+
+    Args:
+        table: the schedule.
+        ahead: pairs of places, one of which hands values to the other.
+        back: pairs, one of which hands cotangents to the other.
+        seconds: of each action at each place.
+
+    Raises:
+        ValueError: rows and hand-overs wait for each other in a circle.
+    """
+    return _Order(table, ahead, back, seconds).issued()
+
+
+class _Order:
+    """Rows and hand-overs in time."""
+
+    def __init__(
+        self,
+        table: Schedule,
+        ahead: Iterable[tuple[int, int]],
+        back: Iterable[tuple[int, int]],
+        seconds: Mapping[Action, Sequence[float]],
+    ) -> None:
+        self.table = table
+        self.seconds = seconds
+        self.targets: dict[tuple[int, Action], list[int]] = defaultdict(list)
+        self.awaited: Counter[tuple[int, Action]] = Counter()
+        pairs: tuple[tuple[Action, Iterable[tuple[int, int]]], ...] = (
+            ("forward", ahead),
+            ("backward", back),
+        )
+        for action, several in pairs:
+            for source, target in sorted(set(several)):
+                self.targets[source, action].append(target)
+                self.awaited[target, action] += 1
+        self.rows = [table.of_stage(stage) for stage in range(table.num_stages)]
+        self.at = [0] * table.num_stages
+        self.free = [0.0] * table.num_stages
+        self.arrived: Counter[Key] = Counter()
+        self.arrival: dict[Key, float] = defaultdict(float)
+        self.pending: list[tuple[float, Handing]] = []
+        self.found: list[Row | Handing] = []
+
+    def issued(self) -> tuple[Row | Handing, ...]:
+        while self.pending or any(map(self._next, range(self.table.num_stages))):
+            handing = min(self._handings(), default=None)
+            row = min(self._rows(), default=None)
+            if handing is not None and (row is None or handing[0] <= row[0]):
+                self._hand(*handing)
+            elif row is not None:
+                self._do(*row)
+            else:
+                raise ValueError("the stages wait for each other in a circle")
+        return tuple(self.found)
+
+    def _next(self, stage: int) -> Row | None:
+        rows, at = self.rows[stage], self.at[stage]
+        return rows[at] if at < len(rows) else None
+
+    def _handings(self) -> list[tuple[float, float, Handing]]:
+        """When each pending one could be done, and since when."""
+        stages = self.table.num_stages
+        return [
+            (
+                max(ready, self.free[h.source % stages], self.free[h.target % stages]),
+                ready,
+                h,
+            )
+            for ready, h in self.pending
+        ]
+
+    def _rows(self) -> list[tuple[float, int]]:
+        """When each stage's next row could begin, where it has all that it needs."""
+        found = []
+        for stage in range(self.table.num_stages):
+            row = self._next(stage)
+            if row is None:
+                continue
+            key = self.table.key(row)
+            if self.arrived[key] == self.awaited[key[0], row.action]:
+                found.append((max(self.free[stage], self.arrival[key]), stage))
+        return found
+
+    def _do(self, start: float, stage: int) -> None:
+        row = self.rows[stage][self.at[stage]]
+        place, micro_batch, action = self.table.key(row)
+        self.found.append(row)
+        self.at[stage] += 1
+        self.free[stage] = end = start + self.seconds[action][place]
+        for target in self.targets.get((place, action), ()):
+            handing = Handing(
+                micro_batch=micro_batch, source=place, target=target, action=action
+            )
+            if target % self.table.num_stages == stage:
+                self._arrive(end, handing)
+            else:
+                self.pending.append((end, handing))
+
+    def _hand(self, start: float, ready: float, handing: Handing) -> None:
+        self.pending.remove((ready, handing))
+        for place in (handing.source, handing.target):
+            stage = place % self.table.num_stages
+            self.free[stage] = max(self.free[stage], start)
+        self._arrive(start, handing)
+
+    def _arrive(self, time: float, handing: Handing) -> None:
+        self.found.append(handing)
+        key = handing.target, handing.micro_batch, handing.action
+        self.arrived[key] += 1
+        self.arrival[key] = max(self.arrival[key], time)

@@ -1,0 +1,253 @@
+"""Layers that do not divide among pipeline stages: how many each gets, and their store.
+
+Stages in lockstep wait for the slowest of them, so layers are dealt out such that it
+has the least to do. Only the last stage computes what stands behind the layers, where
+nothing inside a stage is sharded; elsewhere all stages do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost.operation_cost import Setting, row_cost
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import Collective, LeafPlan, itemsize_bytes
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE, Shared
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import extend_spec, shards
+
+
+P = TypeVar("P", bound=PlanData)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """Layers as stages have them.
+
+    Attributes:
+        length: layers in all.
+        stages: how many there are.
+        seconds: what a layer takes, and what the last stage alone computes behind them.
+    """
+
+    length: int
+    stages: int
+    seconds: tuple[float, float] = (1.0, 0.0)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """How many each stage has."""
+        layer, behind = self.seconds
+        return layers_of(self.length, self.stages, behind / layer)
+
+    @property
+    def equal(self) -> bool:
+        """All have as many."""
+        return len(set(self.layers)) == 1
+
+    @property
+    def spared_seconds(self) -> float:
+        """By how much less than all of it the slowest stage computes in a turn.
+
+        That is of the most layers and of what stands behind them, which are not both on
+        one stage.
+        """
+        layer, behind = self.seconds
+        return min(behind, (max(self.layers) - self.layers[-1]) * layer)
+
+
+def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
+    """How many layers each stage gets.
+
+    Equally many, where they divide; else so that the slowest stage has the least to do,
+    one at least each.
+
+    Args:
+        length: layers in all.
+        stages: how many there are.
+        behind: time of what stands behind the layers, in that of a layer, as far as the
+            last stage alone computes it.
+
+    >>> layers_of(6, 4)
+    (2, 2, 1, 1)
+    >>> layers_of(7, 2, behind=2.5)
+    (5, 2)
+    >>> layers_of(8, 2, behind=2.5)
+    (4, 4)
+    """
+    if length % stages == 0:
+        return (length // stages,) * stages
+    found = [1] * stages
+    for _ in range(length - stages):
+        loads = [*found[:-1], found[-1] + behind]
+        found[loads.index(min(loads))] += 1
+    return tuple(found)
+
+
+def seconds_of(
+    graph: Graph, shared: Shared, cluster: Cluster, num_micro_batches: int
+) -> tuple[float, float]:
+    """What a layer takes, and what stands behind all of them, for one micro-batch.
+
+    Args:
+        graph: the captured loss.
+        shared: its layers.
+        cluster: devices, each of which computes it alone.
+        num_micro_batches: of a step.
+
+    Returns:
+        Seconds forward and backward of each.
+    """
+    depth = len(shared.position)
+    inside = [op.position[:depth] == shared.position for op in graph.ops]
+    end = max(i for i, within in enumerate(inside) if within) + 1
+    start = inside.index(True)
+
+    def seconds(first: int, last: int) -> float:
+        part = replace(graph, ops=graph.ops[first:last])
+        analysed = analyse_graph(part)
+        s = Setting(
+            {},
+            num_micro_batches // graph.num_micro_batches,
+            cluster,
+            analysed.dims,
+            frozenset(r.index for r in analysed.dims.batch),
+        )
+        costs = [row_cost(row, {}, s) for row in build_rows(part, analysed.dims).ops]
+        launch = cluster.slowest.launch_seconds
+        return float(sum(c.compute_seconds + c.launches * launch for c in costs))
+
+    return seconds(start, end) / shared.length, seconds(end, len(graph.ops))
+
+
+def parts(shape: Sequence[int], stages: int) -> bool:
+    """Whether stages can each store a part of every layer of a stack.
+
+    Args:
+        shape: of all layers.
+        stages: how many there are.
+    """
+    return any(size % stages == 0 for size in shape[1:])
+
+
+def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
+    """A stack of layers of which each stage stores a part of every layer.
+
+    Args:
+        leaf: all layers, laid out as one stage's are.
+        mesh: sizes of the axes, with that of the stages.
+
+    Returns:
+        The leaf with its stored layouts extended by ``stage`` in the dimension that
+        other axes shard least; where none divides, every stage stores all of it.
+    """
+    stored = [
+        ((), *spec[1:])
+        for spec in (leaf.param_spec, leaf.gradient_spec, leaf.optimizer_spec)
+    ]
+
+    def cuts(dim: int) -> int:
+        counts = [math.prod(mesh[a] for a in spec[dim]) for spec in stored]
+        divides = all(leaf.shape[dim] % (mesh[STAGE] * n) == 0 for n in counts)
+        return max(counts) if divides else 0
+
+    dims = [dim for dim in range(1, len(leaf.shape)) if cuts(dim)]
+    dims.sort(key=lambda dim: (cuts(dim), -leaf.shape[dim]))
+    param, gradient, optimizer = (
+        extend_spec(spec, leaf.shape, STAGE, mesh, dims) for spec in stored
+    )
+    return replace(
+        leaf,
+        compute_spec=((STAGE,), *leaf.compute_spec[1:]),
+        param_spec=param,
+        gradient_spec=gradient,
+        optimizer_spec=optimizer,
+    )
+
+
+def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collective]:
+    """What stages exchange of a stack in a step: parameters, and gradients of them.
+
+    Args:
+        leaf: as stored.
+        most: layers of the fullest stage.
+        mesh: sizes of the axes, with that of the stages.
+    """
+    size = most * mesh[STAGE] * math.prod(leaf.shape[1:])
+    stored = itemsize_bytes(leaf.dtype)
+    itemsizes = stored, max(4, stored)  # summed in 32 bits or more
+    found = []
+    stores = (("parameter", leaf.param_spec), ("gradient", leaf.gradient_spec))
+    for (what, spec), itemsize in zip(stores, itemsizes, strict=True):
+        apart = any(STAGE in axes for axes in spec)
+        if not apart and what == "parameter":
+            continue  # every stage has all of it
+        if what == "gradient" and not leaf.trained:
+            continue
+        local = size * itemsize // shards(spec, mesh)
+        found.append(
+            Collective(
+                kind="all-to-all" if apart else "all-gather",
+                axes=(STAGE,),
+                phase="update",
+                what=what,
+                payload_bytes=int(local),
+                count=1,
+                scope=leaf.path,
+            )
+        )
+    return found
+
+
+def unequal_notes(dealt: Dealt, *, alone: bool) -> list[str]:
+    """What a user should know of layers that stages have unequal numbers of.
+
+    Args:
+        dealt: who has which.
+        alone: a stage is one device.
+    """
+    if dealt.equal:
+        return []
+    layers = ", ".join(map(str, dealt.layers))
+    found = [
+        f"stages have {layers} layers: each stores a part of every layer, and parts "
+        "are exchanged for whole layers once in a step, and back for their gradients"
+    ]
+    if not alone:
+        found.append(
+            "stages with fewer layers compute as long as the fullest, because the "
+            "devices inside run the same collectives; what is too much is dropped"
+        )
+    return found
+
+
+def with_layers(plan: P, layers: tuple[int, ...]) -> P:
+    """A plan whose stages have other numbers of layers; predictions stay as they were.
+
+    Args:
+        plan: with stages that have equally many.
+        layers: how many each gets, one or more; all of them together as before.
+    """
+    assert plan.stages is not None
+    assert sum(layers) == sum(plan.stages.layers)
+    return replace(
+        plan,
+        stages=replace(plan.stages, layers=layers),
+        leaves=tuple(
+            stored_apart(leaf, plan.axis_sizes)
+            if any(STAGE in axes for axes in leaf.param_spec)
+            else leaf
+            for leaf in plan.leaves
+        ),
+    )
+
+
+def stored_bytes(leaf: LeafPlan, mesh: Mapping[str, int]) -> int:
+    """What a device stores of a parameter."""
+    return int(leaf.nbytes // shards(leaf.param_spec, mesh))

@@ -1,0 +1,375 @@
+"""Builds a ``Plan`` from what a search found: tables, layouts, candidates and notes.
+
+It decides nothing: it makes the plain data that is shown, saved and run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.cost.collectives import axis_parts, runs_as
+from whalejax.planner.entries import (
+    BatchLeaf,
+    Candidate,
+    LeafPlan,
+    RegionTable,
+    RoleInfo,
+)
+from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import BatchReduction, Graph
+from whalejax.planner.model.sequence import whole_notes
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.why import leaf_note
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.sharding.fused_parameters import computed_whole
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.metadata_constraints import unplanned_pins
+from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
+from whalejax.planner.sharding.strategies import idle_marks
+from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
+
+
+FROZEN_SHARE = 0.01
+"""Part of a device's memory from which untrained leaves are worth a note."""
+
+KEPT_CANDIDATES = 12
+"""Weighed plans that a plan remembers."""
+
+
+def written(
+    analysed: Analysed,
+    search: Search,
+    weighed: Sequence[Scored],
+    cluster: Cluster,
+    request: Request,
+    precision: str,
+    batch: Sequence[BatchLeaf],
+) -> Plan:
+    """The plan of the first of some scored ones; the others are its candidates.
+
+    Args:
+        analysed: the graph that was searched.
+        search: the search.
+        weighed: its plans.
+        cluster, request: what was asked for.
+        precision: noted in the plan.
+        batch: leaves of the global batch.
+    """
+    best = weighed[0]
+    graph, dims = analysed.graph, analysed.dims
+    there = search.hosting.there(best.layouts, best.offload)
+    leaves = tuple(
+        dataclasses.replace(
+            leaf, hosted=hosted, note=leaf_note(leaf, tensor, best.mesh, dims)
+        )
+        for leaf, tensor, hosted in zip(best.leaves, graph.params, there, strict=True)
+    )
+    storage_axes = [a for a in ("data", "fsdp") if best.mesh[a] > 1]
+    names = tuple(dims.roles[r].name for r in search.facts.storage)
+    return Plan(
+        model_hash=graph.model_hash,
+        cluster=cluster,
+        axes=tuple((a, n) for a, n in best.mesh.items() if n > 1),
+        num_micro_batches=best.num_micro_batches,
+        zero=best.zero,
+        remat=best.remat,
+        offload=best.offload,
+        sequence_parallel=best.sequence_parallel,
+        attention=best.attention,
+        loss_chunks=best.loss_chunks,
+        precision=precision,
+        default=request.default or "",
+        roles=role_infos(dims),
+        compute=region_tables(analysed, best.tables, best.mesh),
+        storage=tuple((axis, names) for axis in storage_axes),
+        leaves=leaves,
+        batch=batch_layouts(analysed, best.tables, best.mesh, batch),
+        collectives=tuple(c for c in best.collectives if c.count),
+        time=best.time,
+        memory=best.memory,
+        candidates=_candidates(search, weighed),
+        notes=_notes(analysed, search, best, leaves),
+        product_flops=search.product_flops(best),
+    )
+
+
+def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInfo, ...]:
+    """The logical dimensions, for a plan.
+
+    Args:
+        dims: of the graph, perhaps with another batch.
+        batch_size: of the batch that is planned for, if it is another.
+    """
+    return tuple(
+        RoleInfo(
+            name=r.name,
+            size=batch_size if r.is_batch and batch_size else r.size,
+            aliases=r.aliases,
+            unshardable=r.unshardable,
+        )
+        for r in dims.roles
+    )
+
+
+def region_tables(
+    analysed: Analysed, tables: Mapping[int, Table], mesh: Mapping[str, int]
+) -> tuple[RegionTable, ...]:
+    """Compute tables in names, for a plan."""
+    dims = analysed.dims
+    return tuple(
+        RegionTable(
+            task_graph=analysed.graph.task_graphs[index].name,
+            marks=tuple(str(m) for m in analysed.graph.task_graphs[index].marks),
+            axes=tuple(
+                (axis, tuple(dims.roles[r].name for r in table.get(axis, ())))
+                for axis, size in mesh.items()
+                if size > 1
+            ),
+        )
+        for index, table in tables.items()
+    )
+
+
+def batch_layouts(
+    analysed: Analysed,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, int],
+    batch: Sequence[BatchLeaf],
+) -> tuple[BatchLeaf, ...]:
+    """Leaves of the batch with their layouts."""
+    homes = batch_homes(analysed.graph)
+    specs = batch_specs(homes, analysed.dims, tables, mesh)
+    return tuple(
+        dataclasses.replace(leaf, spec=spec)
+        for leaf, spec in zip(batch, specs, strict=True)
+    )
+
+
+def _candidates(search: Search, weighed: Sequence[Scored]) -> tuple[Candidate, ...]:
+    best = weighed[0]
+    found: dict[str, Candidate] = {}
+    for s in (s for s in weighed if s.fits):
+        slower = s.time.step_seconds - best.time.step_seconds
+        if s is best:
+            verdict = "chosen"
+        elif slower > 0:
+            verdict = f"{slower * 1e3:.2f} ms slower ({_deciding_term(best, s)})"
+        else:
+            verdict = "equally fast, more memory or communication"
+        found.setdefault(s.layout, _candidate(s, verdict))
+    limit = search.cluster.memory_bytes
+    for s in (s for s in weighed if not s.fits):
+        over = s.memory.total_bytes - limit
+        text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
+        found.setdefault(s.layout, _candidate(s, text))
+    kept = list(found.values())
+    refused = [c for c in kept if c.verdict.startswith("lacks")][:4]
+    return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
+
+
+def _candidate(s: Scored, verdict: str) -> Candidate:
+    return Candidate(
+        layout=s.layout,
+        time=s.time,
+        memory=s.memory,
+        fits=s.fits,
+        verdict=verdict,
+    )
+
+
+def _deciding_term(best: Scored, other: Scored) -> str:
+    """The term of time by which the other loses most."""
+    names = [f.name for f in dataclasses.fields(best.time)]
+    worst = max(names, key=lambda n: getattr(other.time, n) - getattr(best.time, n))
+    return worst.removesuffix("_seconds")
+
+
+def _notes(
+    analysed: Analysed, search: Search, best: Scored, leaves: Sequence[LeafPlan]
+) -> tuple[str, ...]:
+    graph, dims = analysed.graph, analysed.dims
+    notes = [
+        f"no rule for the primitive {name!r}: everything around it stays whole"
+        for name in graph.unknown_primitives
+    ]
+    marked = [g for g in graph.task_graphs if g.marks]
+    idle = idle_marks(graph, search.options)
+    if len(marked) > len(idle):
+        obeyed = len(marked) - len(idle)
+        notes.append(f"{obeyed} {OBEYED[obeyed > 1]}")
+    notes += [*idle, *unplanned_pins(graph, best.mesh)]
+    notes += _held_notes(search, best.mesh)
+    named = dict.fromkeys(name for t in graph.params for name in t.names if name)
+    if named:
+        notes.append(
+            f"the metadata names the dimensions {', '.join(named)}; a name that means "
+            "a mesh axis belongs into axis_names="
+        )
+    frozen = search.request.state_bytes
+    if frozen > FROZEN_SHARE * search.cluster.memory_bytes:
+        notes.append(
+            f"what is not trained stays whole on every device: {gigabytes(frozen)}"
+        )
+    minor = sorted(dims.roles[r].name for r in _unsaid(analysed, search, best))
+    if minor and best.mesh["tensor"] > 1:
+        notes.append(
+            f"not expressible as a PartitionSpec (minor part of a fused dimension): "
+            f"{', '.join(minor)}"
+        )
+    if best.num_micro_batches > 1:
+        notes.extend(
+            _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
+        )
+    notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
+    notes += whole_notes(graph, dims, _sharded(best))
+    notes += _torus_notes(search, best)
+    if best.offload and not search.hosting.counted:
+        notes.append(UNCOUNTED_MOVES)
+    whole = [leaf for leaf in leaves if leaf.note]
+    if whole:
+        names = ", ".join(leaf.path for leaf in whole[:3])
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
+    return tuple(notes)
+
+
+def _held_notes(search: Search, mesh: Mapping[str, int]) -> list[str]:
+    """What metadata shards though operations need all of it."""
+    held: dict[str, list[str]] = {}
+    for number, pairs in search.options.stored.items():
+        for dim, axis in pairs:
+            if mesh[axis] > 1:
+                path = search.graph.tensors[number].path
+                held.setdefault(axis, []).append(f"{path} dim {dim}")
+    return [
+        f"stored over {axis} as the metadata says, and gathered where it is read, "
+        "because operations there are cut along other dimensions or need all of it: "
+        f"{places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
+        for axis, places in held.items()
+    ]
+
+
+def _sharded(best: Scored) -> set[int]:
+    """The roles that some axis shards."""
+    return {
+        role
+        for table in best.tables.values()
+        for axis, roles in table.items()
+        if best.mesh[axis] > 1
+        for role in roles
+    }
+
+
+def _hidden_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
+    """Sharded dimensions that some operations cannot name, and so compute whole."""
+    return [
+        f"{dims.roles[role].name} is the minor part of a dimension for {count} "
+        f"operations (the first: {op.kind}{f' at {op.scope}' if op.scope else ''}): no "
+        "PartitionSpec names it there, so every device computes all of it, which the "
+        "times do not count"
+        for role, (op, count) in computed_whole(graph, dims, _sharded(best)).items()
+    ]
+
+
+def _cut_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
+    """What sharding a dimension moves where it meets itself, and the other way to."""
+    sharded = _sharded(best)
+    moved: dict[int, tuple[int, int]] = {}
+    for cut in dims.cuts:
+        op = graph.ops[cut.op]
+        held = dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim]
+        for role in sharded.intersection(held):
+            here, there = moved.get(role, (0, 0))
+            moved[role] = (
+                here + op.trip * cut.nbytes,
+                there + op.trip * cut.other_nbytes,
+            )
+    return [
+        f"{dims.roles[role].name} meets itself: values of {gigabytes(here)} (unsharded)"
+        f" change layout for it; on the other side of the same operations it would be "
+        f"{gigabytes(there)}"
+        for role, (here, there) in sorted(moved.items())
+    ]
+
+
+def _torus_notes(search: Search, best: Scored) -> list[str]:
+    """Storage axes over whose piece of the torus the compiler reduces whole.
+
+    Args:
+        search: with the cluster.
+        best: the plan.
+    """
+    axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
+    found = []
+    for axis in axes:
+        parts = axis_parts((axis,), best.mesh, search.cluster)
+        if runs_as("reduce-scatter", parts, search.cluster) != "all-reduce":
+            continue
+        gathers = runs_as("all-gather", parts, search.cluster) == "all-reduce"
+        also = " and gathers parameters by all-reduces too" if gathers else ""
+        found.append(
+            f"{axis} {best.mesh[axis]} spans all chips of a torus, over which this "
+            f"compiler reduces gradients whole{also}, with twice the traffic: a tensor "
+            "or expert axis beside it avoids that"
+        )
+    return found
+
+
+def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:
+    """Roles that no PartitionSpec names, and nothing else of their dimension is cut."""
+    axes = ("expert", "tensor")
+    cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
+    return {
+        role
+        for t in analysed.graph.params
+        for atoms in analysed.dims.layouts[t.id]
+        for role in search.options.minor & set(atoms[1:])
+        if cut.isdisjoint(atoms)
+    }
+
+
+_PER_PART = {
+    "statistic": "its statistics over the batch are",
+    "auxiliary": "this term of the loss is not linear in the samples and is",
+    "weight": "this division by a sum over the batch is",
+}
+
+
+def _place(scope: str) -> str:
+    """A scope as its author knows it: without the axis that we bind to the samples.
+
+    >>> _place("vmap()"), _place("vmap(Net)/vmap(norm)")
+    ('the loss', 'Net/norm')
+    """
+    return re.sub(r"vmap\(([^()]*)\)", r"\1", scope).strip("/") or "the loss"
+
+
+def _micro_batch_notes(
+    graph: Graph, reductions: Sequence[BatchReduction], count: int
+) -> list[str]:
+    """What accumulation computes per micro-batch and not over the global batch."""
+    size = graph.batch_size * graph.num_micro_batches // count
+    found: dict[str, None] = {}
+    for r in reductions:
+        remedy = "num_micro_batches=1 takes the global batch"
+        if r.what == "sum":
+            found[
+                f"the loss adds its samples up: what a step computes is the mean of "
+                f"{count} micro-batches of {size}, 1/{count} of the sum over the "
+                "global batch, and so are the gradients; return the mean over the "
+                "samples, or wh.WeightedLoss(total, weight)"
+            ] = None
+            continue
+        if r.what == "weight":
+            remedy = "return wh.WeightedLoss(total, weight) for the global mean"
+        found[
+            f"{_place(r.scope)}: {_PER_PART[r.what]} per micro-batch of {size} "
+            f"({count} per step), as on one device with as much accumulation; {remedy}"
+        ] = None
+    return list(found)

@@ -1,0 +1,598 @@
+"""Plans whose stages have programs of their own, on devices of their own.
+
+The model is cut where its slowest stage is fastest, by the predicted cost of what lies
+between any two borders; or where ``stage`` marks say. Each stage is then a model with
+its own layout, searched on the devices of one stage, and the schedule's table says what
+all of them take together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.entries import BatchLeaf, Pace
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.heterogeneous_stages import Allotted, notes
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.program_cut import Division
+from whalejax.planner.pipeline.schedules import Schedule, schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.stage_graph import places_of, tensors_of
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.report.why import mesh_words
+from whalejax.planner.plan.stage_notes import (
+    batch_of,
+    candidates,
+    check_stages,
+    too_large,
+)
+from whalejax.planner.search.enumerate import ranked
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import by_marks
+from whalejax.planner.search.stage_cuts import Cut, Cuts, Laid, Whole, laid_out
+from whalejax.planner.search.stage_time import (
+    handed_bytes,
+    handed_seconds,
+    times,
+    turn_of,
+)
+from whalejax.planner.search.tied_parameters import copied_bytes, exposed
+from whalejax.planner.search.user_choices import Asked
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.terms import Remat, TimeTerms
+
+
+SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
+"""Schedules that stages with programs of their own can follow."""
+
+SURE = 0.1
+"""By which part of its time a plan has to be faster to be worth another schedule: a
+split backward was measured to take 1.09 of a whole one's time of the processor."""
+
+CHUNKS = 2
+"""Parts of the model on each stage, where a schedule interleaves them."""
+
+MOST_CUTS = 4
+"""Cuts that are tried for stages on unlike kinds, until every stage fits."""
+
+COUNTS = (2, 4, 8)
+"""Micro-batches that are weighed, for each stage."""
+
+Traced = Callable[[Remat], Whole]
+"""The captured loss with some TaskGraphs computed again."""
+
+
+def decide_mpmd(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    piped: Asked,
+    traced: Traced,
+    marked: bool,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+    again: Any = None,
+) -> Plan:
+    """Choose how to run a model in stages with programs of their own.
+
+    Args:
+        graph, cluster, request, precision, batch: as for ``decide``; the mesh that the
+            request fixes is that of one stage.
+        piped: the pipeline that is asked for.
+        traced: the loss with what is computed again.
+        marked: ``stage`` marks say where to cut.
+        again: is not used.
+
+    Raises:
+        PlanError: it cannot be, or nothing fits.
+    """
+    del again
+    stages = piped.mesh[STAGE]
+    request = by_marks(graph, request, stages)
+    check_stages(request, stages, most=request.num_devices)
+    if piped.schedule == "interleaved":
+        _check_interleaved(marked, cluster)
+    found: list[_Weighed] = []
+    problem: PlanError | None = None
+    policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
+    for remat in policies:
+        program = traced(remat)
+        cuts = Cuts(whole=program, cluster=cluster, marked=marked)
+        if remat and request.remat is None and program.graph is graph:
+            continue
+        before = len(found)
+        for usual, count in _counts(graph, request, piped):
+            if not usual and len(found) > before:
+                break
+            ask = _Ask(
+                cluster=cluster,
+                request=request,
+                stages=stages,
+                schedule=piped.schedule or "1f1b",
+                program=program,
+                cuts=cuts,
+                remat=remat,
+                count=count,
+                batch=batch,
+            )
+            try:
+                found += ask.weighed()
+            except PlanError as error:
+                problem = problem or error
+        if any(one.fits for one in found):
+            break
+    if piped.schedule is None and found:
+        found += _other_schedules(found)
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        if not found:
+            assert problem is not None
+            raise problem
+        raise too_large(min(found, key=lambda one: one.memory.total_bytes))
+    best = min(fitting, key=_slow)
+    return best.plan(request, precision, batch, graph, found)
+
+
+def _check_interleaved(marked: bool, cluster: Cluster) -> None:
+    """Refuse several parts of the model on each stage where it has one."""
+    if marked:
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "marks give it one. Drop the marks and give num_stages, or take another "
+            "schedule"
+        )
+    if not cluster.is_uniform:
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "stages on devices of unlike kinds have one each. Take another schedule"
+        )
+
+
+def _slow(one: _Weighed) -> tuple[bool, float]:
+    """What makes a plan worse than another: that it lacks memory, then its time.
+
+    1F1B is simplest: another schedule has to be faster by what a prediction can tell.
+    """
+    seconds = one.time.step_seconds
+    plain = one.table.name == "1f1b"
+    return not one.fits, seconds if plain else seconds * (1 + SURE)
+
+
+def _other_schedules(found: Sequence[_Weighed]) -> list[_Weighed]:
+    """The same under other schedules, where they can be; interleaved like the best."""
+    best = min(found, key=_slow)
+    others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
+    ask = replace(best.ask, schedule="interleaved")
+    if not (ask.cuts.marked or ask.count % ask.stages or best.allotted):
+        with contextlib.suppress(PlanError):
+            others += ask.weighed()
+    return others
+
+
+def _remats(request: Request) -> list[Remat]:
+    return [(("*", p),) for p in request.policies if p != "none"]
+
+
+def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[tuple[bool, int]]:
+    """Numbers of micro-batches to weigh; not the usual ones where those cannot be."""
+    if request.num_micro_batches is not None:
+        yield True, request.num_micro_batches
+        return
+    size, stages = graph.batch_size * graph.num_micro_batches, piped.mesh[STAGE]
+    found = [n for n in (stages * k for k in COUNTS) if size % n == 0]
+    others = [n for n in divisors(size) if n <= COUNTS[-1] * stages and n not in found]
+    found = found or [n for n in others if 1 < n <= stages][-1:] or [1]
+    yield from ((True, n) for n in found)
+    yield from ((False, n) for n in reversed(others) if n not in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ask:
+    """One number of micro-batches of one program.
+
+    Attributes:
+        cluster, request: what was asked for.
+        stages: how many.
+        schedule: its name.
+        program: the loss.
+        cuts: of it into parts.
+        remat: what of it is computed again.
+        count: micro-batches.
+        batch: leaves of the global batch.
+    """
+
+    cluster: Cluster
+    request: Request
+    stages: int
+    schedule: str
+    program: Whole
+    cuts: Cuts
+    remat: Remat
+    count: int
+    batch: Sequence[BatchLeaf]
+
+    @property
+    def table(self) -> Schedule:
+        """Who does what when."""
+        chunks = CHUNKS if self.schedule == "interleaved" else 1
+        return schedule(self.schedule, self.stages, self.count, chunks)
+
+    @property
+    def one(self) -> Request:
+        """What is asked of the whole model on the devices of one stage."""
+        return replace(
+            self.request,
+            num_devices=self.request.num_devices // self.stages,
+            num_micro_batches=self.count,
+            offload=(),
+            hosted=None,
+            attention=(),
+            loss_chunks=1,
+            remat=(),
+            policies=("none",),
+        )
+
+    def weighed(self) -> list[_Weighed]:
+        """Plans with two cuts, of each stage the fastest layout that fits.
+
+        What stages hand on is time of both, or crosses while they work; the schedule
+        says which is nearer.
+        """
+        cuts: list[object] = []
+        found: dict[object, _Weighed] = {}
+        problems: list[PlanError] = []
+        for hidden in (False, True):
+            try:
+                one = self.cuts.of(self.table, self.one, hidden=hidden)
+                if one.where not in cuts:
+                    cuts.append(one.where)
+                    weighed = self._fitted(one, hidden=hidden)
+                    found.setdefault(weighed.found.where, weighed)
+            except PlanError as error:
+                problems.append(error)
+        if not found:
+            raise problems[0]
+        return [*found.values()]
+
+    def _fitted(self, found: Cut, *, hidden: bool) -> _Weighed:
+        """The plan with a cut, or where that does not fit with one that may."""
+        one = self._in(found)
+        reserved: dict[str, float] = {}
+        for _ in range(MOST_CUTS):
+            if one.fits or one.allotted is None:
+                break
+            before, reserved = reserved, one.reserved(reserved)
+            if reserved == before:
+                break
+            again = self.cuts.of(self.table, self.one, reserved, hidden=hidden)
+            one = self._in(again)
+        return one
+
+    def _in(self, found: Cut) -> _Weighed:
+        """The plan with one cut."""
+        chosen = []
+        for stage, ground in enumerate(found.grounds):
+            laid = self._stage(found, stage, ground.cluster)
+            limit = ground.cluster.memory_bytes
+            fitting = [x for x in laid if x.scored.memory.total_bytes <= limit]
+            if fitting:
+                best = ranked([one.scored for one in fitting])[0]
+                chosen.append(next(one for one in fitting if one.scored is best))
+            else:
+                chosen.append(min(laid, key=lambda x: x.scored.memory.total_bytes))
+        return _Weighed(self, found, chosen)
+
+    def of(self, other: _Weighed) -> _Weighed:
+        """The same layouts under another schedule of as many parts."""
+        table = self.table
+        chosen = []
+        for laid, held in zip(other.chosen, table.in_flight, strict=True):
+            memory = laid.search.memory_of(laid.scored, max(1.0, held))
+            chosen.append(replace(laid, scored=replace(laid.scored, memory=memory)))
+        return _Weighed(self, other.found, chosen)
+
+    def _stage(self, found: Cut, stage: int, part: Cluster) -> list[Laid]:
+        """The layouts of one stage on its devices."""
+        table, division = self.table, found.division
+        graph, known = found.graphs[stage]
+        owned = {
+            graph.tensors[i].path
+            for i, path in enumerate(division.units.params)
+            if division.owner(i, table.num_stages) == stage
+        }
+        bytes_of = self.request.optimizer.by_path
+        one = replace(
+            self.one,
+            optimizer=replace(
+                self.request.optimizer,
+                by_path={p: n if p in owned else 0 for p, n in bytes_of.items()},
+            ),
+            batch_bytes=tuple(
+                self._batch_bytes(t.id) for t in graph.tensors if t.kind == "batch"
+            ),
+            in_flight=max(1.0, table.in_flight[stage] / table.num_chunks),
+        )
+        return laid_out(graph, part, one, known)
+
+    def _batch_bytes(self, tensor: int) -> int:
+        """Bytes of a leaf of the global batch, or of what is handed and held."""
+        leaves = [t.id for t in self.program.graph.tensors if t.kind == "batch"]
+        if tensor in leaves:
+            sizes = self.request.batch_bytes
+            return sizes[leaves.index(tensor)] if sizes else 0
+        t = self.program.graph.tensors[tensor]
+        parts = self.count // self.program.graph.num_micro_batches
+        return t.nbytes // parts * (max(self.table.in_flight) + 1)
+
+
+class _Weighed:
+    """One plan: a layout for every stage on one mesh, and what they make together.
+
+    Attributes:
+        ask: what it answers.
+        table: who does what when.
+        found: the model in parts.
+        chosen: the layout of each stage.
+        turns: of each, what a micro-batch takes.
+        time, memory: predictions of a step.
+        fullest: the stage whose memory it is, that of all which lacks most.
+        fits: every stage's memory is within its device's.
+    """
+
+    def __init__(self, ask: _Ask, found: Cut, chosen: Sequence[Laid]) -> None:
+        self.ask = ask
+        self.table = ask.table
+        self.found = found
+        self.division: Division = found.division
+        self.paces = found.paces
+        self.chosen = chosen
+        self.turns = [
+            turn_of(one.search, one.scored).measured(ground.ratio)
+            for one, ground in zip(chosen, found.grounds, strict=True)
+        ]
+        needs = [
+            (one.scored.memory, ground.cluster.memory_bytes)
+            for one, ground in zip(chosen, found.grounds, strict=True)
+        ]
+        self.fullest, (self.memory, self.room_bytes) = max(
+            enumerate(needs), key=lambda pair: pair[1][0].total_bytes / pair[1][1]
+        )
+        self.fits = self.memory.total_bytes <= self.room_bytes
+        self.copied = copied_bytes(self.division, chosen)
+        self.time = self._time()
+
+    @property
+    def allotted(self) -> Allotted | None:
+        """How unlike devices share out the model."""
+        return self.found.allotted
+
+    def reserved(self, before: Mapping[str, float]) -> dict[str, float]:
+        """By kind, what stages need beside what the cut counts of their layers."""
+        assert self.allotted is not None
+        found = dict(before)
+        for one, ground, counted in zip(
+            self.chosen, self.found.grounds, self.allotted.needs_bytes, strict=True
+        ):
+            more = one.scored.memory.total_bytes - counted
+            found[ground.kind.name] = max(found.get(ground.kind.name, 0.0), more)
+        return found
+
+    @property
+    def slowest(self) -> int:
+        """The stage that takes longest for a micro-batch."""
+        seconds = [turn.both.step_seconds for turn in self.turns]
+        return seconds.index(max(seconds))
+
+    def _time(self) -> TimeTerms:
+        """The slowest stage's work, and what it waits."""
+        table, work = self.table, self.turns[self.slowest]
+        once = max((t.once for t in self.turns), key=lambda t: t.step_seconds)
+        useful = times(work.both, table.num_micro_batches)
+        ahead, behind, weight = self._by_place()
+        line = simulate(
+            table,
+            ahead,
+            behind,
+            self._transfer_seconds(),
+            weight_seconds=weight if table.splits_backward else None,
+        )
+        waited = max(0.0, line.step_seconds - useful.step_seconds)
+        copied = [self._over_seconds(stage, n) for stage, n in enumerate(self.copied)]
+        late = exposed(table, line, ahead, copied)
+        return useful + once + late + TimeTerms(bubble_seconds=waited)
+
+    def _by_place(self) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of each part for a micro-batch.
+
+        Returns:
+            Forward, backward, and gradients of parameters where they are apart.
+        """
+        stages, chunks = self.table.num_stages, self.table.num_chunks
+        ahead, behind, weight = [], [], []
+        for place in range(self.table.num_places):
+            stage = place % stages
+            own = sum(self.paces[p] for p in places_of(stage, stages, chunks))
+            share = self.paces[place] / own if own else 1 / chunks
+            turn = self.turns[stage]
+            back = turn.both.step_seconds - turn.ahead.step_seconds
+            late = turn.weight_share if self.table.splits_backward else 0.0
+            ahead.append(share * turn.ahead.step_seconds)
+            behind.append(share * back * (1 - late))
+            weight.append(share * back * late)
+        return ahead, behind, weight
+
+    def _paces(self) -> Iterator[Pace]:
+        """As plans keep them."""
+        seconds = zip(*self._by_place(), strict=True)
+        for place, (ahead, behind, weight) in enumerate(seconds):
+            handed, returned = self._handed_bytes[place]
+            yield Pace(
+                forward_seconds=ahead,
+                backward_seconds=behind,
+                weight_seconds=weight,
+                handed_bytes=handed,
+                returned_bytes=returned,
+                copied_bytes=self.copied[place] if place < len(self.copied) else 0,
+            )
+
+    @functools.cached_property
+    def _handed_bytes(self) -> list[tuple[int, int]]:
+        """What each place is handed of a micro-batch, and hands back; on one device."""
+        graph, units = self.ask.program.graph, self.ask.program.units
+        parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
+        found = []
+        for place, part in enumerate(self.division.parts):
+            makers = {
+                tensor: self.division.made_at[value] % stages
+                for value in part.imports
+                for tensor in tensors_of(units, [value])
+            }
+            laid = self.chosen[place % stages]
+            handed = handed_bytes(laid.analysed, laid.scored, [*makers], parts)
+            returned = 0.0
+            for maker in set(makers.values()):
+                back = [
+                    t
+                    for t, made in makers.items()
+                    if made == maker and graph.tensors[t].differentiable
+                ]
+                laid = self.chosen[maker]
+                returned += handed_bytes(laid.analysed, laid.scored, back, parts)
+            found.append((int(handed), int(returned)))
+        return found
+
+    def _transfer_seconds(self) -> float:
+        """The longest way from a part to the next, for a micro-batch."""
+        stages = self.table.num_stages
+        return max(
+            self._over_seconds(place % stages, handed)
+            for place, (handed, _) in enumerate(self._handed_bytes)
+        )
+
+    def _over_seconds(self, stage: int, nbytes: float) -> float:
+        """For so many bytes to reach each device of a stage from another."""
+        whole = {STAGE: self.table.num_stages, **self.chosen[stage].scored.mesh}
+        return handed_seconds(nbytes, whole, self.ask.cluster) if nbytes else 0.0
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        each = dict.fromkeys(mesh_words(one.scored.mesh) for one in self.chosen)
+        inner = f" × ({' | '.join(each)})" if [*each] != ["one device"] else ""
+        words = f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
+        return f"{words}, {self.table.name}"
+
+    def plan(
+        self,
+        request: Request,
+        precision: str,
+        batch: Sequence[BatchLeaf],
+        graph: Graph,
+        weighed: Sequence[_Weighed],
+    ) -> Plan:
+        """Written down.
+
+        Args:
+            request: what was asked for.
+            precision: noted in the plan.
+            batch: leaves of the global batch.
+            graph: of the whole model.
+            weighed: all that were, for the plan to remember.
+        """
+        plans = [
+            replace(
+                self._stage_plan(stage, request, precision, batch),
+                model_hash=graph.model_hash,
+                remat=self.ask.remat,
+            )
+            for stage in range(self.table.num_stages)
+        ]
+        slowest = plans[self.slowest]
+        by_path = {leaf.path: leaf for plan in reversed(plans) for leaf in plan.leaves}
+        names = {r.name: r for plan in reversed(plans) for r in plan.roles}
+        common = [axis for axis in plans[0].axes if all(axis in p.axes for p in plans)]
+        return replace(
+            slowest,
+            cluster=self.ask.cluster,
+            axes=((STAGE, self.table.num_stages), *common),
+            zero=max(plan.zero for plan in plans),
+            sequence_parallel=any(plan.sequence_parallel for plan in plans),
+            leaves=tuple(by_path[t.path] for t in graph.params),
+            roles=tuple(names.values()),
+            compute=tuple(
+                replace(region, task_graph=f"{region.task_graph} in stage {number}")
+                for number, plan in enumerate(plans)
+                for region in plan.compute
+            ),
+            batch=batch_of(plans, batch),
+            stages=Stages(
+                schedule=self.table.name,
+                chunks=self.table.num_chunks,
+                executor="mpmd",
+                starts=self.division.starts,
+                plans=tuple(plans),
+                paces=tuple(self._paces()),
+                handed_seconds=self._transfer_seconds(),
+                **self._lying(),
+            ),
+            time=self.time,
+            memory=self.memory,
+            candidates=candidates(weighed, self),
+            notes=(
+                *dict.fromkeys(note for plan in plans for note in plan.notes),
+                *([] if self.allotted is None else self._shared_out(graph)),
+            ),
+        )
+
+    def _lying(self) -> dict[str, Any]:
+        """On which devices stages of unlike kinds lie, as plans keep it."""
+        lying = self.found.grounds
+        if self.allotted is None:
+            return {}
+        blocks = tuple(ground.block for ground in lying)
+        return {
+            "kinds": tuple(ground.kind.display_name() for ground in lying),
+            "blocks": () if blocks == tuple(range(len(blocks))) else blocks,
+        }
+
+    def _shared_out(self, graph: Graph) -> Iterator[str]:
+        assert self.allotted is not None
+        lying = sorted(self.found.grounds, key=lambda ground: ground.block)
+        return notes(lying, graph, self.allotted)
+
+    def _stage_plan(
+        self,
+        stage: int,
+        request: Request,
+        precision: str,
+        batch: Sequence[BatchLeaf],
+    ) -> Plan:
+        laid = self.chosen[stage]
+        whole = self.ask.program.graph
+        leaves = [t.id for t in whole.tensors if t.kind == "batch"]
+        own = []
+        for t in laid.analysed.graph.tensors:
+            if t.kind == "batch":
+                own.append(
+                    batch[leaves.index(t.id)]
+                    if t.id in leaves
+                    else BatchLeaf(path=t.path, shape=t.shape, dtype=t.dtype, spec=())
+                )
+        plan = written(
+            laid.analysed,
+            laid.search,
+            [laid.scored],
+            self.found.grounds[stage].cluster,
+            replace(request, state_bytes=0),
+            precision,
+            own,
+        )
+        return replace(plan, candidates=(), question=None)

@@ -1,0 +1,552 @@
+"""Plans with pipeline stages alike, which one program runs in lockstep.
+
+Each stage holds a part of a scan over layers, on devices of its own. What the fullest
+stage computes is the model with fewer layers, so that is what is searched, on the
+devices of one stage; the schedule's table then says how often it is done. All stages
+compute what stands before and behind the layers, as the first and the last must.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.cost.operation_cost import Setting, as_run, row_ahead, row_hits
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import BatchLeaf, Collective, LeafPlan, Pace
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE, Shared, devices_of_stage
+from whalejax.planner.pipeline.schedules import Schedule, schedule
+from whalejax.planner.pipeline.uneven_layers import (
+    Dealt,
+    exchanged,
+    parts,
+    seconds_of,
+    stored_apart,
+    stored_bytes,
+    unequal_notes,
+)
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.stage_notes import candidates, check_stages
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.spmd import (
+    Again,
+    Decided,
+    by_marks,
+    decided_on,
+)
+from whalejax.planner.search.stage_time import (
+    Turn,
+    handed_bytes,
+    less,
+    times,
+    turn_of,
+)
+from whalejax.planner.search.user_choices import Asked
+from whalejax.planner.sharding.layout import Spec, divisors, shards
+from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
+
+
+LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
+"""Tables of stages that run one loop, by the schedule that a user names."""
+
+MOST_ROUNDS = 16
+"""Micro-batches that are weighed, for each stage."""
+
+
+def decide_stages(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    piped: Asked,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+    again: Again | None = None,
+) -> Plan:
+    """Choose how to run a model in so many stages.
+
+    Args:
+        graph, cluster, request, precision, batch, again: as for ``decide``; the mesh
+            that the request fixes is that of one stage.
+        piped: the pipeline that is asked for.
+
+    Raises:
+        PlanError: it cannot be, or nothing fits.
+    """
+    shared, stages = Shared.of(graph), piped.mesh[STAGE]
+    request = by_marks(graph, request, stages)
+    _check(shared, stages, request)
+    own = functools.cache(lambda layers: shared.of_stage(graph, layers))
+    found = []
+    problems: list[PlanError] = []
+    for count in _counts(graph, request, stages):
+        asked = _of_one_stage(graph, shared, stages, request, count)
+        dealt = Dealt(length=shared.length, stages=stages)
+        if shared.length % stages and asked.num_devices == 1:
+            dealt = replace(dealt, seconds=seconds_of(graph, shared, cluster, count))
+        part = devices_of_stage(cluster, asked.num_devices, stages)
+        most = max(dealt.layers)
+        program = None if again is None else functools.partial(_again, again, most)
+        for stash, remat in _stashes(request, able=again is not None):
+            one = replace(asked, remat=remat)
+            try:
+                decided = decided_on(own(most), part, one, program)
+            except PlanError as error:
+                problems.append(error)
+                continue
+            found.append(_Weighed(decided, cluster, piped, dealt, stash))
+            if found[-1].fits:
+                break  # Those behind it compute more.
+    if not found:
+        raise _nothing(problems, stages)
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
+    best = min(fitting, key=lambda one: one.time.step_seconds)
+    return best.plan(request, precision, batch, graph.model_hash, found)
+
+
+def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
+    """What may be kept of a micro-batch in flight, and under which policy of remat.
+
+    What is kept leaves the compiler's fusions, so it pays to keep products alone and to
+    compute again what stands between them; else what stages were given is kept.
+
+    Args:
+        request: what is asked.
+        able: policies of remat can be laid on the layers.
+
+    Yields:
+        The fastest first.
+    """
+    if request.remat is None and able:
+        for policy in request.policies:
+            if policy not in ("none", "full"):
+                yield "residuals", ((ALL, policy),)
+    elif ALL in dict(request.remat or ()):
+        yield "residuals", request.remat
+    yield "inputs", request.remat
+
+
+def _of_one_stage(
+    graph: Graph, shared: Shared, stages: int, request: Request, count: int
+) -> Request:
+    """What is asked of the search of one stage's model.
+
+    Args:
+        graph, shared, stages, request: the whole model, its layers and what is asked.
+        count: micro-batches of a step.
+    """
+    equal, optimizer = shared.length % stages == 0, request.optimizer
+    cut = {
+        t.path
+        for t in graph.params
+        if t.path in shared.paths and (equal or parts(t.shape, stages))
+    }
+    return replace(
+        request,
+        num_devices=request.num_devices // stages,
+        num_micro_batches=count,
+        offload=(),
+        attention=(),
+        loss_chunks=1,
+        optimizer=replace(
+            optimizer,
+            by_path={
+                path: n // (stages if path in cut else 1)
+                for path, n in optimizer.by_path.items()
+            },
+        ),
+    )
+
+
+def _again(again: Again, layers: int, remat: Remat, *kinds: Any) -> Graph:
+    """One stage's model, with its so many layers computed again or otherwise."""
+    found = again(remat, *kinds)
+    return Shared.of(found).of_stage(found, layers)
+
+
+def _check(shared: Shared, stages: int, request: Request) -> None:
+    layers = shared.length
+    if stages > layers:
+        raise PlanError(
+            f"stage is {stages}, and the model has {layers} layers, of which every "
+            f"stage holds one or more; expected at most {layers}"
+        )
+    check_stages(request, stages, most=layers)
+
+
+def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
+    """Numbers of micro-batches to weigh."""
+    if request.num_micro_batches is not None:
+        yield request.num_micro_batches
+        return
+    size = graph.batch_size * graph.num_micro_batches
+    yield from [n for n in divisors(size) if 1 < n <= MOST_ROUNDS * stages] or [1]
+
+
+class _Weighed:
+    """One number of micro-batches: the plan of a stage, and what all stages make of it.
+
+    Attributes:
+        decided: the search of one stage's model.
+        dealt: who has which layers.
+        stash: what stages keep of a micro-batch in flight; see ``Stages``.
+        table: who does what when.
+        turn: what a micro-batch takes on a stage.
+        stages: all of it, as plans keep it.
+        time, memory: predictions of a step.
+        collectives: those of a stage, with what goes between stages.
+    """
+
+    def __init__(
+        self,
+        decided: Decided,
+        cluster: Cluster,
+        piped: Asked,
+        dealt: Dealt,
+        stash: str,
+    ) -> None:
+        self.stash = stash
+        self.decided = decided
+        self.cluster = cluster
+        self.dealt = dealt
+        self.shared = Shared.of(decided.analysed.graph)
+        self.best: Scored = decided.weighed[0]
+        self.table: Schedule = schedule(
+            LOCKSTEP[piped.schedule or "1f1b"],
+            piped.mesh[STAGE],
+            self.best.num_micro_batches,
+        )
+        self.handed_bytes = self._handed_bytes()
+        self.leaves = tuple(self._leaf(leaf) for leaf in self.best.leaves)
+        self.collectives = (*self.best.collectives, *self._between())
+        self.turn = self._turn()
+        self.stages = self._stages()
+        self.time = self._time()
+        depth = max(self.table.in_flight)
+        held = depth + 4  # two on their way, two that arrived
+        memory = self.best.memory
+        stored, copied = self._stack_bytes()
+        activations = memory.activations_bytes
+        if stash == "residuals":  # Those of the micro-batch in hand lie among them.
+            kept = self._kept_bytes()
+            activations = max(activations, kept) + (depth - 1) * kept
+        self.memory: MemoryTerms = replace(
+            memory,
+            activations_bytes=activations + held * self.handed_bytes,
+            params_bytes=memory.params_bytes + stored - copied,
+            working_bytes=memory.working_bytes + copied,
+        )
+        self.fits = self.memory.total_bytes <= cluster.memory_bytes
+
+    def _stages(self) -> Stages:
+        """As the plan keeps them: all stages take the same in a turn."""
+        table, turn = self.table, self.turn
+        pace = Pace(
+            forward_seconds=turn.ahead.step_seconds,
+            backward_seconds=self.behind.step_seconds,
+        )
+        return Stages(
+            schedule=table.name,
+            layers=self.dealt.layers,
+            turns=len({table.turn(row) for row in table.rows}),
+            ahead=self._turns("forward"),
+            back=self._turns("backward"),
+            stash=self.stash,
+            paces=(pace,) * table.num_stages,
+            handed_seconds=self._between_seconds("border"),
+        )
+
+    def _turns(self, action: str) -> int:
+        rows = (row for row in self.table.rows if row.action == action)
+        return len({self.table.turn(row) for row in rows})
+
+    @property
+    def search(self) -> Search:
+        """The search of one stage's model."""
+        return self.decided.search
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis sizes with that of the stages, outermost first."""
+        return {STAGE: self.table.num_stages, **self.best.mesh}
+
+    @property
+    def alone(self) -> bool:
+        """A stage is one device."""
+        return math.prod(self.best.mesh.values()) == 1
+
+    @property
+    def behind(self) -> TimeTerms:
+        """What a stage takes to bring a micro-batch back."""
+        turn = self.turn
+        return turn.both if self.stash == "inputs" else less(turn.both, turn.ahead)
+
+    def _setting(self) -> Setting:
+        """That of one stage's model."""
+        return self.search.setting(self.best.mesh, self.best.num_micro_batches)
+
+    def _handed_bytes(self) -> int:
+        """What a stage hands on of a micro-batch, on one device."""
+        parts = int(self._setting().num_micro_batches)
+        carried = [*self.shared.carried]
+        return int(handed_bytes(self.decided.analysed, self.best, carried, parts))
+
+    def _between(self) -> list[Collective]:
+        """What goes between stages: activations, and gradients of what all hold."""
+        count = len(self.shared.carried)
+        handed = Collective(
+            kind="collective-permute",
+            axes=(STAGE,),
+            phase="turn",
+            what="border",
+            payload_bytes=self.handed_bytes // max(1, count),
+            count=2 * count,
+            scope="what stages hand on",
+        )
+        found = [handed]
+        for leaf in self.leaves:
+            if leaf.path not in self.shared.paths:
+                if not leaf.trained:
+                    continue
+                nbytes = self._gradient_bytes(leaf)
+                found.append(
+                    Collective(
+                        kind="all-reduce",
+                        axes=(STAGE,),
+                        phase="update",
+                        what="gradient",
+                        payload_bytes=nbytes,
+                        count=1,
+                        scope=leaf.path,
+                    )
+                )
+            elif not self.dealt.equal:
+                found += exchanged(leaf, max(self.dealt.layers), self.mesh)
+        return found
+
+    def _stack_bytes(self) -> tuple[int, int]:
+        """What a device stores of layers, and those that it computes with beside it."""
+        if self.dealt.equal:
+            return 0, 0
+
+        def total(leaves: Sequence[LeafPlan]) -> int:
+            stack = (leaf for leaf in leaves if leaf.path in self.shared.paths)
+            return sum(stored_bytes(leaf, self.mesh) for leaf in stack)
+
+        return total(self.leaves), total(self.best.leaves)
+
+    def _gradient_bytes(self, leaf: LeafPlan) -> int:
+        itemsize = 8 if leaf.dtype == "float64" else 4  # summed in 32 bits or more
+        parts = int(shards(leaf.gradient_spec, self.best.mesh))
+        return math.prod(leaf.shape) * itemsize // parts
+
+    def _turn(self) -> Turn:
+        """What a stage takes for a micro-batch; the longest, where they differ."""
+        turn = turn_of(self.search, self.best, self._ahead_rows())
+        spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
+        return replace(turn, both=less(turn.both, spared))
+
+    def _between_seconds(self, what: str) -> float:
+        """What goes between stages of one sort: once, or once in every turn."""
+        s = self._setting()
+        whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
+        between = [c for c in self.collectives if STAGE in c.axes and c.what == what]
+        return sum(as_run(c, whole)[1] for c in between)
+
+    def _time(self) -> TimeTerms:
+        """All turns of a step; those beyond the micro-batches' own are the bubble."""
+        stages, count, turn = self.stages, self.best.num_micro_batches, self.turn
+        handing = stages.handed_seconds
+        passed = times(turn.ahead, stages.ahead) + times(self.behind, stages.back)
+        passed += TimeTerms(border_seconds=handing * stages.turns)
+        useful = times(turn.ahead, count) + times(self.behind, count)
+        useful += TimeTerms(border_seconds=handing * count)
+        waited = passed.step_seconds - useful.step_seconds
+        return (
+            useful
+            + turn.once
+            + TimeTerms(
+                bubble_seconds=waited,
+                parameter_seconds=self._between_seconds("parameter"),
+                gradient_seconds=self._between_seconds("gradient"),
+            )
+        )
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        return f"stage {self.table.num_stages} × {self.best.layout}"
+
+    def plan(
+        self,
+        request: Request,
+        precision: str,
+        batch: Sequence[BatchLeaf],
+        model_hash: str,
+        weighed: Sequence[_Weighed],
+    ) -> Plan:
+        """Written down.
+
+        Args:
+            request: what was asked for.
+            precision: noted in the plan.
+            batch: leaves of the global batch.
+            model_hash: of the whole model.
+            weighed: all numbers of micro-batches, for the plan to remember.
+        """
+        decided = self.decided
+        plan = written(
+            decided.analysed,
+            decided.search,
+            decided.weighed,
+            self.cluster,
+            request,
+            precision,
+            batch,
+        )
+        leaves = zip(plan.leaves, self.leaves, strict=True)
+        roles = tuple(
+            replace(role, size=self.dealt.length)
+            if role.name in self._layer_roles()
+            else role
+            for role in plan.roles
+        )
+        return replace(
+            plan,
+            model_hash=model_hash,
+            axes=((STAGE, self.table.num_stages), *plan.axes),
+            leaves=tuple(replace(x, note=noted.note) for noted, x in leaves),
+            roles=roles,
+            collectives=tuple(c for c in self.collectives if c.count),
+            stages=self.stages,
+            time=self.time,
+            memory=self.memory,
+            candidates=candidates(weighed, self),
+            notes=(*plan.notes, *unequal_notes(self.dealt, alone=self.alone)),
+            product_flops=self._product_flops(),
+        )
+
+    @property
+    def kept_words(self) -> str:
+        """What stages keep of a micro-batch in flight."""
+        given = self.stash == "inputs"
+        return "what they were given" if given else "what their derivative reads"
+
+    def _layer_roles(self) -> set[str]:
+        """Names of the dimension of the layers."""
+        leaves = (x for x in self.best.leaves if x.path in self.shared.paths)
+        return {name for leaf in leaves for name in leaf.roles[0]}
+
+    def _leaf(self, leaf: LeafPlan) -> LeafPlan:
+        """A parameter of all stages."""
+        if leaf.path not in self.shared.paths:
+            return leaf
+        leaf = replace(leaf, shape=(self.dealt.length, *leaf.shape[1:]))
+        if not self.dealt.equal:
+            return stored_apart(leaf, self.mesh)
+
+        def staged(spec: Spec) -> Spec:
+            return (STAGE, *spec[0]), *spec[1:]
+
+        return replace(
+            leaf,
+            compute_spec=staged(leaf.compute_spec),
+            param_spec=staged(leaf.param_spec),
+            gradient_spec=staged(leaf.gradient_spec),
+            optimizer_spec=staged(leaf.optimizer_spec),
+        )
+
+    def _product_flops(self) -> int:
+        """Of the fullest device: what every stage does for its micro-batches."""
+        s = self._setting()
+        ahead = sum(
+            row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)[2]
+            for row in self._ahead_rows()
+        )
+        behind = self.search.product_flops(self.best) / self.best.num_micro_batches
+        if self.stash == "residuals":
+            behind -= ahead
+        return int(self.stages.ahead * ahead + self.stages.back * behind)
+
+    def _ahead_rows(self) -> tuple[Row, ...]:
+        """What a stage computes to hand on a micro-batch: up to the end of its layers.
+
+        Where only what it was given is kept, the backward pass computes it again, with
+        all that stands behind.
+        """
+        graph, (_, end) = self.decided.analysed.graph, self._span()
+        part = replace(graph, ops=graph.ops[:end])
+        return build_rows(part, self.decided.analysed.dims).ops
+
+    def _span(self) -> tuple[int, int]:
+        """Where the layers' operations begin and end."""
+        graph, place = self.decided.analysed.graph, self.shared.position
+        inside = [op.position[: len(place)] == place for op in graph.ops]
+        return inside.index(True), len(inside) - inside[::-1].index(True)
+
+    def _kept_bytes(self) -> int:
+        """What the layers' derivative reads of a micro-batch, on one device."""
+        analysed, place = self.decided.analysed, self.shared.position
+        graph = analysed.graph
+        home = {
+            t: op.task_graph
+            for op in graph.ops
+            if op.position[: len(place)] == place
+            for t in (*op.operands, *op.results)
+        }
+        found = [
+            replace(entry, nbytes=one.nbytes)
+            for one in graph.stacked
+            if one.tensor in home
+            for entry in fold_kept(
+                graph, analysed.dims, {one.tensor: (one.trip, home[one.tensor])}
+            )
+        ]
+        return int(sum(kept_bytes(found, self.best.tables, self._setting())))
+
+
+def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
+    """Why there is no plan: what is nearest to one, where all lack memory."""
+    lacking = [error for error in problems if isinstance(error, NothingFits)]
+    if len(lacking) < len(problems):
+        return next(error for error in problems if error not in lacking)
+    nearest = min(lacking, key=lambda error: error.lacks_bytes)
+    layout = f"stage {stages} × {nearest.nearest}"
+    need = nearest.of_bytes + nearest.lacks_bytes
+    return NothingFits(
+        f"{layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(nearest.of_bytes)}, {gigabytes(nearest.lacks_bytes)} short, "
+        "before activations of micro-batches in flight. Use more stages or "
+        "micro-batches, or shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=nearest.lacks_bytes,
+        of_bytes=nearest.of_bytes,
+        nearest=layout,
+        what=nearest.what,
+    )
+
+
+def _too_large(one: _Weighed) -> NothingFits:
+    need, room = one.memory.total_bytes, one.cluster.memory_bytes
+    return NothingFits(
+        f"{one.layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(room)}, {gigabytes(need - room)} short: "
+        f"{gigabytes(one.memory.activations_bytes)} are activations, of which "
+        f"stages keep {one.kept_words} of every micro-batch in flight. Use more "
+        "micro-batches or stages, or shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=need - room,
+        of_bytes=room,
+        nearest=one.layout,
+    )

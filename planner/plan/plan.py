@@ -1,0 +1,282 @@
+"""The Plan that users hold: its data, and every function on it as a method.
+
+A plan names mesh axes, the tables that say which logical dimension each axis shards
+in each TaskGraph, the layout of every leaf, and what all of it is predicted to cost.
+Nothing in it refers to JAX, so a plan made on a laptop can be read, compared and
+checked anywhere; ``whalejax.compile`` turns it into a program.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.meshes.checks import is_printable
+from whalejax.planner import fields
+from whalejax.planner.errors import NothingFits as NothingFits
+from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.plan import plan_file
+from whalejax.planner.plan.report import describe, explain, export, page, why
+from whalejax.planner.plan.report.diff import PlanDiff, diff
+from whalejax.planner.plan.report.pictures import Pictured
+from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
+from whalejax.planner.plan_data import Question, StagesData
+from whalejax.planner.search.micro_batches import noted
+from whalejax.planner.search.zero1_slices import slices_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages(StagesData):
+    """A pipeline; see ``StagesData`` for its fields."""
+
+    plans: tuple[Plan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Pictured):
+    """How to run one model on one cluster.
+
+    Attributes:
+        version: of the format.
+        model_hash: of the model, batch and marks it was made for.
+        cluster: the machine it was made for.
+        axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
+        device_order: for each place of the mesh, the number of its device in the
+            cluster; empty for the cluster's own order.
+        num_micro_batches: parts of the global batch, one after the other.
+        zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
+            Over ``fsdp`` parameters are always sharded (ZeRO-3).
+        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
+            keeps results of products with weights, ``"named"`` what the model names,
+            ``"full"`` only what a layer is given.
+        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
+            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
+        sequence_parallel: ``tensor`` shards the sequence between the products whose
+            other dimensions it shards.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
+            not as the model computes it; ``"*"`` stands for the others.
+        loss_chunks: parts of a device's tokens whose logits are made one at a time.
+        precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
+        precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
+            stands for the others.
+        default: the strategy of what no mark covers, as text, or empty.
+        roles: the logical dimensions.
+        compute: one table for each TaskGraph.
+        storage: for the axes that shard storage only, roles in order of preference.
+        leaves: every parameter; those that are trained first, in their tree's order.
+        batch: every leaf of the batch.
+        batch_tree: the containers around them, as text.
+        collectives: what one step communicates, folded.
+        time, memory: predictions by term.
+        candidates: what else was weighed, best first.
+        notes: what a user should know.
+        product_flops: of matrix products, on one device in one step; 0 in estimates.
+        optimizer_bytes: state that the planned optimizer keeps of all parameters,
+            whole; None where that is not known.
+        stages: the pipeline, if there is one.
+        shares: micro-batches of each rank of ``data``, where ranks are unlike and each
+            takes whole micro-batches; empty where every rank has a part of each.
+        pipelines: where such ranks are pipelines, the plan of each, with all
+            micro-batches; ``stages`` are then those of the first.
+        runnable: ``whalejax.compile`` can run it.
+        beyond: what it does beyond what can be run, or None.
+        compiler_options: (name, value) pairs that the step is compiled with.
+        source: how the command line named the model, then its options, or empty.
+        question: what was planned, to be asked again. Not in files.
+    """
+
+    stages: Stages | None = None
+    pipelines: tuple[Plan, ...] = ()
+
+    @property
+    def apart(self) -> tuple[Plan, ...]:
+        """The plans of stages with programs of their own; empty without such."""
+        return () if self.stages is None else self.stages.plans
+
+    def home(self, path: str) -> Plan:
+        """The plan of the stage that stores a parameter; itself without stages apart.
+
+        Args:
+            path: of the parameter.
+        """
+        if not is_printable(path):
+            self.leaf(path)  # says what is wrong with it
+        for plan in self.apart:
+            if any(leaf.path == path for leaf in plan.leaves):
+                return plan
+        return self
+
+    def batch_slices(self, node: int) -> tuple[slice, ...]:
+        """The samples that a node takes of every global batch, with shares as planned.
+
+        Args:
+            node: its number; a process runs one node.
+
+        Returns:
+            A slice for each of its micro-batches, to be taken one behind the other.
+
+        Raises:
+            PlanError: there is no such node, or every device takes a part of each
+                micro-batch.
+        """
+        return slices_of(self, node)
+
+    def why(self, path: str) -> str:
+        """Why a parameter is laid out as it is, what else was weighed and its cost.
+
+        Args:
+            path: dotted path of a parameter.
+
+        Raises:
+            PlanError: no parameter has that path.
+        """
+        return why.why(self, self.leaf(path))
+
+    def what_if(self, **changes: Any) -> Plan:
+        """The plan for the same model under other circumstances.
+
+        Args:
+            changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
+                ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
+                ``remat``, ``offload``, ``sequence_parallel``, ``attention``,
+                ``loss_chunks``, ``shares``, ``allow_idle`` and ``runnable``; what is
+                not given stays as it was asked for. A number of micro-batches that
+                was fixed may mean other sizes on another ``cluster``; a note says so.
+
+        Raises:
+            PlanError: the plan was read from a file, which holds no model; or there is
+                no such plan.
+        """
+        found: Plan = self._asked("what_if").again(**changes)
+        return noted(self, found, changes)
+
+    def verify(
+        self, topology: str | None = None, *, timeout_seconds: float = 1800.0
+    ) -> Any:
+        """Compile the plan's training step with the real compiler; nothing is run.
+
+        A process of its own compiles, for hardware that need not be here: TPUs need
+        the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
+
+        Args:
+            topology: such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``; the plan's
+                own cluster if left out.
+            timeout_seconds: the compiler is stopped after so long.
+
+        Returns:
+            A ``whalejax.verification.comparison.Verification``: ``print`` shows memory,
+            traffic and products, predicted and compiled.
+
+        Raises:
+            PlanError: the plan was read from a file, which holds no model, cannot run,
+                or is for another number of devices.
+            WhaleError: the topology or its compiler is not to be had, or the compiler
+                died or took too long.
+        """
+        question = self._asked("verify")
+        return question.verify(self, topology, timeout_seconds=timeout_seconds)
+
+    def _asked(self, what: str) -> Question:
+        if self.question is None:
+            raise PlanError(
+                f"this plan was read from a file, without its model: {what} has "
+                "nothing to work on. Make it with wh.plan(...)"
+            )
+        return self.question
+
+    def explain(self) -> str:
+        """Why this plan: what decided, what would change the choice, what stays whole.
+
+        Returns:
+            Lines of text, with numbers.
+        """
+        return explain.explain(self)
+
+    def describe(self) -> str:
+        """Where the plan stands on the taxonomy of distributed training.
+
+        Returns:
+            Lines of text: what is parallel, who is synchronous, what is exchanged over
+            which topology, what is replicated.
+        """
+        return describe.describe(self)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to another, with its cost.
+
+        Args:
+            other: a plan of the same model or of another one, on any cluster.
+
+        Returns:
+            Settings, parameters, traffic and terms that differ; ``print`` shows them.
+        """
+        return diff(self, other)
+
+    def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+        """The plan as Flax's table from logical dimensions to mesh axes.
+
+        Returns:
+            (dimension, axes) pairs; None for one that stays whole.
+
+        Raises:
+            PlanError: one table cannot say what the plan does; every dimension with
+                two meanings is listed.
+        """
+        return export.flax_rules(self)
+
+    def maxtext_flags(self) -> dict[str, int]:
+        """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
+        return export.maxtext_flags(self)
+
+    def table(self, *, all_rows: bool = False) -> str:
+        """What ``print(plan)`` shows, and on demand all of it.
+
+        Args:
+            all_rows: every kind of parameter, not only those that hold most.
+
+        Returns:
+            Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
+        """
+        return page.page(self, all_rows=all_rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def document(self) -> dict[str, Any]:
+        """The plan as plain JSON data, with hashes for checking."""
+        return plan_file.document_of(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            PlanError: the file cannot be written there.
+        """
+        fields.check_path("Plan.save", path)
+        plan_file.write(self, path)
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
+        """The plan that ``document`` wrote.
+
+        Args:
+            document: is kept.
+            name: what errors call it.
+
+        Raises:
+            PlanError: it is no plan, is damaged, was edited, or has another format.
+        """
+        fields.check_document(document, name)
+        return plan_file.from_document(cls, document, name)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan. Nothing that the file names is run or imported.
+
+        Raises:
+            PlanError: the file is no plan, is damaged, was edited, or has another
+                format.
+        """
+        fields.check_path("Plan.load", path)
+        return plan_file.read(cls, path)

@@ -1,0 +1,136 @@
+"""Plan files: a plan written as a JSON document, and read back with every check.
+
+A document holds two hashes. ``hash`` is the plan's own, of what its program depends on;
+``document_hash`` is of everything in the document, so that no number of it can change
+unseen. Neither is a signature: who writes a file can hash it. So what is read is also
+checked for numbers that no plan can have (``validate``), and nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
+from whalejax.meshes.texts import quoted
+from whalejax.planner.errors import PlanError
+from whalejax.planner.json_codec import DataError, decode, encode
+from whalejax.planner.plan.validate import check_plan
+from whalejax.planner.plan_data import PLAN_VERSION, PlanData
+
+
+P = TypeVar("P", bound=PlanData)
+
+_VERSION, _HASH, _WHOLE = "whalejax_plan", "hash", "document_hash"
+
+
+def document_of(plan: PlanData) -> dict[str, Any]:
+    """The plan as plain JSON data, with its hashes."""
+    data = {_VERSION: PLAN_VERSION, _HASH: plan.hash, **encode(plan)}
+    return {**data, _WHOLE: document_hash(data)}
+
+
+def document_hash(data: dict[str, Any]) -> str:
+    """Hash of all entries of a document but this one, however they are written down.
+
+    >>> a = {"b": 1, "c": [1.5]}
+    >>> document_hash(a) == document_hash({"c": [1.5], "b": 1, "document_hash": "…"})
+    True
+    """
+    rest = {key: value for key, value in data.items() if key != _WHOLE}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
+    """Write a plan as JSON; the file appears whole or not at all.
+
+    Raises:
+        PlanError: the file cannot be written there.
+    """
+    target = Path(path)
+    # Not a temporary file of the library's: those only their owner can read.
+    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(json.dumps(document_of(plan), indent=1))
+        os.replace(part, target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise PlanError(
+            f"{path}: the plan cannot be written there ({error.strerror}). Give a "
+            "file name in an existing folder that you may write to"
+        ) from error
+
+
+def read(cls: type[P], path: str | os.PathLike[str]) -> P:
+    """The plan of a file.
+
+    Raises:
+        PlanError: the file is no plan, is damaged, was edited, or has another format.
+    """
+    try:
+        data = parse_json(read_text(path))
+    except FileNotFoundError as error:
+        raise PlanError(
+            f"{path}: there is no such plan file. Make one with whalejax plan, or "
+            "plan.save"
+        ) from error
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be read as a plan ({error.strerror})"
+        ) from error
+    except Unreadable as error:
+        raise PlanError(
+            f"{path} is not a plan: it is not JSON ({error}). "
+            "Make it again with whalejax plan"
+        ) from error
+    return from_document(cls, data, str(path))
+
+
+def from_document(cls: type[P], document: Any, name: str) -> P:
+    """The plan that ``document_of`` wrote.
+
+    Args:
+        cls: the class of plans.
+        document: as JSON has it; is kept.
+        name: what errors call it.
+
+    Raises:
+        PlanError: it is no plan, is damaged, was edited, or has another format.
+    """
+    if not isinstance(document, dict) or _VERSION not in document:
+        raise PlanError(f"{name} is not a plan: it has no entry {_VERSION!r}")
+    _check_version(document[_VERSION], name)
+    fields = {k: v for k, v in document.items() if k not in (_VERSION, _HASH, _WHOLE)}
+    try:
+        check_depth(document)
+        plan: P = decode(cls, fields)
+        check_plan(plan)
+        whole, stated = document_hash(document), document.get(_WHOLE)
+    except (DataError, Unreadable, WhaleError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{name} is a damaged plan: {error}. Make it again with whalejax plan"
+        ) from error
+    if whole != stated or plan.hash != document.get(_HASH):
+        raise PlanError(
+            f"{name} was changed by hand or damaged: its content has hash "
+            f"{whole[:16]}, the file says {quoted(stated)[:18]}. Make it again with "
+            "whalejax plan"
+        )
+    return plan
+
+
+def _check_version(version: Any, name: str) -> None:
+    if version == PLAN_VERSION and type(version) is int:
+        return
+    newer = isinstance(version, int) and version > PLAN_VERSION
+    upgrade = "Upgrade whalejax, or make" if newer else "Make"
+    raise PlanError(
+        f"{name} has plan format {quoted(version)}; this WhaleJAX reads "
+        f"{PLAN_VERSION}. {upgrade} the plan again: whalejax plan MODEL --cluster "
+        "CLUSTER -o FILE, or plan.save(FILE) where wh.plan made it"
+    )

@@ -1,0 +1,1 @@
+"""What a plan says of itself: pages, reasons, differences and exports."""

@@ -1,0 +1,168 @@
+"""Where a plan stands among the ways to train on many devices: ``plan.describe()``.
+
+The axes are those of the surveys: what is parallel (data, operators, layers), who waits
+for whom, and what is exchanged over which topology (Ben-Nun and Hoefler, "Demystifying
+Parallel and Distributed Deep Learning", 2019, sections 4-6; Mayer and Jacobsen,
+"Scalable Deep Learning on Distributed Infrastructures", 2020, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.text_layout import Line, indented, plain
+from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.terms import attention_words
+
+
+_KINDS = {
+    "data": "data parallelism",
+    "fsdp": "data parallelism with parameters, gradients and optimizer state in shards "
+    "(ZeRO-3)",
+    "expert": "expert parallelism",
+    "context": "sequence parallelism",
+    "tensor": "operator (tensor) parallelism",
+    "stage": "pipeline parallelism",
+}
+_ZERO = {
+    1: "optimizer state in shards (ZeRO-1)",
+    2: "gradients and optimizer state in shards (ZeRO-2)",
+}
+
+
+def describe(plan: PlanData) -> str:
+    """A plan's place: what is parallel, who is synchronous, what is exchanged.
+
+    Args:
+        plan: any plan.
+
+    Returns:
+        Lines of text, each with the aspect in front.
+    """
+    lines: list[Line] = []
+    aspects = (
+        ("what is parallel", _parallel(plan)),
+        ("who is synchronous", _synchronous(plan)),
+        ("what is exchanged", _exchanged(plan)),
+        ("what is replicated", _replicated(plan)),
+    )
+    for title, texts in aspects:
+        lines.append(((title, "name"),))
+        for text in texts:
+            lines += indented([text], page_width())
+    return plain(lines)
+
+
+def _parallel(plan: PlanData) -> Iterator[str]:
+    if plan.num_devices == 1:
+        yield "nothing: one device computes everything"
+        return
+    meshes = {**plan.axis_sizes}
+    for own in plan.apart:
+        meshes |= own.axis_sizes
+    for axis, size in meshes.items():
+        yield f"{axis} {size}: {_of_axis(plan, axis)}"
+    kinds = [axis for axis in meshes if axis in _KINDS]
+    if len(kinds) > 1:
+        yield f"together: hybrid parallelism over {len(kinds)} axes of one mesh"
+
+
+def _of_axis(plan: PlanData, axis: str) -> str:
+    """What an axis does, by what it shards where."""
+    words = _KINDS[axis]
+    if axis == "stage" and plan.stages is not None:
+        return f"{words}: {plan.stages.words()}, {plan.num_micro_batches} micro-batches"
+    if axis == "data" and plan.zero:
+        words += f", {_ZERO[plan.zero]}"
+    if axis == "data" and plan.shares:
+        words += f", shares {' '.join(map(str, plan.shares))} of its micro-batches"
+    if axis == "context":
+        words += f", {attention_words(plan.attention) or 'keys and values gathered'}"
+    where: dict[str, list[str]] = {}
+    for region in plan.compute:
+        for name, roles in region.axes:
+            if name == axis and roles:
+                where.setdefault(", ".join(roles), []).append(region.task_graph)
+    shards = [f"{roles} in {', '.join(homes)}" for roles, homes in where.items()]
+    return f"{words}; shards {'; '.join(shards)}" if shards else words
+
+
+def _synchronous(plan: PlanData) -> Iterator[str]:
+    if plan.num_devices == 1:
+        yield "one device waits for nobody"
+        return
+    yield (
+        "all devices: the gradients of the whole global batch are summed before the "
+        "one update of a step, and nobody computes with older parameters"
+    )
+    if plan.stages is not None:
+        yield (
+            f"stages empty the pipeline at the end of each step ({plan.stages.schedule}"
+            " with a flush)"
+        )
+    if plan.shares:
+        least, most = min(plan.shares), max(plan.shares)
+        takes = "unlike numbers of micro-batches"
+        if least == most:
+            takes = f"{most} micro-batch{'es' if most > 1 else ''} each"
+        yield (
+            f"ranks of data take {takes}, and wait for each other once, where "
+            "gradients are summed with the weights of their samples"
+        )
+    elif plan.num_micro_batches > 1 and plan.stages is None:
+        yield (
+            f"within a step {plan.num_micro_batches} micro-batches follow each other; "
+            "their gradients are accumulated"
+        )
+
+
+def _exchanged(plan: PlanData) -> Iterator[str]:
+    """Kinds of traffic, their bytes, and the links of their axes."""
+    found = [*by_sort(plan).values()]
+    if not found:
+        yield "nothing"
+        return
+    most = " at most" if plan.apart else ""
+    for row in found:
+        handed = row.kind == HANDED
+        how = "point to point" if handed else f"{row.kind} over {'+'.join(row.axes)}"
+        words = (_HANDED if handed else SENT)[row.what]
+        yield (
+            f"{words}: {how},{most} {gigabytes(row.nbytes)} a step and device, across "
+            f"{' and '.join(row.links) or 'no link'}"
+        )
+    yield (
+        "decentralized: devices exchange with each other by collectives; there is no "
+        "parameter server"
+    )
+
+
+SENT = {
+    "gradient": "gradients",
+    "parameter": "parameters",
+    "activation": "partial sums of activations",
+    "border": "activations that change layout",
+    "ring": "keys and values that go round",
+}
+"""What collectives send, in words."""
+
+_HANDED = {
+    "activation": "activations from stage to stage",
+    "gradient": "gradients of activations from stage to stage",
+    TIED: "parameters that several stages read",
+    TIED_GRADIENT: "gradients of parameters that several stages read",
+}
+
+
+def _replicated(plan: PlanData) -> Iterator[str]:
+    total = sum(leaf.nbytes for leaf in plan.leaves)
+    whole = sum(leaf.nbytes for leaf in plan.leaves if not any(leaf.param_spec))
+    if plan.num_devices == 1:
+        yield f"nothing: {gigabytes(total)} of parameters on one device"
+        return
+    where = "every device of their stage" if plan.apart else "every device"
+    words = f"{gigabytes(whole)} of {gigabytes(total)} of parameters on {where}"
+    yield words + "; the others lie in shards" * (whole < total)

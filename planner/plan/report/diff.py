@@ -1,0 +1,427 @@
+"""How two plans differ: only what changed, in words, bytes and seconds.
+
+``plan.diff(other)`` makes it. Settings have no price of their own, since they act
+together; what they cost together stands in the terms of time and memory, and what a
+parameter costs beside its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.meshes.checks import shown
+from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.entries import Collective, LeafPlan, starred
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.report.page import SHOWN_ROWS, page_width
+from whalejax.planner.plan.report.parameter_table import (
+    collective_words,
+    collectives_of,
+    homes,
+)
+from whalejax.planner.plan.report.text_layout import (
+    Line,
+    check_lines,
+    paragraph,
+    plain,
+    table,
+)
+from whalejax.planner.plan.report.traffic import by_sort
+from whalejax.planner.plan.report.why import mesh_words, spec_text
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import shards
+from whalejax.planner.terms import attention_words, precision_words, remat_words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One setting that differs, in words before and after."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """One quantity before and after.
+
+    Attributes:
+        what: a term of time or memory, or a kind of traffic.
+        before, after: seconds, or bytes on the fullest device.
+    """
+
+    what: str
+    before: float
+    after: float
+
+    @property
+    def more(self) -> float:
+        """How much more there is after."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficShift:
+    """Equal collectives of one step.
+
+    Attributes:
+        what: such as ``"all-gather over fsdp of parameter"``.
+        bytes_before, bytes_after: their payloads on one device, of that stage which
+            has most.
+        seconds_before, seconds_after: on the links; part of it may be hidden behind
+            computing.
+    """
+
+    what: str
+    bytes_before: int
+    bytes_after: int
+    seconds_before: float
+    seconds_after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafShift:
+    """Equal parameters whose layout or collectives differ.
+
+    Attributes:
+        label: their path, with ``×4`` where four layers were folded.
+        before, after: how they are stored, in words; empty where a plan lacks them.
+        collectives_before, collectives_after: of each in one step, in words.
+        bytes_before, bytes_after: of all of them on one device that stores them.
+        seconds_before, seconds_after: of their collectives in one step, on the links:
+            part of it may be hidden behind computing.
+    """
+
+    label: str
+    before: str
+    after: str
+    collectives_before: str
+    collectives_after: str
+    bytes_before: int
+    bytes_after: int
+    seconds_before: float
+    seconds_after: float
+
+    @property
+    def more_bytes(self) -> int:
+        """How many bytes more a device stores after."""
+        return self.bytes_after - self.bytes_before
+
+    @property
+    def more_seconds(self) -> float:
+        """How much longer their collectives take after."""
+        return self.seconds_after - self.seconds_before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanDiff:
+    """What differs between two plans; ``print`` shows it.
+
+    Attributes:
+        changes: settings.
+        step, memory: the whole step, and the whole peak of the fullest device.
+        time_terms, memory_terms: those terms that differ, largest change first.
+        leaves: parameters.
+        traffic: of one step by kind of collective, axes and what is moved.
+    """
+
+    changes: tuple[Change, ...]
+    step: Shift
+    memory: Shift
+    time_terms: tuple[Shift, ...]
+    memory_terms: tuple[Shift, ...]
+    leaves: tuple[LeafShift, ...]
+    traffic: tuple[TrafficShift, ...]
+
+    def __bool__(self) -> bool:
+        terms = self.time_terms or self.memory_terms
+        return bool(self.changes or self.leaves or self.traffic or terms)
+
+    def document(self) -> dict[str, Any]:
+        """Everything as plain JSON data; seconds and bytes."""
+        return {"whalejax_diff": 1, **dataclasses.asdict(self)}
+
+    def lines(self, width: int | None, *, all_rows: bool = False) -> list[Line]:
+        """It in lines.
+
+        Args:
+            width: columns of a line; None breaks none.
+            all_rows: every parameter, not only those that change most.
+        """
+        check_lines(width, all_rows)
+        if not self:
+            return [(("the plans are the same", ""),)]
+        lines: list[Line] = []
+        for change in self.changes:
+            words = f"{change.before or 'none'} → {change.after or 'none'}"
+            lines += paragraph(change.what, [words], width)
+        lines += _total("step", self.step, self.time_terms, milliseconds, width)
+        lines += _total("memory", self.memory, self.memory_terms, gigabytes, width)
+        if self.leaves:
+            rows = self._rows(all_rows)
+            head = ["parameter", "before", "after", "per device", "on links a step"]
+            lines += [(), *table(head, rows, width, right=[3, 4])]
+        if self.traffic:
+            rows = [*map(_traffic_cells, self.traffic)]
+            head = ["traffic", "before", "after", "more a step", "on links"]
+            lines += [(), *table(head, rows, width, right=[1, 2, 3, 4])]
+        return lines
+
+    def _rows(self, all_rows: bool) -> list[list[str]]:
+        """Cells of the parameters; of those that change least, one row in all."""
+        by_change = sorted(
+            self.leaves,
+            key=lambda leaf: (-abs(leaf.more_seconds), -abs(leaf.more_bytes)),
+        )
+        kept = by_change if all_rows else by_change[:SHOWN_ROWS]
+        rest = by_change[len(kept) :]
+        rows = [_cells(leaf) for leaf in self.leaves if leaf in kept]
+        if rest:
+            size = Shift(what="", before=0, after=sum(r.more_bytes for r in rest))
+            time = Shift(what="", before=0, after=sum(r.more_seconds for r in rest))
+            sums = signed(size, gigabytes), signed(time, milliseconds)
+            rows.append([f"… {len(rest)} rows that change less", "", "", *sums])
+        return rows
+
+    def __str__(self) -> str:
+        return plain(self.lines(page_width()))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def signed(shift: Shift, form: Callable[[float], str]) -> str:
+    """How much more or less, with a sign in front.
+
+    >>> signed(Shift(what="", before=2e6, after=1e6), gigabytes)
+    '−1 MB'
+    """
+    sign = "+" if shift.more > 0 else "−" if shift.more < 0 else "±"
+    return sign + form(abs(shift.more))
+
+
+def _total(
+    name: str,
+    whole: Shift,
+    terms: Sequence[Shift],
+    form: Callable[[float], str],
+    width: int | None,
+) -> list[Line]:
+    if not terms:
+        return []
+    head = f"{form(whole.before)} → {form(whole.after)} ({signed(whole, form)})"
+    words = [f"{term.what} {signed(term, form)}" for term in terms]
+    return paragraph(name, [head, *words], width)
+
+
+def _cells(leaf: LeafShift) -> list[str]:
+    size = Shift(what="", before=leaf.bytes_before, after=leaf.bytes_after)
+    time = Shift(what="", before=leaf.seconds_before, after=leaf.seconds_after)
+    words = leaf.before, leaf.after
+    if leaf.before == leaf.after:
+        words = leaf.collectives_before, leaf.collectives_after
+    return [
+        leaf.label,
+        words[0] or "absent",
+        words[1] or "absent",
+        signed(size, gigabytes),
+        signed(time, milliseconds),
+    ]
+
+
+def _traffic_cells(moved: TrafficShift) -> list[str]:
+    size = Shift(what="", before=moved.bytes_before, after=moved.bytes_after)
+    time = Shift(what="", before=moved.seconds_before, after=moved.seconds_after)
+    return [
+        moved.what,
+        gigabytes(moved.bytes_before),
+        gigabytes(moved.bytes_after),
+        signed(size, gigabytes),
+        signed(time, milliseconds),
+    ]
+
+
+def diff(before: PlanData, after: PlanData) -> PlanDiff:
+    """What changes from one plan to another.
+
+    Args:
+        before, after: of the same model or not, on any clusters.
+    """
+    if not isinstance(after, PlanData):
+        raise PlanError(f"other is {shown(after)}; expected a plan to compare with")
+    return PlanDiff(
+        changes=_changes(before, after),
+        step=Shift(
+            what="step", before=before.time.step_seconds, after=after.time.step_seconds
+        ),
+        memory=Shift(
+            what="memory",
+            before=before.memory.total_bytes,
+            after=after.memory.total_bytes,
+        ),
+        time_terms=_shifts(dict(before.time.by_size()), dict(after.time.by_size())),
+        memory_terms=_shifts(_held(before), _held(after)),
+        leaves=_leaves(before, after),
+        traffic=_traffic(before, after),
+    )
+
+
+def _held(plan: PlanData) -> dict[str, float]:
+    return {**plan.memory.by_name(), "host": plan.memory.host_bytes}
+
+
+def _shifts(before: dict[str, float], after: dict[str, float]) -> tuple[Shift, ...]:
+    found = [
+        Shift(what=name, before=before.get(name, 0), after=after.get(name, 0))
+        for name in dict.fromkeys([*before, *after])
+    ]
+    changed = (shift for shift in found if shift.more)
+    return tuple(sorted(changed, key=lambda shift: -abs(shift.more)))
+
+
+def _changes(before: PlanData, after: PlanData) -> tuple[Change, ...]:
+    pairs = zip(_settings(before), _settings(after), strict=True)
+    found = [
+        Change(what=what, before=old, after=new)
+        for (what, old), (_, new) in pairs
+        if old != new
+    ]
+    old, new = _regions(before), _regions(after)
+    for name in dict.fromkeys([*old, *new]):
+        if old.get(name) != new.get(name):
+            words = (f"{name}: {t[name]}" if name in t else "" for t in (old, new))
+            found.append(Change(what="axes", before=next(words), after=next(words)))
+    return tuple(found)
+
+
+def _settings(plan: PlanData) -> list[tuple[str, str]]:
+    """Everything that a plan sets, as short words."""
+    stages, options = plan.stages, plan.compiler_options
+    batch = plan.batch[0].shape if plan.batch else ()
+    sub = dict.fromkeys(mesh_words(own.axis_sizes) for own in plan.apart)
+    count = plan.num_micro_batches
+    inside = f" ({' | '.join(sub)})" if sub else ""
+    return [
+        ("model", plan.model_hash[:12]),
+        ("cluster", plan.cluster.describe()),
+        ("batch", str(batch[0]) if batch else ""),
+        ("mesh", mesh_words(plan.axis_sizes) + inside),
+        ("parts", f"{count} micro-batch{'es' if count > 1 else ''}"),
+        ("ZeRO", f"{plan.zero} over data" if plan.zero else ""),
+        ("dtype", ", ".join(precision_words(plan.precisions, plan.precision)) or "f32"),
+        ("remat", remat_words(plan.remat).removeprefix("remat ")),
+        ("offload", " and ".join(plan.offload)),
+        ("seq", "parallel over tensor" if plan.sequence_parallel else ""),
+        ("attends", attention_words(plan.attention)),
+        ("logits", f"{plan.loss_chunks} chunks"),
+        ("stages", f"{stages.words()} ({stages.executor})" if stages else ""),
+        ("layers", "+".join(map(str, stages.layers)) if stages else ""),
+        ("shares", " ".join(map(str, plan.shares))),
+        ("XLA", ", ".join(f"{name}={value}" for name, value in options)),
+        ("runs", "" if plan.runnable else "as an estimate only"),
+    ]
+
+
+def _regions(plan: PlanData) -> dict[str, str]:
+    return {
+        region.task_graph: "; ".join(
+            f"{axis} shards {', '.join(roles)}" for axis, roles in region.axes if roles
+        )
+        or "whole"
+        for region in plan.compute
+    }
+
+
+# Parameters and traffic.
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is compared of one parameter."""
+
+    words: str
+    collectives: str
+    nbytes: int
+    seconds: float
+
+
+def _facts(plan: PlanData) -> dict[str, _Facts]:
+    own = homes(plan)
+    known: dict[object, _Facts] = {}
+    found = {}
+    for leaf in plan.leaves:
+        home = own.get(leaf.path, plan)
+        key = (dataclasses.replace(leaf, path="", roles=(), note=""), id(home))
+        if key not in known:
+            known[key] = _facts_of(home, leaf, unlike=bool(plan.shares))
+        found[leaf.path] = known[key]
+    return found
+
+
+def _facts_of(home: PlanData, leaf: LeafPlan, *, unlike: bool) -> _Facts:
+    collectives = collectives_of(home, leaf, unlike=unlike)
+    where = ", in host memory" if leaf.hosted else ""
+    return _Facts(
+        words=f"{spec_text(leaf.param_spec)}{where}",
+        collectives=collective_words(collectives, home),
+        nbytes=leaf.nbytes // shards(leaf.param_spec, home.axis_sizes),
+        seconds=sum(_seconds(home, c) for c in collectives),
+    )
+
+
+def _seconds(plan: PlanData, c: Collective) -> float:
+    parts = axis_parts(c.axes, plan.axis_sizes, plan.cluster)
+    return collective_seconds(c.kind, c.payload_bytes, parts) * plan.times(c)
+
+
+def _leaves(before: PlanData, after: PlanData) -> tuple[LeafShift, ...]:
+    old, new = _facts(before), _facts(after)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for path in dict.fromkeys([*old, *new]):
+        pair = old.get(path), new.get(path)
+        if pair[0] != pair[1]:
+            groups.setdefault((starred(path), *pair), []).append(path)
+    none = _Facts("", "", 0, 0.0)
+    found = []
+    for paths in groups.values():
+        count, path = len(paths), paths[0]
+        a, b = old.get(path, none), new.get(path, none)
+        found.append(
+            LeafShift(
+                label=path if count == 1 else f"{starred(path)} ×{count}",
+                before=a.words,
+                after=b.words,
+                collectives_before=a.collectives,
+                collectives_after=b.collectives,
+                bytes_before=a.nbytes * count,
+                bytes_after=b.nbytes * count,
+                seconds_before=a.seconds * count,
+                seconds_after=b.seconds * count,
+            )
+        )
+    return tuple(found)
+
+
+def _traffic(before: PlanData, after: PlanData) -> tuple[TrafficShift, ...]:
+    old, new = by_sort(before), by_sort(after)
+    found = []
+    for sort in dict.fromkeys([*old, *new]):
+        kind, axes, what = sort
+        a, b = old.get(sort), new.get(sort)
+        one = TrafficShift(
+            what=f"{kind} over {'+'.join(axes)} of {what}",
+            bytes_before=a.nbytes if a else 0,
+            bytes_after=b.nbytes if b else 0,
+            seconds_before=a.seconds if a else 0.0,
+            seconds_after=b.seconds if b else 0.0,
+        )
+        before_and_after = one.bytes_before, one.seconds_before
+        if before_and_after != (one.bytes_after, one.seconds_after):
+            found.append(one)
+    found.sort(key=lambda one: -abs(one.bytes_after - one.bytes_before))
+    return tuple(found)

@@ -1,0 +1,193 @@
+"""A plan in the words of other systems: Flax's rules, MaxText's flags.
+
+Both are poorer than a plan. What they cannot say is refused, not left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems
+from whalejax.planner.cost.collectives import axis_parts
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Spec
+
+
+MAXTEXT = {
+    "stage": "pipeline",
+    "data": "data",
+    "fsdp": "fsdp",
+    "expert": "expert",
+    "context": "context",
+    "tensor": "tensor",
+}
+"""Our mesh axes and the word that MaxText's flags have for them."""
+
+
+Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
+"""Dimensions by name, and the mesh axes that shard them."""
+
+
+def flax_rules(plan: PlanData) -> Rules:
+    """Logical dimensions and the mesh axes that shard them.
+
+    A table of rules has one entry for each dimension, for activations and parameters
+    alike, and the first that finds its axis free counts. Dimensions that the
+    computation shards stand first, so that activations get theirs; then those that
+    ``fsdp`` shards in storage, and stacked layers, which ``stage`` shares out.
+
+    Raises:
+        PlanError: two regions, or computation and storage, want different axes; or
+            some parameter would lie otherwise than the plan says; or devices take
+            unequal shares.
+    """
+    from whalejax.planner.errors import PlanError
+
+    _check_alike(plan)
+    _check_even(plan, "a table of rules")
+    wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for region in plan.compute:
+        axes: dict[str, tuple[str, ...]] = {}
+        for axis, roles in region.axes:
+            for role in roles:
+                axes[role] = (*axes.get(role, ()), axis)
+        for role, found in axes.items():
+            wanted[role][found].append(region.task_graph)
+    for leaf in plan.leaves:
+        for names, compute, stored in zip(
+            leaf.roles, leaf.compute_spec, leaf.param_spec, strict=True
+        ):
+            if names and (stored != compute or STAGE in stored):
+                places = wanted[names[0]][stored]
+                if "storage" not in places:
+                    places.append("storage")
+    problems = Problems("a table of rules cannot say this plan", PlanError)
+    for role, meanings in wanted.items():
+        if len(meanings) > 1:
+            listed = "; ".join(
+                f"{'+'.join(axes)} in {', '.join(places)}"
+                for axes, places in meanings.items()
+            )
+            problems.add(f"{role} is sharded over {listed}. Use plan.partition_specs()")
+    problems.raise_if_any()
+    axes_of = {role: next(iter(meanings)) for role, meanings in wanted.items()}
+    computed = {role for role, m in wanted.items() if ["storage"] not in m.values()}
+    order = [role.name for role in plan.roles]
+    order.sort(key=lambda name: name not in computed)
+    rules = tuple((name, axes_of.get(name)) for name in _before(plan, axes_of, order))
+    for leaf in plan.leaves:
+        names = _names(leaf)
+        if (by_rules := _by_rules(names, rules)) != leaf.param_spec:
+            problems.add(
+                f"{leaf.path} {names} would be stored as {by_rules}, not as "
+                f"{leaf.param_spec}. Use plan.partition_specs()"
+            )
+    problems.raise_if_any()
+    return rules
+
+
+def _names(leaf: LeafPlan) -> tuple[str, ...]:
+    """One name for each dimension."""
+    return tuple(names[0] if names else "" for names in leaf.roles)
+
+
+def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
+    """The layout that Flax gives an array of these dimensions."""
+    found: list[tuple[str, ...]] = [() for _ in names]
+    done = [False for _ in names]
+    for name, axes in rules:
+        place = names.index(name) if name in names else None
+        free = not set(axes or ()) & {a for given in found for a in given}
+        if place is not None and free and not done[place]:
+            found[place], done[place] = axes or (), True
+    return tuple(found)
+
+
+def _before(
+    plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
+) -> list[str]:
+    """The names in an order in which each parameter's sharded ones stand first.
+
+    Where no order serves all parameters, some of those it cannot serve stand as given.
+    """
+    after: dict[str, set[str]] = {name: set() for name in order}
+    for leaf in plan.leaves:
+        names = _names(leaf)
+        layout = [*zip(names, map(set, leaf.param_spec), strict=True)]
+        for (name, axes), (other, others) in itertools.permutations(layout, 2):
+            wished = set(axes_of.get(other, ()))
+            if other and wished & axes and wished != others:
+                after[other].add(name)
+    found: list[str] = []
+    waiting = list(order)
+    while waiting:
+        ready = (n for n in waiting if not after[n].difference(found))
+        found.append(waiting.pop(waiting.index(next(ready, waiting[0]))))
+    return found
+
+
+def maxtext_flags(plan: PlanData) -> dict[str, int]:
+    """Degrees inside a slice or node (``ici``) and between them (``dcn``).
+
+    Axes of size 1 are left out; MaxText takes them as 1.
+
+    Raises:
+        PlanError: MaxText has no flags for it: stages with layouts of their own,
+            unequal shares, or ``tensor`` sharding the batch in a part of the model.
+    """
+    from whalejax.planner.errors import PlanError
+
+    _check_alike(plan)
+    _check_even(plan, "MaxText's flags")
+    if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
+        raise PlanError(
+            "tensor shards the batch in a part of the model under this plan, which "
+            "MaxText's tensor axis does not. Fix the mesh, as in mesh={'tensor': 1}"
+        )
+    sizes = {axis: 1 for axis in MESH_AXES} | plan.axis_sizes
+    flags: dict[str, int] = {}
+    for axis, word in MAXTEXT.items():
+        parts = axis_parts((axis,), sizes, plan.cluster)
+        between = math.prod(p.size for p in parts if p.level == _network(plan.cluster))
+        inside = math.prod(p.size for p in parts) // between
+        for prefix, degree in (("ici", inside), ("dcn", between)):
+            if degree > 1:
+                flags[f"{prefix}_{word}_parallelism"] = degree
+    return flags
+
+
+def _check_alike(plan: PlanData) -> None:
+    """Refuse plans whose stages are models of their own."""
+    from whalejax.planner.errors import PlanError
+
+    if plan.apart:
+        raise PlanError(
+            "the stages of this plan have layouts of their own, which no one table or "
+            "mesh says. Export each of plan.stages.plans"
+        )
+
+
+def _check_even(plan: PlanData, form: str) -> None:
+    """Refuse plans whose devices take unlike shares."""
+    from whalejax.planner.errors import PlanError
+
+    if plan.shares or plan.pipelines:
+        raise PlanError(
+            "unlike devices take unequal shares of the batch under this plan, and "
+            f"{form} cannot say that. Plan for devices of one kind"
+        )
+
+
+def _network(cluster: Cluster) -> object:
+    """The level between slices or nodes, or None where all is one."""
+    outermost = cluster.levels[-1]
+    if len(cluster.nodes) == 1 or outermost.torus:
+        return None
+    return outermost

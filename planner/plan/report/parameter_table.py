@@ -1,0 +1,157 @@
+"""The parameters of a plan as people read them: equal layers once, and what they cost.
+
+Every display of a plan reads these rows, so that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.planner.cost.optimizer_step import combined_gradients
+from whalejax.planner.entries import Collective, LeafPlan, starred
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import Spec, shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRow:
+    """Parameters that are alike but for the number of their layer.
+
+    Attributes:
+        label: their path, with ``×4`` where four layers were folded.
+        count: how many they are.
+        leaf: the first of them.
+        device_bytes: of all of them together, on one device that stores them.
+        collectives: of each of them in one step, in words.
+    """
+
+    label: str
+    count: int
+    leaf: LeafPlan
+    device_bytes: int
+    collectives: str
+
+
+def parameter_rows(plan: PlanData) -> list[ParameterRow]:
+    """A plan's parameters, repeated layers folded, in the model's order."""
+    stored = homes(plan)
+    groups: dict[tuple[object, ...], list[LeafPlan]] = {}
+    for leaf in plan.leaves:
+        home = stored.get(leaf.path, plan)
+        specs = (leaf.compute_spec, leaf.param_spec, leaf.summed, leaf.gathers)
+        alike = (leaf.shape, leaf.dtype, *specs, leaf.hosted, home.axes)
+        groups.setdefault((starred(leaf.path), *alike), []).append(leaf)
+    rows = []
+    said: dict[tuple[object, ...], str] = {}  # thousands of rows cause the same
+    for leaves in groups.values():
+        leaf, count = leaves[0], len(leaves)
+        home = stored.get(leaf.path, plan)
+        local = leaf.nbytes // shards(leaf.param_spec, home.axis_sizes)
+        layouts = (leaf.compute_spec, leaf.param_spec, leaf.gradient_spec)
+        moved = (leaf.optimizer_spec, leaf.summed, leaf.gathers)
+        key = (id(home), leaf.nbytes, *layouts, *moved)
+        if key not in said:
+            said[key] = collective_words(
+                collectives_of(home, leaf, unlike=bool(plan.shares)), home
+            )
+        rows.append(
+            ParameterRow(
+                label=leaf.path if count == 1 else f"{starred(leaf.path)} ×{count}",
+                count=count,
+                leaf=leaf,
+                device_bytes=local * count,
+                collectives=said[key],
+            )
+        )
+    return rows
+
+
+def homes(plan: PlanData) -> dict[str, PlanData]:
+    """The plan that stores each parameter, where stages have programs of their own."""
+    return {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
+
+
+def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
+    """Mesh axes that shard a tensor in one layout and not in another."""
+    old = {axis for axes in before for axis in axes}
+    return tuple(axis for axes in after for axis in axes if axis not in old)
+
+
+def collectives_of(
+    plan: PlanData, leaf: LeafPlan, *, unlike: bool = False
+) -> tuple[Collective, ...]:
+    """What one parameter causes in a micro-batch, and in the update.
+
+    Args:
+        plan: of the devices that store it.
+        leaf: the parameter.
+        unlike: ranks of ``data`` take unlike shares.
+
+    Returns:
+        Gathers of the parameter and reductions of its gradient, as if it were alone:
+        the compiler runs reductions over the same axes as one.
+    """
+    mesh, found = plan.axis_sizes, list[Collective]()
+    used = leaf.nbytes // shards(leaf.compute_spec, mesh)
+    axes = added_axes(leaf.compute_spec, leaf.param_spec)
+    if axes and leaf.gathers:
+        found.append(_gather(axes, "forward", used, leaf.gathers))
+    # Ranks that take unlike shares sum their gradients when all are done.
+    last = ("data",) if unlike and "data" in leaf.summed else ()
+    summed = tuple(axis for axis in leaf.summed if axis not in last)
+    if summed:
+        whole = _sum(summed, "backward", used)
+        cut = set(added_axes(leaf.compute_spec, leaf.gradient_spec)) & set(summed)
+        zero = 2 if "data" in cut else 0
+        parts = combined_gradients((whole,), zero, mesh, plan.cluster)
+        found += parts if cut else (whole,)
+    if last:
+        kept = leaf.nbytes // shards(leaf.gradient_spec, mesh)
+        found.append(_sum(last, "update", kept))
+    axes = added_axes(leaf.param_spec, leaf.optimizer_spec)
+    if axes:
+        stored = leaf.nbytes // shards(leaf.param_spec, mesh)
+        found.append(_gather(axes, "update", stored, 1))
+    return tuple(_as_run(plan, c) for c in found)
+
+
+def _gather(axes: tuple[str, ...], phase: str, nbytes: int, count: int) -> Collective:
+    return Collective(
+        kind="all-gather",
+        axes=axes,
+        phase=phase,
+        what="parameter",
+        payload_bytes=nbytes,
+        count=count,
+    )
+
+
+def _sum(axes: tuple[str, ...], phase: str, nbytes: int) -> Collective:
+    return Collective(
+        kind="all-reduce",
+        axes=axes,
+        phase=phase,
+        what="gradient",
+        payload_bytes=nbytes,
+        count=1,
+    )
+
+
+def _as_run(plan: PlanData, asked: Collective) -> Collective:
+    """What the plan says that its compiler runs in place of a collective."""
+    kinds = [
+        c.kind
+        for c in plan.collectives
+        if (c.what, c.axes, c.phase) == (asked.what, asked.axes, asked.phase)
+    ]
+    return asked if asked.kind in kinds or not kinds else replace(asked, kind=kinds[0])
+
+
+def collective_words(collectives: Sequence[Collective], plan: PlanData) -> str:
+    """Collectives of a step in few words, such as ``"2 all-gather over fsdp"``."""
+    times: dict[str, int] = {}
+    for c in collectives:
+        words = f"{c.kind} over {'+'.join(c.axes)}"
+        times[words] = times.get(words, 0) + plan.times(c)
+    return ", ".join(f"{n} {words}" for words, n in times.items()) or "none"

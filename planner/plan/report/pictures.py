@@ -1,0 +1,92 @@
+"""The pictures of a plan, as its methods; drawing them is no part of planning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from whalejax.planner.plan_data import PlanData
+
+
+if TYPE_CHECKING:
+    from whalejax.display.device_map import DeviceMap
+    from whalejax.display.memory import MemoryChart
+    from whalejax.display.sliders import Sliders
+    from whalejax.display.timelines import StepTimeline
+
+
+class Pictured(PlanData):
+    """What notebooks and files can show of a plan."""
+
+    __slots__ = ()
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        from whalejax.display.bundles import bundle
+
+        return bundle(self)
+
+    def timeline(self) -> StepTimeline:
+        """The step in time: the schedule's rows, a lane for each stage.
+
+        Returns:
+            What a notebook draws, and ``print`` sums up. Its ``save`` writes
+            ``trace.json`` for https://ui.perfetto.dev, or a page or drawing
+            (``.html``, ``.svg``). A plan without stages has one lane, of its terms.
+        """
+        from whalejax.display import timelines
+
+        return timelines.timeline(self)
+
+    def memory_chart(self) -> MemoryChart:
+        """Memory per device by term, of every stage where they have their own.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        from whalejax.display import memory
+
+        return memory.memory_chart(self)
+
+    def device_map(self, path: str, of: str = "params") -> DeviceMap:
+        """Which device holds which part of a parameter.
+
+        Args:
+            path: of the parameter, as ``leaf`` takes it.
+            of: ``"params"`` as stored, ``"compute"`` as computed with, or its
+                ``"gradients"`` or ``"optimizer"`` state.
+
+        Returns:
+            What a notebook shows and ``print`` lists; ``parts`` has it as data.
+
+        Raises:
+            PlanError: no parameter has that path; the nearest are named.
+            WhaleError: there is no such layout.
+        """
+        from whalejax.display import device_map
+
+        return device_map.device_map(self, path, of)
+
+    def sliders(
+        self, *, batches: Sequence[int] | None = None, clusters: Sequence[str] = ()
+    ) -> Sliders:
+        """``what_if`` by hand: sliders for batch and remat, a list of clusters.
+
+        Needs a notebook whose kernel runs, and the extra ``whalejax[notebook]``.
+
+        Args:
+            batches: numbers of samples to choose from; a quarter of the planned batch
+                to four times it if left out.
+            clusters: to choose from, beside the planned one, as text.
+
+        Returns:
+            What a notebook draws; its ``plan`` is the one that was last found.
+
+        Raises:
+            PlanError: the plan was read from a file, which holds no model.
+            WhaleError: ipywidgets is missing, or a batch is no number of samples.
+        """
+        from whalejax.display import sliders
+
+        return sliders.sliders(self, batches, clusters)

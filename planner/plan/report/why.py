@@ -1,0 +1,254 @@
+"""Plans in words: sizes, layouts, and why a parameter is laid out as it is.
+
+Plain text with no dependency, so that a plan can be read wherever it can be loaded;
+``page`` puts the words together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import STAGE, Spec, shards
+from whalejax.planner.terms import chunk_words, own_words, precision_words
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as people write it: ``"4096×512"``, or ``"scalar"``."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def spec_text(spec: Spec) -> str:
+    """A layout as people write it: ``"(data+fsdp, –)"``."""
+    return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"
+
+
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """Axes above size 1 in words: ``"data 2 × tensor 4"``."""
+    words = (f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    return " × ".join(words) or "one device"
+
+
+def layout_text(plan: PlanData) -> str:
+    """Mesh, ZeRO level and micro-batches in one line."""
+    words = mesh_words(plan.axis_sizes)
+    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.apart)
+    if len(inner) > 1:
+        words += f" ({' | '.join(inner)})"
+    if plan.zero and any("data" in p.axis_sizes for p in (plan, *plan.apart)):
+        words += f" · ZeRO-{plan.zero} over data"
+    parts = plan.num_micro_batches
+    words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
+    own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
+    own += chunk_words(plan.loss_chunks)
+    own += precision_words(plan.precisions, plan.precision)
+    own += pipeline_words(plan)
+    beyond = plan.beyond.words() if plan.beyond else ()
+    return " · ".join([words, *own, *beyond])
+
+
+def pipeline_words(plan: PlanData) -> list[str]:
+    """A plan's pipeline in a few words, or each of those side by side."""
+    each = [one.stages.words() for one in plan.pipelines or (plan,) if one.stages]
+    if len(set(each)) < 2:
+        return each[:1]
+    return [f"pipeline {number}: {words}" for number, words in enumerate(each)]
+
+
+def leaf_note(
+    leaf: LeafPlan, tensor: Tensor, mesh: Mapping[str, int], dims: Dimensions
+) -> str:
+    """Why ``fsdp`` shards no dimension of a parameter, or an empty text."""
+    if mesh["fsdp"] == 1 or any("fsdp" in axes for axes in leaf.param_spec):
+        return ""
+    reasons = []
+    for dim, names in enumerate(leaf.roles):
+        if not names:
+            continue
+        role = dims.find(names[0])
+        size = tensor.shape[dim]
+        label = f"dim {dim} ({names[0]}, {size})"
+        if role is not None and role.unshardable:
+            reasons.append(f"{label}: {role.unshardable}")
+            continue
+        axes = (*leaf.param_spec[dim], "fsdp")
+        divisor = " × ".join(f"{axis} {mesh[axis]}" for axis in axes)
+        reasons.append(f"{label}: {divisor} does not divide it")
+    return "; ".join(reasons)
+
+
+def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
+    """Parameters that no axis shards, by the reason, those of most bytes first."""
+    found: dict[str, list[LeafPlan]] = {}
+    homes = {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
+    for leaf in plan.leaves:
+        if not any(leaf.param_spec):
+            home = homes.get(leaf.path, plan)
+            reason = _whole_leaf(home, leaf, alone=home is plan)
+            found.setdefault(reason, []).append(leaf)
+    return sorted(found.items(), key=lambda pair: -sum(leaf.nbytes for leaf in pair[1]))
+
+
+def whole_dimensions(plan: PlanData) -> list[str]:
+    """Logical dimensions that nothing can shard, and why."""
+    shared_out = {
+        names[0]
+        for leaf in plan.leaves
+        for names, axes in zip(leaf.roles, leaf.compute_spec, strict=True)
+        if names and STAGE in axes
+    }
+    return [
+        f"{role.name} ({role.size}): {role.unshardable}"
+        for role in plan.roles
+        if role.unshardable and role.name not in shared_out
+    ]
+
+
+def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
+    """Why a parameter is whole on every device, for all its dimensions at once."""
+    if not home.axes:
+        return "there is one device" if alone else "its stage is one device"
+    if leaf.note:
+        return leaf.note
+    roles = {r.name: r for r in home.roles}
+    reasons = [
+        _whole_reason(home, leaf, dim, names, roles).removeprefix("whole: ")
+        for dim, names in enumerate(leaf.roles)
+    ]
+    return "; ".join(dict.fromkeys(reasons)) or "it is a single number"
+
+
+def why(plan: PlanData, leaf: LeafPlan) -> str:
+    """Why a parameter is laid out as it is.
+
+    Args:
+        plan: the plan.
+        leaf: one of its leaves.
+    """
+    nbytes = leaf.nbytes
+    home = plan.home(leaf.path)
+    mesh = home.axis_sizes
+    lines = [
+        f"{leaf.path}  {'×'.join(map(str, leaf.shape)) or 'scalar'} {leaf.dtype}, "
+        f"{gigabytes(nbytes)}, "
+        f"{gigabytes(nbytes // shards(leaf.param_spec, mesh))} per device"
+    ]
+    roles = {r.name: r for r in home.roles}
+    for dim, names in enumerate(leaf.roles):
+        lines.append(_why_dim(home, leaf, dim, names, roles))
+    state = f"optimizer state as {spec_text(leaf.optimizer_spec)}"
+    if not leaf.trained:
+        state = "not trained: without gradient and optimizer state"
+    lines.append(
+        f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
+        f"{spec_text(leaf.param_spec)}, {state}"
+    )
+    if leaf.hosted:
+        lines.append("  lies in host memory: layers come to the device to be read")
+    if leaf.note:
+        lines.append(f"  whole because {leaf.note}")
+    if home is not plan:
+        lines.append(f"  lies on {_stage_words(plan, leaf.path)}")
+        lines += _readers(plan, leaf.path)
+    lines.append("  plans that were weighed:")
+    lines += [f"    {candidate}" for candidate in plan.candidates]
+    return "\n".join(lines)
+
+
+def _readers(plan: PlanData, path: str) -> list[str]:
+    """Which other stages read a parameter."""
+    back = ", and gives its gradient back" if plan.leaf(path).trained else ""
+    found = dict.fromkeys(
+        f"  stage {stage} reads it too: once in a step it is given a copy{back}"
+        for one in plan.pipelines or (plan,)
+        for stage, own in enumerate(one.apart)
+        if own is not one.home(path) and any(leaf.path == path for leaf in own.leaves)
+    )
+    return [*found]
+
+
+def _stage_words(plan: PlanData, path: str) -> str:
+    """The stage that stores a parameter, of each pipeline where there are several."""
+    each = [one.apart.index(one.home(path)) for one in plan.pipelines or (plan,)]
+    if len(set(each)) == 1:
+        return f"stage {each[0]}"
+    words = [f"stage {stage} of pipeline {r}" for r, stage in enumerate(each)]
+    return " and ".join(words)
+
+
+def _why_dim(
+    plan: PlanData,
+    leaf: LeafPlan,
+    dim: int,
+    names: tuple[str, ...],
+    roles: Mapping[str, object],
+) -> str:
+    label = " × ".join(names) or "size 1"
+    compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
+    reasons = []
+    homes = _homes(plan, compute, names)
+    if homes:
+        reasons.append(
+            f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
+        )
+    elif compute == ("stage",):
+        reasons.append("shared out among the stages")
+    elif compute:
+        reasons.append(
+            f"in shards over {'+'.join(compute)} until it is used, then exchanged for "
+            "shards of what is fused"
+        )
+    for part in names[1:]:
+        for axis in (a for a, n in plan.axes if n > 1 and a not in compute):
+            homes = _homes(plan, (axis,), (part,))
+            if homes:
+                reasons.append(
+                    f"{part} is computed in shards over {axis} in {', '.join(homes)}, "
+                    "and no PartitionSpec can name it here"
+                )
+    added = [a for a in stored if a not in compute]
+    if added:
+        use = "exchanged for layers" if "stage" in added else "gathered for use"
+        reasons.append(f"stored in shards over {'+'.join(added)}, {use}")
+    if not reasons:
+        reasons.append(_whole_reason(plan, leaf, dim, names, roles))
+    return f"  dim {dim} is {label} ({leaf.shape[dim]}): {'; '.join(reasons)}"
+
+
+def _homes(plan: PlanData, axes: Sequence[str], names: Sequence[str]) -> list[str]:
+    """TaskGraphs that shard a dimension of these names over some of the axes."""
+    return [
+        r.task_graph
+        for r in plan.compute
+        if any(a in axes and set(n) & set(names) for a, n in r.axes)
+    ]
+
+
+def _whole_reason(
+    plan: PlanData,
+    leaf: LeafPlan,
+    dim: int,
+    names: tuple[str, ...],
+    roles: Mapping[str, object],
+) -> str:
+    role = roles.get(names[0]) if names else None
+    blocked = getattr(role, "unshardable", "")
+    if blocked:
+        return f"whole: {blocked}"
+    model = [(a, n) for a, n in plan.axes if a in ("fsdp", "expert", "tensor")]
+    if not model:
+        return "whole: no axis of this mesh shards parameters (only data)"
+    failing = [(a, n) for a, n in model if leaf.shape[dim] % n]
+    if failing:
+        return "whole: " + ", ".join(
+            f"{a} {n} does not divide {leaf.shape[dim]}" for a, n in failing
+        )
+    if not {a for a, _ in model} & {a for axes in leaf.param_spec for a in axes}:
+        axes = " and ".join(axis for axis, _ in model)
+        one = len(model) == 1
+        return f"whole: where it is read, {axes} shard{'s' * one} other dimensions"
+    return "whole: another dimension of it, or a cheaper one, took the axis"

@@ -1,0 +1,53 @@
+"""From a captured loss and a cluster to a plan of one program on all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import Again, Known, by_marks, decided_on
+
+
+def decide(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+    again: Again | None = None,
+    known: Known | None = None,
+) -> Plan:
+    """Choose how to run a model on a cluster.
+
+    Args:
+        graph: the captured loss.
+        cluster: the machine.
+        request: optimizer state, micro-batches and the default strategy.
+        precision: noted in the plan.
+        batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
+            layouts are filled in here.
+        again: the graph with TaskGraphs computed again in the backward pass, and with
+            attention in blocks; without it nothing is.
+        known: what other searches of the same loss have found of it.
+
+    Raises:
+        PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
+            found is listed.
+    """
+    request = by_marks(graph, request)
+    decided = decided_on(graph, cluster, request, again, known)
+    return written(
+        decided.analysed,
+        decided.search,
+        decided.weighed,
+        cluster,
+        request,
+        precision,
+        batch,
+    )

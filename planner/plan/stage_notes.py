@@ -1,0 +1,249 @@
+"""Refusals and notes that plans with pipeline stages share, under any executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.entries import BatchLeaf, Candidate
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import check_devices
+from whalejax.planner.pipeline.stage_graph import places_of
+from whalejax.planner.plan.build import KEPT_CANDIDATES
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.request import Request
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+UNEVEN = 1.5
+"""Times its even part that a stage takes where the cut is worth a word."""
+
+
+class Weighed(Protocol):
+    """A plan in stages that was weighed."""
+
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        ...
+
+
+class OnStages(Weighed, Protocol):
+    """One whose stages have memory of their own."""
+
+    room_bytes: int
+    fullest: int
+
+
+def check_stages(request: Request, stages: int, *, most: int) -> None:
+    """Refuse what stages cannot be asked for.
+
+    Args:
+        request: what is asked.
+        stages: how many.
+        most: stages that there can be.
+
+    Raises:
+        PlanError: what it is, and the remedy.
+    """
+    check_devices(request.num_devices, stages, most=most)
+    if request.offload:
+        raise PlanError(
+            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
+            "memory yet. Leave offload out, or the axis stage"
+        )
+    if (request.loss_chunks or 1) > 1:
+        raise PlanError(
+            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
+            "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
+            "micro-batches make fewer logits at once"
+        )
+    if any(kind == "ring" for _, kind in request.attention or ()):
+        raise PlanError(
+            'attention is "ring": stages do not run attention in blocks yet. Leave '
+            "attention out, or the axis stage"
+        )
+
+
+def merged(graph: Graph) -> str:
+    """What is said where several pipelines are marked: they make one.
+
+    Args:
+        graph: the captured loss.
+    """
+    found: dict[int, set[str]] = {}
+    for task_graph in graph.task_graphs:
+        kinds = [mark.kind for mark in task_graph.marks]
+        if "pipeline" in kinds:
+            at = task_graph.path[kinds.index("pipeline")]
+            numbers = (m.get("i") for m in task_graph.marks if m.kind == "stage")
+            found.setdefault(at, set()).update(n or "0" for n in numbers)
+    if len(found) < 2:
+        return ""
+    if any(found.values()):
+        stages = " and ".join(str(len(inside)) for inside in found.values())
+        return (
+            f"pipeline: {len(found)} are marked, of {stages} stages, and a model is "
+            "one pipeline: stages of equal number are one stage. Put one wh.pipeline() "
+            "around all of them where they follow each other"
+        )
+    return (
+        f"pipeline: {len(found)} regions are marked, and the whole model is one "
+        "pipeline. Put one wh.pipeline(num_stages=…) around all of it"
+    )
+
+
+def uncut(graph: Graph, plan: Plan) -> str:
+    """That one stage takes most of the time, where a loop is the reason; else nothing.
+
+    Args:
+        graph: the captured loss.
+        plan: in stages with programs of their own.
+    """
+    work = [op.flops * op.trip for op in graph.ops]
+    looped = sum(n for n, op in zip(work, graph.ops, strict=True) if op.trip > 1)
+    said = _lopsided(plan)
+    if not said or 2 * looped < sum(work):
+        return ""
+    return f"{said}: a loop over layers is one part of the model here, and is not cut"
+
+
+def lopsided(plan: Plan, *, marked: bool) -> str:
+    """That one stage takes far more time than others, for no loop; else nothing.
+
+    Args:
+        plan: in stages with programs of their own.
+        marked: ``stage`` marks say where it is cut.
+    """
+    said = _lopsided(plan)
+    if not said:
+        return ""
+    if marked:
+        return f"{said}, as they are marked"
+    return (
+        f"{said}: a part begins where a parameter is read first, and no such cut is "
+        "more even (layers that read slices of one parameter are one part)"
+    )
+
+
+def _lopsided(plan: Plan) -> str:
+    """One stage's part of the time, where that is far from even; else nothing."""
+    stages = plan.stages
+    if stages is None or not stages.paces:
+        return ""
+    each = [
+        pace.forward_seconds + pace.backward_seconds + pace.weight_seconds
+        for pace in stages.paces
+    ]
+    count = len(each) // stages.chunks
+    seconds = [
+        sum(each[place] for place in places_of(stage, count, stages.chunks))
+        for stage in range(count)
+    ]
+    share = max(seconds) / max(sum(seconds), 1e-30)
+    if share * count < UNEVEN:
+        return ""
+    return (
+        f"one of {count} stages takes {share:.0%} of the time of all (an even part is "
+        f"{1 / count:.0%})"
+    )
+
+
+def evened(remedy: str) -> str:
+    """What to do where ``uncut`` says that stages are uneven.
+
+    Args:
+        remedy: what lets one program share out the loop, if anything does.
+    """
+    if not remedy:
+        return "Write the layers out (of the reference models: scan_layers=False)"
+    remedy = remedy.removesuffix(", or leave the axis stage out")
+    return (
+        f"{remedy}; then stages share out its layers. Or write the layers out (of the "
+        "reference models: scan_layers=False)"
+    )
+
+
+def batch_of(
+    plans: Sequence[Plan], batch: Sequence[BatchLeaf]
+) -> tuple[BatchLeaf, ...]:
+    """Leaves of the batch with their layouts, as the first stage that reads them.
+
+    Args:
+        plans: of the stages.
+        batch: its leaves, without layouts.
+    """
+    found: dict[str, BatchLeaf] = {}
+    for plan in plans:
+        for leaf in plan.batch:
+            found.setdefault(leaf.path, leaf)
+    return tuple(
+        found.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
+        for leaf in batch
+    )
+
+
+def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:
+    """Plans in stages for a plan to remember, best first.
+
+    Args:
+        weighed: all of them.
+        best: the one that is taken.
+    """
+    order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
+    alike = {one.layout: one for one in reversed(order)} | {best.layout: best}
+    order = [one for one in order if alike[one.layout] is one]
+    return tuple(
+        Candidate(
+            layout=one.layout,
+            time=one.time,
+            memory=one.memory,
+            fits=one.fits,
+            verdict=_verdict(one, best),
+        )
+        for one in order
+        if one is best or one in order[:KEPT_CANDIDATES]
+    )
+
+
+def _verdict(one: Weighed, best: Weighed) -> str:
+    if one is best:
+        return "chosen"
+    if not one.fits:
+        return f"needs {gigabytes(one.memory.total_bytes)} of memory"
+    return beside(one.time.step_seconds, best.time.step_seconds)
+
+
+def beside(seconds: float, best_seconds: float) -> str:
+    """A step beside that of the plan that is taken.
+
+    >>> beside(1.1, 1.0)
+    '10.0% slower'
+    """
+    slower = seconds / best_seconds - 1
+    if slower >= 0:
+        return f"{slower:.1%} slower"
+    return f"{-slower:.1%} faster, by less than predictions tell apart"
+
+
+def too_large(one: OnStages) -> NothingFits:
+    """That a plan lacks memory, and on which stage."""
+    need, room = one.memory.total_bytes, one.room_bytes
+    name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
+    return NothingFits(
+        f"{one.layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(room)}, {gigabytes(need - room)} short, on stage {one.fullest} "
+        "(they count from 0); "
+        f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
+        "shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=need - room,
+        of_bytes=room,
+        nearest=one.layout,
+    )

@@ -1,0 +1,469 @@
+"""Pipelines side by side on unlike devices: each takes micro-batches of its own.
+
+The devices are cut into equal parts, in node order. Each part runs the whole model as a
+pipeline, cut as suits its kinds; the shares are the integers with which the last one is
+done as early as can be, as its schedule's table says. Whale balances every replica of a
+pipeline alike and gives all the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.balance.shares import (
+    even_shares,
+    gain_words,
+    idle_note,
+    largest_remainder,
+    speed_bound,
+)
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.entries import Candidate, Collective, LeafPlan
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.uneven_replicas import counts
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import check_marks
+from whalejax.planner.search.stage_cuts import TooFewParts
+from whalejax.planner.search.user_shares import DATA, check_shares, said_of
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+Decide = Callable[[Cluster, Request], Plan]
+"""The plan of one pipeline on its devices."""
+
+MOST_COUNTS = 3
+"""Numbers of micro-batches that are weighed for each number of pipelines."""
+
+MOST_REPLICAS = 16
+"""Pipelines side by side, at most, where the planner chooses."""
+
+FAR, LESS = 0.2, 0.05
+"""More pipelines are not tried where the fastest so far is slower by the first part
+than a plan that there is, and no faster by the second than that of fewer pipelines."""
+
+
+class _Pipeline:
+    """One pipeline, and what its table says of other numbers of micro-batches.
+
+    Attributes:
+        plan: with all micro-batches.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.stages is not None
+        self.plan, self._stages = plan, plan.stages
+        self._known = {0: 0.0}
+
+    def seconds(self, count: int) -> float:
+        """When it is done with so many."""
+        if count not in self._known:
+            stages = self._stages
+            table = schedule(stages.schedule, len(stages.plans), count)
+            weight = [pace.weight_seconds for pace in stages.paces]
+            self._known[count] = simulate(
+                table,
+                [pace.forward_seconds for pace in stages.paces],
+                [pace.backward_seconds for pace in stages.paces],
+                stages.handed_seconds,
+                weight_seconds=weight if table.splits_backward else None,
+            ).step_seconds
+        return self._known[count]
+
+    @property
+    def once(self) -> float:
+        """What follows the micro-batches, once in a step."""
+        plan = self.plan
+        return max(0.0, plan.time.step_seconds - self.seconds(plan.num_micro_batches))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of devices, along it."""
+        names = [one.cluster.kinds[0].display_name() for one in self.plan.apart]
+        return [*dict.fromkeys(names)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beside:
+    """Pipelines side by side.
+
+    Attributes:
+        plans: of each.
+        shares: micro-batches of each.
+        exchange: what they add up together, and how long it takes.
+    """
+
+    plans: tuple[_Pipeline, ...]
+    shares: tuple[int, ...]
+    exchange: tuple[Collective, float]
+
+    @property
+    def pace(self) -> float:
+        """When the last pipeline is done with its micro-batches."""
+        return _pace(self.plans, self.shares)
+
+    @property
+    def rest(self) -> float:
+        """What follows: the exchange, and the update."""
+        return self.exchange[1] + max(one.once for one in self.plans)
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted step time."""
+        return self.pace + self.rest
+
+    @property
+    def memory(self) -> MemoryTerms:
+        """On the fullest device, with the buffer in which gradients cross."""
+        return max(
+            ((one.memory.crossing, one.cluster.memory_bytes) for one in self._stages()),
+            key=lambda pair: pair[0].total_bytes / pair[1],
+        )[0]
+
+    @property
+    def lacks_bytes(self) -> int:
+        """What the fullest device is short of; 0 or less where all have enough."""
+        return max(
+            one.memory.crossing.total_bytes - one.cluster.memory_bytes
+            for one in self._stages()
+        )
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        stages = self.plans[0].plan.axis_sizes[STAGE]
+        each = " and ".join(map(str, self.shares))
+        return (
+            f"data {len(self.plans)} × stage {stages}, {each} of {sum(self.shares)} "
+            "micro-batches"
+        )
+
+    def _stages(self) -> Iterator[Plan]:
+        for one in self.plans:
+            yield from one.plan.apart
+
+
+def decide_pipelines(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    stages: int,
+    asked: Sequence[int] | None,
+    decide: Decide,
+    known_seconds: float = math.inf,
+) -> Plan:
+    """Choose how pipelines side by side run a model, and who takes how much of it.
+
+    Args:
+        graph: the captured loss.
+        cluster: the machine.
+        request: what was asked for, of all devices; its mesh is without ``stage``.
+        stages: of each pipeline.
+        asked: the shares that the user wants, in node order, or None.
+        decide: makes the plan of one pipeline.
+        known_seconds: of a step in a plan that there is already. Where pipelines are
+            far slower, more of them are not tried.
+
+    Raises:
+        PlanError: it cannot be, or nothing fits.
+    """
+    _check(graph, request, stages, asked)
+    found: list[_Beside] = []
+    problems: list[PlanError] = []
+    weigh = functools.partial(_weigh, cluster, request, stages, asked, decide)
+    here = math.inf
+    for replicas in _replicas(request, stages, asked):
+        least = 2 * stages * replicas
+        several = counts(graph, request, asked, least=least)[:MOST_COUNTS]
+        free = asked is None and DATA not in (request.mesh or {})
+        if free and several[-1] < replicas:
+            continue  # Some would have no micro-batch at all.
+        some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
+        found += some
+        steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)
+        before, here = here, min(steps, default=math.inf)
+        if known_seconds * (1 + FAR) < here and before * (1 - LESS) < here < math.inf:
+            break
+    if not found and problems:
+        short = [error for error in problems if isinstance(error, NothingFits)]
+        raise min(short, key=lambda error: error.lacks_bytes, default=problems[0])
+    if not found:
+        raise PlanError(
+            f"{request.num_devices} devices make no several pipelines of {stages} "
+            "stages. Take fewer stages, or more devices"
+        )
+    fitting = [one for one in found if one.lacks_bytes <= 0]
+    if not fitting:
+        raise _too_large(min(found, key=lambda one: one.lacks_bytes))
+    best = min(fitting, key=lambda one: one.step_seconds)
+    return _written(cluster, stages, best, found)
+
+
+def _while_faster(
+    weigh: Callable[[int], _Beside], several: Sequence[int], problems: list[PlanError]
+) -> Iterator[_Beside]:
+    """Weigh numbers of micro-batches, the fewest first, while more of them help.
+
+    Where the fewest do not fit, the most are weighed first: fewer are larger ones.
+
+    Args:
+        weigh: weighs one number.
+        several: the numbers, the fewest first.
+        problems: is given what was wrong with others.
+    """
+    best, lacking = math.inf, False
+    left = [*several]
+    while left:
+        try:
+            one = weigh(left.pop(-1 if lacking else 0))
+        except TooFewParts:
+            raise  # Nor are there more under other numbers.
+        except NothingFits as error:
+            problems.append(error)
+            if lacking:
+                return
+            lacking = True
+        except PlanError as error:
+            problems.append(error)
+        else:
+            yield one
+            slower = one.step_seconds > best
+            if one.lacks_bytes <= 0:
+                if slower and not lacking:
+                    return
+                best = min(best, one.step_seconds)
+
+
+def _check(
+    graph: Graph, request: Request, stages: int, asked: Sequence[int] | None
+) -> None:
+    if request.zero:
+        raise PlanError(
+            f"zero is {request.zero}: pipelines that take unlike shares each keep the "
+            "whole state of their stages. Drop zero, or the shares"
+        )
+    if request.offload:
+        raise PlanError(
+            f"offload is {list(request.offload)}: pipelines that take unlike shares "
+            "keep everything in the devices' memory. Drop it, or the shares"
+        )
+    if asked is not None:
+        check_shares(
+            graph, request, asked, num_devices=request.num_devices, stages=stages
+        )
+        size = request.num_devices // len(asked)
+        with said_of(f"shares makes {len(asked)} pipelines of {size} devices each"):
+            check_marks(graph, size, stages)
+
+
+def _replicas(
+    request: Request, stages: int, asked: Sequence[int] | None
+) -> Iterator[int]:
+    """How many pipelines to weigh."""
+    if asked is not None:
+        yield len(asked)
+        return
+    data = dict(request.mesh or {}).get(DATA)
+    for replicas in divisors(request.num_devices // stages):
+        if 1 < replicas <= MOST_REPLICAS and data in (None, replicas):
+            yield replicas
+
+
+def _weigh(
+    cluster: Cluster,
+    request: Request,
+    stages: int,
+    asked: Sequence[int] | None,
+    decide: Decide,
+    replicas: int,
+    count: int,
+) -> _Beside:
+    """So many pipelines, with so many micro-batches in all."""
+    size = request.num_devices // replicas
+    mesh = {**(request.mesh or {}), DATA: 1}
+    one = dataclasses.replace(
+        request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=0
+    )
+    # Those whose devices are of the same kinds have one plan.
+    # What the first is given the others take over, so the one with least memory begins.
+    parts = [cluster.part(size, r * size) for r in range(replicas)]
+    known: dict[tuple[str, ...], _Pipeline] = {}
+    for part in sorted(parts, key=lambda part: part.memory_bytes):
+        if _kinds_of(part) not in known:
+            found = decide(part, one)
+            known[_kinds_of(part)] = _Pipeline(found)
+            inner = {axis: n for axis, n in found.axes if axis != STAGE}
+            one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=found.remat)
+    plans = [known[_kinds_of(part)] for part in parts]
+    _check_alike([pipeline.plan for pipeline in plans])
+    return _Beside(
+        plans=tuple(plans),
+        shares=tuple(asked) if asked is not None else _shares(plans, count),
+        exchange=_exchange([pipeline.plan for pipeline in plans], cluster, stages),
+    )
+
+
+def _kinds_of(part: Cluster) -> tuple[str, ...]:
+    """Of each device, in node order."""
+    return tuple(n.kind.name for n in part.nodes for _ in range(n.count))
+
+
+def _check_alike(plans: Sequence[Plan]) -> None:
+    """Refuse pipelines that store a parameter in unlike shards."""
+
+    def stored(plan: Plan) -> dict[str, tuple[object, ...]]:
+        return {
+            leaf.path: (home.axes, own.param_spec, own.optimizer_spec)
+            for leaf in plan.leaves
+            for home in [plan.home(leaf.path)]
+            for own in [home.leaf(leaf.path)]
+        }
+
+    first = stored(plans[0])
+    for number, plan in enumerate(plans[1:], 1):
+        others = {p for p, spec in stored(plan).items() if spec != first[p]}
+        if others:
+            raise PlanError(
+                f"pipelines 0 and {number} would store {', '.join(sorted(others)[:3])} "
+                "in unlike shards. Fix the axes inside a stage with mesh="
+            )
+
+
+def _pace(plans: Sequence[_Pipeline], shares: Sequence[int]) -> float:
+    return max(p.seconds(k) for p, k in zip(plans, shares, strict=True))
+
+
+def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
+    """By speed, then from the last to whoever would be done first, while that helps.
+
+    What ends last must take less in any better shares, and somebody else more.
+    """
+    found = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
+    while True:
+        ends = [p.seconds(k) for p, k in zip(plans, found, strict=True)]
+        last = ends.index(max(ends))
+        next_ends = [p.seconds(k + 1) for p, k in zip(plans, found, strict=True)]
+        first = next_ends.index(min(next_ends))
+        if next_ends[first] >= ends[last]:
+            return tuple(found)
+        found[last] -= 1
+        found[first] += 1
+
+
+def _exchange(
+    plans: Sequence[Plan], cluster: Cluster, stages: int
+) -> tuple[Collective, float]:
+    """The all-reduce of what pipelines have added up, on the fullest stage."""
+    payload = max(one.memory.gradients_bytes for plan in plans for one in plan.apart)
+    summed = Collective(
+        kind="all-reduce",
+        axes=(DATA,),
+        phase="update",
+        what="gradient",
+        payload_bytes=payload,
+        count=1,
+    )
+    inside = plans[0].num_devices // stages
+    mesh = {DATA: len(plans), STAGE: stages, "inside": inside}
+    parts = axis_parts((DATA,), mesh, cluster)
+    return summed, collective_seconds(summed.kind, payload, parts)
+
+
+def _too_large(one: _Beside) -> NothingFits:
+    total = one.memory.total_bytes
+    return NothingFits(
+        f"{one.layout}: a device needs {gigabytes(total)} with what pipelines "
+        f"exchange, {gigabytes(one.lacks_bytes)} more than there is. Use more stages "
+        "or micro-batches, or shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=one.lacks_bytes,
+        of_bytes=total - one.lacks_bytes,
+        nearest=one.layout,
+    )
+
+
+def _written(
+    cluster: Cluster, stages: int, best: _Beside, found: Sequence[_Beside]
+) -> Plan:
+    """The plan of the best; ``found`` has all that were weighed."""
+    first = best.plans[0].plan
+    others = sorted(
+        (one for one in found if one is not best), key=lambda one: one.step_seconds
+    )
+    candidates = [
+        Candidate(
+            layout=one.layout,
+            time=_time(one),
+            memory=one.memory,
+            fits=one.lacks_bytes <= 0,
+            verdict="chosen"
+            if one is best
+            else "slower"
+            if one.lacks_bytes <= 0
+            else "does not fit",
+        )
+        for one in (best, *others)
+    ]
+    inner = tuple(axis for axis in first.axes if axis[0] != STAGE)
+    return dataclasses.replace(
+        first,
+        cluster=cluster,
+        axes=((DATA, len(best.plans)), (STAGE, stages), *inner),
+        shares=best.shares,
+        pipelines=tuple(
+            dataclasses.replace(one.plan, candidates=(), notes=()) for one in best.plans
+        ),
+        leaves=tuple(_summed(leaf) for leaf in first.leaves),
+        time=_time(best),
+        memory=best.memory,
+        collectives=(best.exchange[0],),
+        candidates=tuple(candidates),
+        notes=tuple(dict.fromkeys(_notes(best))),
+    )
+
+
+def _summed(leaf: LeafPlan) -> LeafPlan:
+    axes = (DATA, *leaf.summed) if leaf.trained else ()
+    return dataclasses.replace(leaf, summed=axes)
+
+
+def _time(one: _Beside) -> TimeTerms:
+    """The step, by the terms of the pipeline that is done last."""
+    ends = [p.seconds(k) for p, k in zip(one.plans, one.shares, strict=True)]
+    last = one.plans[ends.index(max(ends))]
+    terms = dataclasses.asdict(last.plan.time)
+    update = terms.pop("update_seconds")
+    ratio = (one.step_seconds - one.exchange[1] - update) / sum(terms.values())
+    return TimeTerms(
+        **{name: seconds * ratio for name, seconds in terms.items()},
+        update_seconds=update,
+    ) + TimeTerms(gradient_seconds=one.exchange[1])
+
+
+def _notes(one: _Beside) -> Iterator[str]:
+    for pipeline in one.plans:
+        yield from pipeline.plan.notes
+    total = sum(one.shares)
+    even = even_shares(total, len(one.plans))
+    gain = (_pace(one.plans, even) + one.rest) / one.step_seconds
+    bound = speed_bound([pipeline.seconds(total) for pipeline in one.plans])
+    each = ", ".join(
+        f"{share} on {' → '.join(pipeline.kinds)}"
+        for pipeline, share in zip(one.plans, one.shares, strict=True)
+    )
+    words = gain_words(gain, bound)
+    yield f"pipelines take {each} of {total} micro-batches: {words}"
+    ends = [pipeline.seconds(1) for pipeline in one.plans]
+    if note := idle_note("pipelines", one.shares, ends, _pace(one.plans, one.shares)):
+        yield note

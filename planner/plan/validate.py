@@ -1,0 +1,324 @@
+"""Checks of a plan that was read from a file: impossible numbers are refused.
+
+A hash proves nothing here, because whoever changes a file can hash it anew. Times and
+sizes are not negative, layouts fit shapes and mesh, shares add up, memory is what the
+parameters take and no more than devices have. All problems are found at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Final
+
+from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.texts import quoted
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import NAMES
+from whalejax.planner.plan.compiler_options import check_options
+from whalejax.planner.plan.report.describe import SENT
+from whalejax.planner.plan.validate_batch import check_batch, is_dtype
+from whalejax.planner.plan_data import PLAN_VERSION, PlanData, StagesData
+from whalejax.planner.sharding.layout import MESH_AXES, Spec
+from whalejax.planner.sharding.precision_regions import PRECISIONS
+from whalejax.planner.sharding.remat import POLICIES
+from whalejax.planner.terms import OFFLOADS
+
+
+LOST_SECONDS: Final = 1e-9
+"""What a difference of times may lose in its last digits, below zero."""
+
+SLACK: Final = 2
+"""By which factor memory may exceed that of the largest device."""
+
+NEAR: Final = 0.01
+"""By which part the memory of parameters may differ from what their shards take."""
+
+_ATTENTION = ("ring", "gather")
+_STASHES = ("", "inputs", "residuals")
+_PHASES = ("forward", "backward", "update", "turn")
+_APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipelines"))
+"""Fields of a plan that are checked elsewhere, or one by one."""
+
+
+def check_plan(plan: PlanData) -> None:
+    """Raise if a plan has numbers that none can have.
+
+    Raises:
+        PlanError: every problem, with its place.
+    """
+    problems = Problems("numbers that no plan has", PlanError)
+    _check(plan, "", problems)
+    problems.raise_if_any()
+
+
+def _check(plan: PlanData, where: str, problems: Problems) -> None:
+    if plan.version != PLAN_VERSION:
+        problems.add(f"{where}version is {plan.version}; expected {PLAN_VERSION}")
+    for path, text in _unfit(plan):
+        problems.add(f"{where}{path} {text}")
+    _check_mesh(plan, where, problems)
+    _check_choices(plan, where, problems)
+    _check_shares(plan, where, problems)
+    _check_leaves(plan, where, problems)
+    _check_trained(plan, where, problems)
+    check_batch(plan, where, problems)
+    _check_memory(plan, where, problems)
+    options = Problems()
+    check_options(dict(plan.compiler_options), options)
+    for text in options.messages:
+        problems.add(f"{where}compiler_options: {text}")
+    if plan.stages is not None:
+        _check_stages(plan, plan.stages, where, problems)
+    for place, one in enumerate(plan.pipelines):
+        _check(one, f"{where}pipelines[{place}].", problems)
+
+
+# Numbers by their names.
+
+
+def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Numbers of a tree of dataclasses that are below zero or above any memory."""
+    if isinstance(value, tuple):
+        for place, item in enumerate(value):
+            yield from _unfit(item, f"{path}[{place}]")
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in _APART:
+                inner = getattr(value, field.name)
+                yield from _unfit(inner, f"{path}.{field.name}" if path else field.name)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if path.endswith("_seconds"):
+            if not -LOST_SECONDS <= value < math.inf:
+                yield path, f"is {value}; expected seconds of at least 0"
+        elif not 0 <= value < math.inf:
+            yield path, f"is {value}; expected at least 0"
+        elif path.endswith("_bytes") and value > MOST_MEMORY_BYTES:
+            yield path, f"is {value}; expected at most {MOST_MEMORY_BYTES}"
+
+
+def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
+    """What is one of a few words."""
+    chosen: list[tuple[str, str, tuple[str, ...]]] = [
+        ("precision", plan.precision, PRECISIONS),
+        *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
+        *((f"remat.{n}", policy, POLICIES) for n, policy in plan.remat),
+        *((f"attention.{n}", kind, _ATTENTION) for n, kind in plan.attention),
+        *(("offload", what, OFFLOADS) for what in plan.offload),
+        *(("collectives", one.phase, _PHASES) for one in plan.collectives),
+        *(("collectives.what", one.what, (*SENT,)) for one in plan.collectives),
+    ]
+    for name, word, known in chosen:
+        if word not in known:
+            problems.add(
+                f"{where}{name} is {quoted(word)}; expected one of {', '.join(known)}"
+            )
+    for name, number, most in (
+        ("zero", plan.zero, 3),
+        ("num_micro_batches", plan.num_micro_batches, 2**40),
+        ("loss_chunks", plan.loss_chunks, 2**40),
+    ):
+        least = 0 if name == "zero" else 1
+        if not least <= number <= most:
+            problems.add(f"{where}{name} is {number}; expected {least} to {most}")
+
+
+# The mesh and the layouts on it.
+
+
+def _check_mesh(plan: PlanData, where: str, problems: Problems) -> None:
+    names = [axis for axis, _ in plan.axes]
+    for axis, size in plan.axes:
+        if axis not in MESH_AXES or names.count(axis) > 1:
+            problems.add(
+                f"{where}axes has {quoted(axis)}; expected each of "
+                f"{', '.join(MESH_AXES)} at most once"
+            )
+        if size < 2:
+            problems.add(f"{where}axes: {quoted(axis)} is {size}; expected 2 or more")
+    product, there = math.prod(n for _, n in plan.axes), plan.cluster.num_devices
+    if product > there:
+        problems.add(f"{where}axes take {product} devices; the cluster has {there}")
+    order = plan.device_order
+    if order and (len(set(order)) != len(order) or not max(order) < there):
+        problems.add(f"{where}device_order does not name devices 0 to {there - 1} once")
+    used = {axis for one in plan.collectives for axis in one.axes}
+    used |= {axis for axis, _ in plan.storage}
+    used |= {axis for table in plan.compute for axis, _ in table.axes}
+    for axis in sorted(used - set(MESH_AXES)):
+        problems.add(f"{where}{quoted(axis)} is no mesh axis: {', '.join(MESH_AXES)}")
+
+
+def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
+    shares, whole = plan.shares, plan.num_micro_batches
+    if shares and sum(shares) != whole:
+        problems.add(
+            f"{where}shares add up to {sum(shares)}; num_micro_batches is {whole}"
+        )
+    ranks = plan.axis_sizes.get("data", 1)
+    if shares and len(shares) != ranks:
+        problems.add(f"{where}shares has {len(shares)} entries; data has {ranks} ranks")
+    if plan.pipelines and len(plan.pipelines) != ranks:
+        problems.add(
+            f"{where}pipelines has {len(plan.pipelines)} entries; data has {ranks} "
+            "ranks"
+        )
+
+
+def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
+    sizes = {role.name: role.size for role in plan.roles}
+    # Where stages have programs of their own, axes are those of each one's plan.
+    mesh = plan.axis_sizes if plan.stages is None else None
+    for place, leaf in enumerate(plan.leaves):
+        at = f"{where}leaves[{place}]"
+        for name in ("compute_spec", "param_spec", "gradient_spec", "optimizer_spec"):
+            _check_spec(leaf.shape, getattr(leaf, name), mesh, f"{at}.{name}", problems)
+        if not is_dtype(leaf.dtype):
+            problems.add(f"{at}.dtype is {quoted(leaf.dtype)}; expected as numpy says")
+        if len(leaf.roles) != len(leaf.shape):
+            problems.add(f"{at}.roles has {len(leaf.roles)} of {len(leaf.shape)} dims")
+            continue
+        for dim, (size, roles) in enumerate(zip(leaf.shape, leaf.roles, strict=True)):
+            product = math.prod(sizes.get(role, 0) for role in roles)
+            if roles and product and product != size:
+                problems.add(
+                    f"{at}.shape[{dim}] is {size}; {' × '.join(roles)} is {product}"
+                )
+    for place, part in enumerate(plan.batch):
+        _check_spec(
+            part.shape, part.spec, mesh, f"{where}batch[{place}].spec", problems
+        )
+
+
+def _check_trained(plan: PlanData, where: str, problems: Problems) -> None:
+    """Leaves have names of their own, and those that are trained stand first."""
+    seen: set[str] = set()
+    for place, leaf in enumerate(plan.leaves):
+        at = f"{where}leaves[{place}]"
+        if leaf.path in seen:
+            problems.add(f"{at}.path is {quoted(leaf.path)}, as that of another")
+        seen.add(leaf.path)
+        if leaf.trained and place and not plan.leaves[place - 1].trained:
+            problems.add(
+                f"{at}.trained is true behind one that is not; expected those that are "
+                "trained first"
+            )
+
+
+def _check_spec(
+    shape: tuple[int, ...],
+    spec: Spec,
+    mesh: dict[str, int] | None,
+    at: str,
+    problems: Problems,
+) -> None:
+    if len(spec) != len(shape):
+        problems.add(f"{at} has {len(spec)} entries; the shape has {len(shape)}")
+        return
+    axes = [axis for entry in spec for axis in entry]
+    known = MESH_AXES if mesh is None else tuple(mesh)
+    stray = [axis for axis in axes if axis not in known]
+    if stray or len(set(axes)) < len(axes):
+        named = ", ".join(known) or "none"
+        problems.add(f"{at} names {quoted(axes)}; expected each of {named} once")
+        return
+    if mesh is None:
+        return
+    for size, entry in zip(shape, spec, strict=True):
+        over = math.prod(mesh[axis] for axis in entry)
+        if size % over:
+            named = " × ".join(entry)
+            problems.add(f"{at}: {named} is {over}, which does not divide {size}")
+
+
+# Memory.
+
+
+def _check_memory(plan: PlanData, where: str, problems: Problems) -> None:
+    largest = max(kind.memory_bytes for kind in plan.cluster.kinds)
+    predicted = [("memory", plan.memory)]
+    predicted += [
+        (f"candidates[{i}].memory", c.memory)
+        for i, c in enumerate(plan.candidates)
+        if c.fits
+    ]
+    for name, terms in predicted:
+        if terms.total_bytes > SLACK * largest:
+            problems.add(
+                f"{where}{name} adds up to {terms.total_bytes} bytes; a device has "
+                f"{largest}"
+            )
+    _check_kinds(plan, where, problems)
+    here = [leaf for leaf in plan.leaves if not leaf.hosted]
+    if plan.stages is not None or len(here) < len(plan.leaves):
+        return
+    sizes = plan.axis_sizes
+    stored = 0
+    for leaf in here:
+        axes = [axis for entry in leaf.param_spec for axis in entry]
+        stored += leaf.nbytes // max(1, math.prod(sizes.get(axis, 1) for axis in axes))
+    given = plan.memory.params_bytes
+    if abs(given - stored) > NEAR * stored:
+        problems.add(
+            f"{where}memory.params_bytes is {given}; the shards of all leaves take "
+            f"{stored}"
+        )
+
+
+def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
+    """Every kind of device has room for what lies on all of them."""
+    parts = [*plan.pipelines, *(() if plan.stages is None else plan.stages.plans)]
+    given = {kind.name: kind.memory_bytes for kind in plan.cluster.kinds}
+    for kind in (kind for part in parts for kind in part.cluster.kinds):
+        if given.get(kind.name) != kind.memory_bytes:
+            problems.add(
+                f"{where}cluster.kinds.{kind.name}.memory_bytes is "
+                f"{given.get(kind.name)}; its stages have {kind.memory_bytes}"
+            )
+    if parts or plan.num_devices < plan.cluster.num_devices:
+        return  # they have fields of their own, or some devices are idle
+    for name, there in given.items():
+        if plan.memory.params_bytes > SLACK * there:
+            problems.add(
+                f"{where}memory.params_bytes is {plan.memory.params_bytes}; a device "
+                f"of {quoted(name)} has {there}"
+            )
+
+
+# Stages.
+
+
+def _check_stages(
+    plan: PlanData, stages: StagesData, where: str, problems: Problems
+) -> None:
+    at = f"{where}stages."
+    for path, text in _unfit(dataclasses.replace(stages, plans=())):
+        problems.add(f"{at}{path} {text}")
+    for name, word, known in (
+        ("schedule", stages.schedule, NAMES),
+        ("executor", stages.executor, ("spmd", "mpmd")),
+        ("stash", stages.stash, _STASHES),
+    ):
+        if word not in known:
+            problems.add(
+                f"{at}{name} is {quoted(word)}; expected one of {', '.join(known)}"
+            )
+    if stages.chunks < 1:
+        problems.add(f"{at}chunks is {stages.chunks}; expected 1 or more")
+    count = len(stages.plans) or plan.axis_sizes.get("stage", 1)
+    parts = count * stages.chunks
+    for name, number, expected in (
+        ("layers", len(stages.layers), parts),
+        ("starts", len(stages.starts), parts - 1),
+        ("paces", len(stages.paces), parts),
+        ("blocks", len(stages.blocks), count),
+        ("kinds", len(stages.kinds), count),
+    ):
+        if number not in (0, expected):
+            problems.add(f"{at}{name} has {number} entries; expected {expected}")
+    if stages.blocks and sorted(stages.blocks) != list(range(count)):
+        problems.add(f"{at}blocks does not name 0 to {count - 1} once each")
+    for place, one in enumerate(stages.plans):
+        _check(one, f"{at}plans[{place}].", problems)

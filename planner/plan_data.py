@@ -1,0 +1,355 @@
+"""A plan as plain data: what was decided, and what it is predicted to take.
+
+Everything that works on plans takes them as this; ``plan.plan.Plan`` adds what users
+call: reports, pictures, files and new questions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, Self
+
+from whalejax.meshes.checks import is_printable, is_whole, shown
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner import fields
+from whalejax.planner.entries import (
+    BatchLeaf,
+    Beyond,
+    Candidate,
+    Candidates,
+    Collective,
+    LeafPlan,
+    Pace,
+    RegionTable,
+    RoleInfo,
+    starred,
+)
+from whalejax.planner.errors import PlanError
+from whalejax.planner.fingerprint import program_data
+from whalejax.planner.terms import Chosen, MemoryTerms, Remat, TimeTerms
+
+
+PLAN_VERSION: Final = 15
+"""Version of the file format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesData:
+    """A pipeline.
+
+    Attributes:
+        schedule: one of ``schedules.NAMES``.
+        chunks: parts of the model on each stage.
+        layers: of each part, along the model; empty where parts are no whole layers.
+        executor: ``"spmd"``, one program in which all stages run one loop, or
+            ``"mpmd"``, programs of each stage's own.
+        starts: of stages with programs of their own, the parameter whose reading
+            begins each part but the first; empty where ``stage`` marks say it.
+        plans: of such stages, the plan of each on its own devices.
+        kinds: device kind of each stage, where they differ.
+        blocks: of such stages with programs of their own, which of the equal parts of
+            the devices, in node order, each lies on; empty where they are in order.
+        turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
+            many of them some stage computes forward and backward; else 0.
+        stash: of stages in lockstep, what is kept of a micro-batch in flight:
+            ``"inputs"``, and the backward pass computes the layers again, or
+            ``"residuals"``, all that their derivative reads.
+        paces: predictions for each part along the model, in its order.
+        handed_seconds: predicted, from one part to the next on another stage.
+    """
+
+    schedule: str
+    chunks: int = 1
+    layers: tuple[int, ...] = ()
+    executor: str = "spmd"
+    starts: tuple[str, ...] = ()
+    plans: tuple[PlanData, ...] = ()
+    kinds: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
+    turns: int = 0
+    ahead: int = 0
+    back: int = 0
+    stash: str = ""
+    paces: tuple[Pace, ...] = ()
+    handed_seconds: float = 0.0
+
+    def words(self) -> str:
+        """The pipeline in a few words."""
+        layers = self.layers
+        parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
+        if not layers:
+            return f"{self.schedule}{parts}, {self._from()}{self._on()}"
+        each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
+        kept = f", {self.stash} kept" if self.stash else ""
+        return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
+
+    def _on(self) -> str:
+        """Its kinds of devices, where there are several."""
+        return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
+
+    def _from(self) -> str:
+        """Where its parts begin."""
+        if not self.starts:
+            return "cut as marked"
+        return f"cut before {', '.join(self.starts)}"
+
+
+class Question(Protocol):
+    """What was planned, kept beside its plan."""
+
+    def again(self, **changes: Any) -> Any:
+        """The plan under other circumstances; ``Plan.what_if``."""
+        ...
+
+    def verify(self, plan: Any, topology: str | None, *, timeout_seconds: float) -> Any:
+        """What its compiler makes of a plan; ``Plan.verify``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanData:
+    """How to run one model on one cluster.
+
+    Attributes:
+        version: of the format.
+        model_hash: of the model, batch and marks it was made for.
+        cluster: the machine it was made for.
+        axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
+        device_order: for each place of the mesh, the number of its device in the
+            cluster; empty for the cluster's own order.
+        num_micro_batches: parts of the global batch, one after the other.
+        zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
+            Over ``fsdp`` parameters are always sharded (ZeRO-3).
+        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
+            keeps results of products with weights, ``"named"`` what the model names,
+            ``"full"`` only what a layer is given.
+        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
+            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
+        sequence_parallel: ``tensor`` shards the sequence between the products whose
+            other dimensions it shards.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
+            not as the model computes it; ``"*"`` stands for the others.
+        loss_chunks: parts of a device's tokens whose logits are made one at a time.
+        precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
+        precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
+            stands for the others.
+        default: the strategy of what no mark covers, as text, or empty.
+        roles: the logical dimensions.
+        compute: one table for each TaskGraph.
+        storage: for the axes that shard storage only, roles in order of preference.
+        leaves: every parameter; those that are trained first, in their tree's order.
+        batch: every leaf of the batch.
+        batch_tree: the containers around them, as text.
+        collectives: what one step communicates, folded.
+        time, memory: predictions by term.
+        candidates: what else was weighed, best first.
+        notes: what a user should know.
+        product_flops: of matrix products, on one device in one step; 0 in estimates.
+        optimizer_bytes: state that the planned optimizer keeps of all parameters,
+            whole; None where that is not known.
+        stages: the pipeline, if there is one.
+        shares: micro-batches of each rank of ``data``, where ranks are unlike and each
+            takes whole micro-batches; empty where every rank has a part of each.
+        pipelines: where such ranks are pipelines, the plan of each, with all
+            micro-batches; ``stages`` are then those of the first.
+        runnable: ``whalejax.compile`` can run it.
+        beyond: what it does beyond what can be run, or None.
+        compiler_options: (name, value) pairs that the step is compiled with.
+        source: how the command line named the model, then its options, or empty.
+        question: what was planned, to be asked again. Not in files.
+    """
+
+    version: int = PLAN_VERSION
+    model_hash: str
+    cluster: Cluster
+    axes: tuple[tuple[str, int], ...]
+    device_order: tuple[int, ...] = ()
+    num_micro_batches: int
+    zero: int
+    remat: Remat = ()
+    offload: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    attention: Chosen = ()
+    loss_chunks: int = 1
+    precision: str
+    precisions: Chosen = ()
+    default: str
+    roles: tuple[RoleInfo, ...]
+    compute: tuple[RegionTable, ...]
+    storage: tuple[tuple[str, tuple[str, ...]], ...]
+    leaves: tuple[LeafPlan, ...]
+    batch: tuple[BatchLeaf, ...]
+    collectives: tuple[Collective, ...]
+    time: TimeTerms
+    memory: MemoryTerms
+    candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    batch_tree: str = ""
+    product_flops: int = 0
+    optimizer_bytes: int | None = None
+    stages: StagesData | None = None
+    shares: tuple[int, ...] = ()
+    pipelines: tuple[PlanData, ...] = ()
+    runnable: bool = True
+    beyond: Beyond | None = None
+    compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
+    source: tuple[str, ...] = ()
+    question: Question | None = dataclasses.field(
+        default=None, compare=False, repr=False, metadata={"kept": False}
+    )
+
+    def __post_init__(self) -> None:
+        fields.check_plan(self)
+
+    @property
+    def hash(self) -> str:
+        """Short hash of everything that changes the program."""
+        text = json.dumps(program_data(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """The parameters that are trained, in the order of their tree."""
+        return tuple(leaf for leaf in self.leaves if leaf.trained)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axes and sizes, outermost first."""
+        return dict(self.axes)
+
+    @property
+    def apart(self) -> tuple[PlanData, ...]:
+        """The plans of stages with programs of their own; empty without such."""
+        return () if self.stages is None else self.stages.plans
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory of a device of those that ``memory`` is predicted for."""
+        each = [own for one in self.pipelines or (self,) for own in one.apart]
+        same = [p for p in each if self.memory in (p.memory, p.memory.crossing)]
+        return min(own.cluster.memory_bytes for own in same or [self])
+
+    @property
+    def replica(self) -> Self:
+        """The plan of one rank of ``data``, where ranks take unlike shares."""
+        axes = tuple(axis for axis in self.axes if axis[0] != "data")
+        return dataclasses.replace(self, axes=axes, shares=())
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the plan uses."""
+        if self.pipelines or self.apart:
+            return sum(plan.num_devices for plan in self.pipelines or self.apart)
+        return math.prod(size for _, size in self.axes)
+
+    def times(self, collective: Collective) -> int:
+        """How often a collective of the plan runs in one step.
+
+        Stages in lockstep that keep only what they were given compute forward again
+        before they compute backward.
+        """
+        fields.check_collective(collective)
+        stages, phase = self.stages, collective.phase
+        if stages is None or not stages.turns or phase == "update":
+            # Where ranks take unlike shares: on the one that takes most.
+            return collective.times(max(self.shares, default=self.num_micro_batches))
+        again = 0 if stages.stash == "residuals" else stages.back
+        passes = {"forward": stages.ahead + again, "backward": stages.back}
+        return collective.count * passes.get(phase, stages.turns)
+
+    @property
+    def asked_precision(self) -> str | dict[str, str]:
+        """Its precision as ``wh.plan`` takes it, for all or by TaskGraph."""
+        return dict(self.precisions) or self.precision
+
+    @property
+    def scales_loss(self) -> bool:
+        """Some of it computes in float16, where small gradients vanish."""
+        return "f16" in (self.precision, *dict(self.precisions).values())
+
+    def home(self, path: str) -> PlanData:
+        """The plan of the stage that stores a parameter; itself without stages apart.
+
+        Args:
+            path: of the parameter.
+        """
+        if not is_printable(path):
+            self.leaf(path)  # says what is wrong with it
+        for plan in self.apart:
+            if any(leaf.path == path for leaf in plan.leaves):
+                return plan
+        return self
+
+    def leaf(self, path: str) -> LeafPlan:
+        """The plan of one parameter.
+
+        Args:
+            path: dotted; a ``*`` in place of a layer's number, as plans are printed,
+                takes the first.
+
+        Raises:
+            PlanError: no parameter has that path; the nearest are named.
+        """
+        for leaf in self.leaves if isinstance(path, str) else ():
+            if path in (leaf.path, starred(leaf.path)):
+                return leaf
+        raise PlanError(_no_such_leaf(self, path))
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The best plan of another layout that fits; None where there is none."""
+        return next(iter(self.alternatives(1)), None)
+
+    def alternatives(self, n: int = 5) -> Candidates:
+        """The best plans of other layouts that fit, best first; printed, a line each.
+
+        Args:
+            n: at most so many, 0 or more; a plan remembers about a dozen.
+        """
+        if not is_whole(n, 0):
+            raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")
+        others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
+        return Candidates(itertools.islice(others, n))
+
+    def partition_specs(self) -> dict[str, Any]:
+        """The stored layout of every parameter.
+
+        Returns:
+            Path to ``jax.sharding.PartitionSpec``.
+        """
+        from whalejax.meshes.jax_mesh import partition_spec
+
+        return {leaf.path: partition_spec(leaf.param_spec) for leaf in self.leaves}
+
+    def mesh(self, devices: Any = None) -> Any:
+        """The ``jax.sharding.Mesh`` of the plan.
+
+        Args:
+            devices: the devices to use, in node order; all of them if left out. The
+                plan's ``device_order`` is taken of them.
+        """
+        from whalejax.meshes.jax_mesh import build_mesh
+
+        if self.apart:
+            raise PlanError(
+                "every stage of this plan has a mesh of its own. Take "
+                "plan.stages.plans[i].mesh(devices) with the devices of stage i"
+            )
+        return build_mesh(self.axes, devices, order=self.device_order)
+
+
+def _no_such_leaf(plan: PlanData, path: object) -> str:
+    """Message for a path that no parameter has."""
+    paths = [leaf.path for leaf in plan.leaves]
+    text = path if isinstance(path, str) else ""
+    near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]
+    return (
+        f"no parameter has the path {shown(path)} (the model has {len(paths)}). "
+        f"Nearest: {', '.join(near)}"
+    )

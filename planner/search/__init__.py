@@ -1,0 +1,1 @@
+"""The search: from a request to the plan that is chosen."""

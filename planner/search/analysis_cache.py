@@ -1,0 +1,66 @@
+"""Results that searches of one program share, whichever TaskGraphs it is cut into.
+
+Searches beside each other plan the same operations in other TaskGraphs. What depends on
+the operations alone is found once, when the first of them asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.cost.row_builder import Views
+from whalejax.planner.memory.live_sets import Course
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
+
+
+class Program:
+    """The operations of one captured loss.
+
+    Args:
+        graph: the loss.
+        dims: its logical dimensions.
+        compiler: what it makes of the operations.
+
+    Attributes:
+        views: the operations in roles.
+    """
+
+    def __init__(
+        self, graph: Graph, dims: Dimensions, compiler: CompilerProfile
+    ) -> None:
+        self.graph = graph
+        self.dims = dims
+        self.compiler = compiler
+        self.views = Views(graph, dims)
+
+    @functools.cached_property
+    def waiting(self) -> dict[int, int]:
+        """Copies of activations that may wait in host memory, by tensor."""
+        return waiting_values(self.graph)
+
+    @functools.cached_property
+    def sliced(self) -> frozenset[int]:
+        """Parameters of which loops over layers read a slice at a time."""
+        return sliced_leaves(self.graph)
+
+    @functools.cached_property
+    def course(self) -> Course:
+        """What memory holds when."""
+        return self._course({})
+
+    @functools.cached_property
+    def course_apart(self) -> Course:
+        """The same with activations in host memory."""
+        return self._course(self.waiting)
+
+    def _course(self, waiting: dict[int, int]) -> Course:
+        return Course(
+            self.graph,
+            self.dims,
+            self.views.weight,
+            compiler=self.compiler,
+            waiting=waiting,
+        )

@@ -1,0 +1,1 @@
+"""The search over many layouts at once, as arrays."""

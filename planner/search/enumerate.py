@@ -1,0 +1,548 @@
+"""The search: every mesh, table and ZeRO level, and the cheapest that fits.
+
+Exact enumeration over the factorisations of the devices into ``data``, ``fsdp``,
+``expert`` and ``tensor``, over the logical dimensions that each model axis may shard in
+each TaskGraph, and over what is sharded in storage. ``context``, which shards the
+sequence, gets a size where the user fixes one, or where nothing fits without it. The
+cost of a TaskGraph under one table depends on nothing outside it but the layouts at its
+borders, so tables are costed once for each mesh and combined by adding.
+
+Among plans within half a percent of the fastest, the one with less memory is taken, and
+among equals the one that communicates less: predictions are not finer than that.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost.operation_cost import RowCost, Setting, row_flops, row_hits
+from whalejax.planner.cost.row_cost_cache import Prices
+from whalejax.planner.cost.step_time import step_time
+from whalejax.planner.entries import Collective
+from whalejax.planner.memory.live_sets import Moments, moments
+from whalejax.planner.memory.peak import largest_gather, peak_of
+from whalejax.planner.memory.saved_tensors import Residents, residents
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.expert_regions import weight_homes
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
+from whalejax.planner.search.ranking import best_first
+from whalejax.planner.search.request import Request as Request
+from whalejax.planner.search.request import Scored as Scored
+from whalejax.planner.sharding.layout import Table, divisors, replicas, shards
+from whalejax.planner.sharding.metadata_constraints import pinned_axes
+from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafLayout,
+    batch_homes,
+    batch_specs,
+    ignores_pin,
+    lay_out,
+    sharded_share,
+)
+from whalejax.planner.sharding.sequence_parallel import Split, shared_roles
+from whalejax.planner.sharding.strategies import (
+    NOTHING_TO_SPLIT,
+    Options,
+    choices,
+    sharded_by_split,
+)
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes that the search gives sizes to, outermost first."""
+
+BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
+NO_SEQUENCE = "no dimension for a context axis"
+SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
+IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
+"""Reasons to refuse a layout."""
+
+LEAST_SHARE = 0.5
+"""Part of the parameters' bytes that an axis must shard to count as sharding them."""
+
+
+def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
+    """Every factorisation into data, fsdp, expert and tensor, outermost first.
+
+    Args:
+        num_devices: the product of all axes.
+        context: the size of that axis, a divisor of it.
+    """
+    sizes = divisors(num_devices)
+    for tensor, expert in itertools.product(sizes, sizes):
+        rest, over = divmod(num_devices, tensor * expert * context)
+        if over:
+            continue
+        for fsdp in sizes:
+            if rest % fsdp == 0:
+                yield {
+                    "data": rest // fsdp,
+                    "fsdp": fsdp,
+                    "expert": expert,
+                    "context": context,
+                    "tensor": tensor,
+                }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """One mesh under one table for each TaskGraph at one ZeRO level.
+
+    Attributes:
+        mesh, tables, zero, layouts: as in ``Scored``.
+        counts: numbers of micro-batches that there can be, rising.
+        costs: of rows, by the number of micro-batches, as far as they are known.
+        times: of a step, the same.
+        memories: the same, by what lies in host memory too.
+    """
+
+    mesh: dict[str, int]
+    tables: dict[int, Table]
+    zero: int
+    layouts: tuple[LeafLayout, ...]
+    counts: tuple[int, ...]
+    costs: dict[int, tuple[RowCost, ...]]
+    times: dict[int, tuple[TimeTerms, tuple[Collective, ...]]]
+    memories: dict[tuple[int, tuple[str, ...]], MemoryTerms]
+
+
+class Search:
+    """One search over one captured model.
+
+    Attributes:
+        graph, dims, rows: what is planned.
+        program: its operations, wherever they stand.
+        prices: costs of the rows.
+        hosting: what may lie in host memory.
+        split: what stands between products is set apart in the graph, for sequence
+            parallelism; the options are those of the search ``beside`` without.
+        named_axes: mesh axes that metadata names.
+        scored: every plan that was evaluated, after ``run``.
+        bound: step time above which a plan is not worth its evaluation; of promising
+            meshes it follows the best that is found.
+        slack: how many times the best that is.
+        refused: for each reason, how many meshes it ruled out.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        dims: Dimensions,
+        cluster: Cluster,
+        request: Request,
+        *,
+        beside: Search | None = None,
+        split: Split | None = None,
+        bound: float = math.inf,
+        slack: float = 1.0,
+        program: Program | None = None,
+    ) -> None:
+        self.graph = graph
+        self.bound, self.slack = bound, slack
+        self.split = split
+        self.dims = dims
+        self.cluster = cluster
+        self.request = request
+        known = program if beside is None else beside.program
+        self.program: Program = known or Program(graph, dims, cluster.compiler)
+        self.rows: Rows = self.program.views.rows(graph)
+        self.prices: Prices = Prices(
+            self.rows, None if beside is None else beside.prices
+        )
+        self.facts: LeafFacts = (
+            LeafFacts.of(
+                graph,
+                dims,
+                self.rows.reading,
+                request.optimizer,
+                narrowed=request.narrowed,
+                cast_bytes=request.cast_bytes,
+            )
+            if beside is None
+            else beside.facts.at(weight_homes(graph, self.rows.weight))
+        )
+        self.options: Options = (
+            choices(graph, dims, self.rows, request.default)
+            if beside is None
+            else beside.options
+        )
+        self.facts = self.facts.held(self.options.stored)
+        self.hosting = Hosting(self.program, cluster, request, self.facts)
+        self.batch_roles = frozenset(r.index for r in dims.batch)
+        self._batch_homes = batch_homes(graph)
+        self.named_axes = pinned_axes(graph)
+        self.scored: list[Scored] = []
+        self.refused: dict[str, int] = {}
+
+    @functools.cached_property
+    def residents(self) -> Residents:
+        """What a pass holds, all of it at once."""
+        return residents(
+            self.graph,
+            self.dims,
+            self.rows.weight,
+            copies_kernels=self.cluster.compiler.copies_kernels,
+        )
+
+    @functools.cached_property
+    def moments(self) -> Moments:
+        """What memory holds when."""
+        return moments(self.graph, self.facts, self.program.course)
+
+    @functools.cached_property
+    def _apart(self) -> Moments:
+        """The same with activations in host memory."""
+        return moments(self.graph, self.facts, self.program.course_apart)
+
+    def run(self) -> list[Scored]:
+        """Evaluate everything.
+
+        Returns:
+            The plans that fit, best first; empty if none does (``scored`` then holds
+            those that do not fit).
+        """
+        fixed = (self.request.mesh or {}).get("context")
+        sizes = [fixed or 1]
+        if fixed is None and self.options.sequence:
+            sizes += [n for n in divisors(self.request.num_devices) if n > 1]
+        for context in sizes:
+            for mesh in self.meshes(context):
+                for tables in self._tables(mesh):
+                    self.score(mesh, tables)
+            if any(s.fits for s in self.scored):
+                break
+        return ranked([s for s in self.scored if s.fits])
+
+    def meshes(self, context: int | None = None) -> list[dict[str, int]]:
+        """The meshes that obey what the user fixed, by ``mesh``, marks and metadata.
+
+        Of the axes that metadata names, as many are above size 1 as the devices and
+        the user's ``mesh`` allow at once.
+
+        Args:
+            context: the size of that axis; None for the one that the user fixed.
+        """
+        fixed, among = self.request.mesh or {}, self.request.among
+        every = [
+            mesh
+            for mesh in meshes(
+                self.request.num_devices, context or fixed.get("context", 1)
+            )
+            if all(mesh[axis] == size for axis, size in fixed.items())
+            and replicas(mesh) % self.request.copies == 0
+        ]
+        found = [m for m in every if among is None or tuple(m.values()) in among]
+
+        def obeyed(mesh: Mapping[str, int]) -> int:
+            return sum(mesh.get(axis, 1) > 1 for axis in self.named_axes)
+
+        most = max(map(obeyed, found), default=0)
+        return [mesh for mesh in found if obeyed(mesh) == most]
+
+    def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
+        reason = self._no_context(mesh) or sharded_by_split(self.options, mesh)
+        reason = self.hosting.nothing or reason
+        if reason:
+            self._refuse(reason)
+            return
+        size = self.graph.batch_size * self.graph.num_micro_batches
+        size //= self.request.num_micro_batches or 1
+        lists = [self.options.tables(g, mesh) for g in self.options.order]
+        if not all(lists):
+            self._refuse(NOTHING_TO_SPLIT)
+        for combination in itertools.product(*lists):
+            tables = dict(zip(self.options.order, combination, strict=True))
+            if not self._uses_model_axes(mesh, tables):
+                continue
+            if self.split is not None:
+                if not self._serves(self.split, mesh, tables):
+                    continue
+                options = self.options
+                tables = self.split.tables(tables, options.batch, options.sequence)
+            found = self.options.that_divide(tables, mesh, size)
+            if found is None:
+                self._refuse(BATCH_DOES_NOT_DIVIDE)
+            else:
+                yield found
+
+    def _serves(
+        self, split: Split, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> bool:
+        """The products are sharded as the split takes it, and the sequence divides."""
+        parts = mesh["context"] * mesh["tensor"]
+        sizes = [self.options.sizes[r] for r in self.options.sequence]
+        return (
+            mesh["tensor"] > 1
+            and shared_roles(tables, self.options.batch) == split.shared
+            and all(size % parts == 0 for size in sizes)
+        )
+
+    def _no_context(self, mesh: Mapping[str, int]) -> str:
+        """Why a mesh's context axis shards no sequence, or an empty text."""
+        if mesh["context"] == 1:
+            return ""
+        if not self.options.sequence:
+            return NO_SEQUENCE
+        sizes = [self.options.sizes[r] for r in self.options.sequence]
+        divides = all(size % mesh["context"] == 0 for size in sizes)
+        return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def _uses_model_axes(
+        self, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> bool:
+        """Some TaskGraph uses each model axis for more than the batch.
+
+        Otherwise the mesh is another one, with that axis's devices in ``data``.
+        """
+        for axis in ("expert", "tensor"):
+            uses = (t.get(axis, ()) for t in tables.values())
+            if mesh[axis] > 1 and all(set(r) <= self.batch_roles for r in uses):
+                return False
+        return True
+
+    def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
+        """Evaluate one mesh under one table for each TaskGraph, at every ZeRO level.
+
+        What can be is added to ``scored``.
+        """
+        levels = (0, 1, 2) if mesh["data"] > 1 else (0,)
+        if self.request.zero is not None:
+            levels = (self.request.zero,)
+        costs: dict[int, tuple[RowCost, ...]] = {}
+        for zero in levels:
+            layouts = lay_out(self.facts, tables, mesh, zero)
+            if ignores_pin(self.facts, layouts, mesh):
+                self._refuse(IGNORES_A_PIN)
+                continue
+            if self._shards_nothing(mesh, zero, layouts):
+                continue
+            memories: dict[tuple[int, tuple[str, ...]], MemoryTerms] = {}
+            counts = tuple(self._micro_batches(mesh, tables))
+            case = _Case(mesh, tables, zero, layouts, counts, costs, {}, memories)
+            if self.bound < math.inf and self._least_seconds(case) > self.bound:
+                continue
+            for offloads in self.hosting.options():
+                asked = offloads
+                offloads = [o for o in asked if self.hosting.serves(layouts, o)]
+                if len(offloads) < len(asked) == 1:
+                    self._refuse(UPDATED_IN_OTHER_SHARDS)
+                    break
+                found = [self._scored(case, offload) for offload in offloads]
+                self.scored += found
+                if fitting := [one.time.step_seconds for one in found if one.fits]:
+                    if self.request.among is not None:
+                        self.bound = min(self.bound, min(fitting) * self.slack)
+                    break
+
+    def _least_seconds(self, case: _Case) -> float:
+        """Step time with as few micro-batches as there can be, which is the least."""
+        return self._case_time(case, case.counts[0])[0].step_seconds
+
+    def _case_time(
+        self, case: _Case, count: int
+    ) -> tuple[TimeTerms, tuple[Collective, ...]]:
+        if count not in case.times:
+            s, costs = self.setting(case.mesh, count), case.costs
+            costs[count] = costs.get(count) or self.prices.of(case.tables, s)
+            case.times[count] = step_time(
+                self.facts,
+                case.layouts,
+                costs[count],
+                s,
+                zero=case.zero,
+                count=count,
+                cast_bytes=self.request.cast_bytes,
+            )
+        return case.times[count]
+
+    def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
+        """One plan."""
+        count, memory = self._smallest_count(case, offload)
+        asked = self.request.offload or ()
+        time, collectives = self._case_time(case, count)
+        state, params = (
+            of(case.layouts, case.mesh, offload)
+            for of in (self.hosting.state_bytes, self.hosting.params_bytes)
+        )
+        waiting = memory.host_bytes - state - params
+        costs = [*zip(self.rows.ops, case.costs[count], strict=False)]
+        fits = self._fits(memory)
+        fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
+        return Scored(
+            mesh=case.mesh,
+            zero=case.zero,
+            remat=self.request.remat or (),
+            offload=offload,
+            sequence_parallel=self.split is not None,
+            attention=self.request.attention or (),
+            loss_chunks=self.request.loss_chunks or 1,
+            num_micro_batches=count,
+            tables=case.tables,
+            facts=self.facts,
+            layouts=case.layouts,
+            collectives=collectives,
+            time=dataclasses.replace(
+                time,
+                allocation_seconds=fresh,
+                offload_seconds=self.hosting.seconds(
+                    state, params, waiting, costs, count
+                ),
+            ),
+            memory=memory,
+            fits=fits,
+            roomy=fits and count == case.counts[0] and offload == asked,
+            least_seconds=self._least_seconds(case),
+        )
+
+    def lacks(self, memory: MemoryTerms) -> tuple[int, int]:
+        """Bytes that a plan lacks on a device, and of its part of the host."""
+        room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
+        device = memory.total_bytes - self.cluster.memory_bytes
+        return max(0, device), max(0, memory.host_bytes - room)
+
+    def _fits(self, memory: MemoryTerms) -> bool:
+        """Devices hold it, and hosts what lies there."""
+        return not any(self.lacks(memory))
+
+    def _shards_nothing(
+        self, mesh: Mapping[str, int], zero: int, layouts: tuple[LeafLayout, ...]
+    ) -> bool:
+        """A storage axis that divides little of the parameters is another plan's."""
+        axes = ["fsdp"] * (mesh["fsdp"] > 1) + ["data"] * (zero > 0)
+        fixed = {*(self.request.mesh or {}), *self.named_axes}
+        for axis in axes:
+            asked = axis in fixed or (axis == "data" and self.request.zero)
+            if not asked and sharded_share(self.facts, layouts, axis) < LEAST_SHARE:
+                self._refuse(f"{axis} would shard less than half of the parameters")
+                return True
+        return False
+
+    def _smallest_count(
+        self, case: _Case, offload: tuple[str, ...]
+    ) -> tuple[int, MemoryTerms]:
+        """The fewest micro-batches that fit, or the most that there can be.
+
+        Memory falls with their number, but for what accumulation itself takes.
+        """
+        counts = case.counts
+
+        def memory(place: int) -> MemoryTerms:
+            key = counts[place], offload
+            if key not in case.memories:
+                waits = self.cluster.compiler.reduces_at_end
+                run = self._case_time(case, key[0])[1] if waits else ()
+                case.memories[key] = self._memory(case, *key, run)
+            return case.memories[key]
+
+        last = len(counts) - 1
+        if self._fits(memory(0)):
+            last = 0
+        elif self._fits(memory(last)):
+            fitting = range(1, last)
+            last = 1 + bisect.bisect_left(
+                fitting, True, key=lambda place: self._fits(memory(place))
+            )
+        return counts[last], memory(last)
+
+    def _memory(
+        self,
+        case: _Case | Scored,
+        count: int,
+        offload: tuple[str, ...],
+        collectives: Sequence[Collective],
+    ) -> MemoryTerms:
+        request, layouts, s = self.request, case.layouts, self.setting(case.mesh, count)
+        found = peak_of(
+            self.facts,
+            layouts,
+            self._apart if "activations" in offload else self.moments,
+            case.tables,
+            s,
+            state_bytes=request.state_bytes,
+            cast_bytes=request.cast_bytes,
+            accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
+            away=self.hosting.away(layouts, offload),
+            in_flight=request.in_flight,
+            gathered=largest_gather(collectives),
+        )
+        moved = self.hosting.state_bytes(layouts, s.mesh, offload)
+        return dataclasses.replace(
+            found,
+            batch_bytes=self._batch_bytes(case.tables, s.mesh),
+            optimizer_bytes=found.optimizer_bytes - moved,
+            host_bytes=found.host_bytes + moved,
+        )
+
+    def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
+        """What a plan takes with so many micro-batches' activations at once.
+
+        Args:
+            scored: one of this search.
+            in_flight: how many.
+        """
+        asked = self.request
+        self.request = dataclasses.replace(asked, in_flight=in_flight)
+        given = scored, scored.num_micro_batches, scored.offload, scored.collectives
+        found = self._memory(*given)
+        self.request = asked
+        return found
+
+    def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
+        if not self.request.batch_bytes:
+            return 0
+        specs = batch_specs(self._batch_homes, self.dims, tables, mesh)
+        pairs = zip(self.request.batch_bytes, specs, strict=True)
+        return sum(nbytes // shards(spec, mesh) for nbytes, spec in pairs)
+
+    def setting(self, mesh: Mapping[str, int], count: int) -> Setting:
+        """What rows are priced under, on a mesh with so many micro-batches."""
+        # The graph was traced at one part of its batch; what is searched is how many
+        # parts there are in all.
+        return Setting(
+            mesh,
+            count // self.graph.num_micro_batches,
+            self.cluster,
+            self.dims,
+            self.batch_roles,
+        )
+
+    def _micro_batches(
+        self, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> Iterator[int]:
+        fixed = self.request.num_micro_batches
+        if fixed is not None:
+            yield fixed
+            return
+        parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
+        yield from divisors(self.graph.batch_size // parts)
+
+    def product_flops(self, scored: Scored) -> int:
+        """FLOPs of matrix products on one device in one step."""
+        s = self.setting(scored.mesh, scored.num_micro_batches)
+        total = sum(
+            row_flops(row, row_hits(row, scored.tables[row.task_graph], s), s)
+            for row in self.rows.ops
+        )
+        return int(round(total * scored.num_micro_batches))
+
+
+def ranked(scored: Sequence[Scored]) -> list[Scored]:
+    """Best first: the fastest, ties broken by memory, then by communication."""
+    return best_first(
+        scored,
+        seconds=lambda s: s.time.step_seconds,
+        ties=lambda s: (s.memory.total_bytes, s.wire_bytes),
+    )

@@ -1,0 +1,200 @@
+"""What one search may keep in host memory, how much that is and what it takes.
+
+It is apart from the search, which asks for each layout; what waits in host memory, and
+which parameters and whose state may lie there, depends on the model and its optimizer
+alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost.operation_cost import RowCost
+from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.request import Hosted, Request
+from whalejax.planner.sharding.layout import shards
+from whalejax.planner.sharding.offload_candidates import (
+    exposed_seconds,
+    hosts_known,
+)
+from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.terms import OFFLOADS
+
+
+Offload = tuple[str, ...]
+
+NOTHING_WAITS = "no activations to keep in host memory"
+NOTHING_IS_SLICED = "no parameters to keep in host memory"
+UPDATED_IN_OTHER_SHARDS = (
+    "parameters in host memory are updated in the shards in which they are stored"
+)
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """Host memory, as one search asks for it.
+
+    Attributes:
+        program: what is planned.
+        cluster: the machine.
+        request: what the user fixed.
+        facts: the parameters.
+    """
+
+    program: Program
+    cluster: Cluster
+    request: Request
+    facts: LeafFacts
+
+    @functools.cached_property
+    def streamed(self) -> Hosted:
+        """What the optimizer can update in pieces."""
+        return Hosted() if self.request.hosted is None else self.request.hosted()
+
+    @functools.cached_property
+    def state(self) -> list[int]:
+        """Bytes of each parameter's optimizer state that may lie in host memory."""
+        return [self.streamed.state.get(t.path, 0) for t in self.facts.tensors]
+
+    @functools.cached_property
+    def leaves(self) -> list[bool]:
+        """For each parameter: it may lie in host memory itself."""
+        sliced, streamed = self.program.sliced, self.streamed.params
+        return [t.id in sliced and t.path in streamed for t in self.facts.tensors]
+
+    @property
+    def counted(self) -> bool:
+        """The cluster says how much there is and how fast it is reached."""
+        return hosts_known(self.cluster)
+
+    @property
+    def nothing(self) -> str:
+        """Of what the user wants there, what the model has none of; empty if it has."""
+        asked = self.request.offload or ()
+        if "activations" in asked and not self.program.waiting:
+            return NOTHING_WAITS
+        return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
+
+    def serves(self, layouts: Sequence[LeafLayout], offload: Offload) -> bool:
+        """Where parameters are to lie there, some do.
+
+        Args:
+            layouts, offload: as for ``there``.
+        """
+        return "params" not in offload or any(self.there(layouts, offload))
+
+    def options(self) -> Iterator[list[Offload]]:
+        """What may lie there, in groups: the more only where the less does not fit."""
+        asked = self.request.offload
+        yield [() if asked is None else asked]
+        if asked is not None or not self.counted:
+            return
+        # Some optimizers need their state as a whole.
+        there = {
+            "optimizer": any(self.state),
+            "activations": bool(self.program.waiting),
+            "params": any(self.leaves),
+            "gradients": False,  # no executor keeps them there
+        }
+        each = [name for name in OFFLOADS if there[name]]
+        for size in range(1, len(each) + 1):
+            yield [*itertools.combinations(each, size)]
+
+    def state_bytes(
+        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int], offload: Offload
+    ) -> int:
+        """Optimizer state of one device that lies in host memory.
+
+        Args:
+            layouts: of each group of parameters.
+            mesh: sizes of the axes.
+            offload: what is kept there.
+        """
+        if "optimizer" not in offload:
+            return 0
+        pairs = zip(self.state, self.facts.group_of, strict=True)
+        return sum(
+            nbytes // shards(layouts[group].optimizer, mesh) for nbytes, group in pairs
+        )
+
+    def there(self, layouts: Sequence[LeafLayout], offload: Offload) -> list[bool]:
+        """For each parameter: it lies in host memory.
+
+        Those whose update takes other shards than are stored do not: they would have
+        to be on the device as a whole to be cut.
+
+        Args:
+            layouts: of each group of parameters.
+            offload: what is kept there.
+        """
+        if "params" not in offload:
+            return [False] * len(self.facts.tensors)
+        return [
+            may and layouts[group].param == layouts[group].optimizer
+            for may, group in zip(self.leaves, self.facts.group_of, strict=True)
+        ]
+
+    def away(self, layouts: Sequence[LeafLayout], offload: Offload) -> tuple[int, ...]:
+        """Of each group, how many parameters lie in host memory.
+
+        Args:
+            layouts, offload: as for ``there``.
+        """
+        found = [0] * len(layouts)
+        pairs = zip(self.there(layouts, offload), self.facts.group_of, strict=True)
+        for there, group in pairs:
+            found[group] += there
+        return tuple(found)
+
+    def params_bytes(
+        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int], offload: Offload
+    ) -> int:
+        """Parameters of one device that lie in host memory.
+
+        Args:
+            layouts: of each group of parameters.
+            mesh: sizes of the axes.
+            offload: what is kept there.
+        """
+        groups = zip(
+            self.facts.groups, layouts, self.away(layouts, offload), strict=True
+        )
+        return sum(
+            count * (group.nbytes // shards(layout.param, mesh))
+            for (group, _), layout, count in groups
+        )
+
+    def seconds(
+        self,
+        state: int,
+        params: int,
+        waiting: int,
+        costs: Sequence[tuple[Row, RowCost]],
+        count: int,
+    ) -> float:
+        """What moving to host memory and back adds to a step; 0 where nobody knows.
+
+        Args:
+            state: bytes of optimizer state on one device.
+            params: bytes of parameters on one device, which each pass reads.
+            waiting: bytes of activations of one micro-batch on one device.
+            costs: each row of the model, and what it costs in one micro-batch.
+            count: micro-batches in a step.
+        """
+        link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
+        if not link:
+            return 0.0
+        # The backward pass takes twice as long as the forward pass, which it may
+        # contain once more.
+        ahead = math.fsum(c.compute_seconds / (3 + row.remat) for row, c in costs)
+        behind = math.fsum(c.compute_seconds for _, c in costs) - ahead
+        moved = waiting + params
+        each = (exposed_seconds(moved, link, compute) for compute in (ahead, behind))
+        # A loop over pieces of state waits for each: nothing hides behind it.
+        return 2 * (state + params) / link + count * float(sum(each))

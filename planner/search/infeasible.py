@@ -1,0 +1,296 @@
+"""Errors where no layout is feasible: the reason for each, and a remedy.
+
+Separate from the decision because it runs only when that failed, and because its texts
+are the ones a user reads most closely: each names the parameter, the numbers and the
+remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.model.dimensions import roles_of
+from whalejax.planner.search.enumerate import (
+    BATCH_DOES_NOT_DIVIDE,
+    NO_SEQUENCE,
+    SEQUENCE_DOES_NOT_DIVIDE,
+    Search,
+)
+from whalejax.planner.search.host_offload import (
+    NOTHING_IS_SLICED,
+    NOTHING_WAITS,
+    UPDATED_IN_OTHER_SHARDS,
+)
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.sharding.metadata_constraints import pins_of
+from whalejax.planner.sharding.strategies import (
+    NEEDS_AN_AXIS,
+    NO_EXPERTS,
+    NO_TENSOR,
+    Choice,
+    sharded_by_split,
+)
+
+
+MOST_LEAVES = 4
+"""Dimensions listed of one region."""
+
+
+def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
+    """The error for a search that found nothing.
+
+    Args:
+        search: after ``run`` returned no plan.
+        open_remat: the user left it to the planner what is computed again.
+    """
+    if search.hosting.nothing == NOTHING_WAITS:
+        return PlanError(_nothing_waits(search, open_remat=open_remat))
+    if search.hosting.nothing == NOTHING_IS_SLICED:
+        return PlanError(_nothing_is_sliced())
+    if search.scored:
+        full = any(policy == "full" for _, policy in search.request.remat or ())
+        return _nothing_fits(search, more=not (open_remat or full))
+    problems = Problems(
+        f"no layout of {_devices(search.request.num_devices)} serves this model",
+        PlanError,
+    )
+    for text in (*_unobeyed_pins(search), *_indivisible(search)):
+        problems.add(text)
+    if BATCH_DOES_NOT_DIVIDE in search.refused:
+        problems.add(_batch(search))
+        asked = "context" in (search.request.mesh or {})
+        if asked and SEQUENCE_DOES_NOT_DIVIDE in search.refused:
+            problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
+    if not problems:
+        for why in sorted(search.refused):
+            problems.add(_reason(search, why))
+    return PlanError(problems.text())
+
+
+def _reason(search: Search, why: str) -> str:
+    """One reason for which meshes were refused, with what was given and a remedy."""
+    fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
+    given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
+    marks = (m.kind for g in search.graph.task_graphs for m in g.marks)
+    replicated = search.request.default == "replicate" or "replicate" in marks
+    outside = " outside replicate" if replicated else ""
+    remedies = {
+        NO_SEQUENCE: (
+            "No dimension that can be sharded meets itself in a product, as "
+            "attention's sequence does: leave context out"
+        ),
+        SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
+        UPDATED_IN_OTHER_SHARDS: (
+            "ZeRO 1 and 2 update others: take zero=0, with fsdp in place of data where "
+            "all shall be sharded"
+        ),
+        NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
+        NO_TENSOR: f"No weights{outside} can be sharded: leave tensor out",
+        NO_EXPERTS: (
+            f"No product of values with weights has a batch dimension{outside}: leave "
+            "expert out"
+        ),
+    }
+    return f"{why}; {given}. {remedies.get(why, 'Change one of the two')}"
+
+
+def _padding(search: Search) -> str:
+    """To what a sequence would have to be padded, and the memory that this takes."""
+    parts = (search.request.mesh or {}).get("context", 2)
+    found = []
+    for role in search.options.sequence:
+        size = search.options.sizes[role]
+        more = -size % parts
+        if not more:
+            continue
+        kept = [k for k in search.residents.saved if role in roles_of(k.layout)]
+        nbytes = sum(k.nbytes * k.count for k in kept) * more // size // parts
+        found.append(
+            f"It is {size} long: pad it to {size + more} ({more / size:.1%} more; its "
+            f"activations then take {gigabytes(nbytes)} more on each device) and mask "
+            "what was added"
+        )
+    return "; ".join([*found, "or fix another size"]) if found else "Fix another size"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _nothing_waits(search: Search, *, open_remat: bool) -> str:
+    policies = ", ".join(f'"{name}"' for name in search.request.policies[1:])
+    if open_remat or search.request.remat:
+        why = "no repeated layers were found that could be computed again"
+        remedy = "Put jax.checkpoint around the model's layers"
+    else:
+        why = 'remat="none" has none computed again'
+        remedy = f"Take remat= one of {policies}, leave it to the planner"
+    return (
+        'offload="activations": what waits in host memory is what layers that the '
+        f"backward pass computes again keep, and {why}. {remedy}, or offload=()"
+    )
+
+
+def _nothing_is_sliced() -> str:
+    return (
+        'offload="params": what lies in host memory is matrices of which a loop over '
+        "layers reads a slice in each turn and nothing reads the whole, and this model "
+        "has none. Put its layers into a scan (nnx.scan, nn.scan; scan_layers=True in "
+        "the package's models), or take offload=()"
+    )
+
+
+def _nothing_fits(search: Search, *, more: bool) -> NothingFits:
+    nearest = min(search.scored, key=lambda s: sum(search.lacks(s.memory)))
+    device, host = search.lacks(nearest.memory)
+    need, limit, whose = nearest.memory.total_bytes, search.cluster.memory_bytes, ""
+    if not device:
+        need, whose = nearest.memory.host_bytes, " of host memory"
+        limit = need - host
+    sizes = nearest.memory.by_name()
+    terms = ", ".join(
+        f"{name} {gigabytes(nbytes)}"
+        for name, nbytes in sorted(sizes.items(), key=lambda item: -item[1])
+        if nbytes
+    )
+    weighed = len(search.scored)
+    text = (
+        f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(need)} and "
+        f"lacks {gigabytes(need - limit)} ({need - limit} bytes) of "
+        f"{gigabytes(limit)}{whose} per device ({terms}). {weighed} "
+        f"plan{'s were' if weighed > 1 else ' was'} weighed. "
+        f"{'Leave remat to the planner, use' if more else 'Use'} more devices, "
+        f"{_smaller(search, nearest.num_micro_batches)} or a smaller model"
+    )
+    return NothingFits(
+        text,
+        lacks_bytes=need - limit,
+        of_bytes=limit,
+        nearest=nearest.layout,
+        what="device memory" if device else "host memory",
+    )
+
+
+def _smaller(search: Search, used: int) -> str:
+    graph, fixed = search.graph, search.request.num_micro_batches
+    if fixed is None or fixed == graph.batch_size * graph.num_micro_batches:
+        return "a smaller batch"
+    return f"more micro-batches than {used}"
+
+
+def _batch(search: Search) -> str:
+    graph, request = search.graph, search.request
+    count = request.num_micro_batches or 1
+    size = graph.batch_size * graph.num_micro_batches
+    micro = size // count
+    least = _least_share(search)
+    unit = least * count
+    remedies = [f"Use a batch of {math.ceil(size / unit) * unit}"]
+    if size > unit:
+        remedies[0] += f" or {size // unit * unit}"
+    usable = [d for d in range(2, request.num_devices) if micro % d == 0]
+    if request.mesh:
+        remedies.append("another mesh=")
+    elif usable:
+        remedies.append(f"{max(usable)} devices")
+    if count > 1:
+        remedies.append("fewer micro-batches")
+    each = f", {micro} in each of {count} micro-batches" if count > 1 else ""
+    return (
+        f"the global batch has {size} sample{'s' if size > 1 else ''}{each}; at least "
+        f"{least} devices would share them, and {least} does not divide {micro}. "
+        f"{', or '.join(remedies)}"
+    )
+
+
+def _least_share(search: Search) -> int:
+    """The fewest devices that share a micro-batch on any mesh that serves the marks."""
+    options, request = search.options, search.request
+    shares = []
+    for mesh in search.meshes():
+        every = [t for region in options.order for t in options.tables(region, mesh)]
+        unused = any(
+            mesh[axis] > 1 and all(set(t[axis]) <= set(options.batch) for t in every)
+            for axis in ("expert", "tensor")
+        )
+        if unused or sharded_by_split(options, mesh):
+            continue
+        regions = []
+        for region in options.order:
+            tables = options.tables(region, mesh)
+            if options.choices[region].strategy is None:
+                axes = set(mesh) - {"expert", "tensor"}
+                tables += [{axis: table[axis] for axis in axes} for table in tables]
+            parts = (options.batch_parts(t, mesh) for t in tables)
+            regions.append(min(parts, default=request.num_devices))
+        shares.append(max(regions))
+    return min(shares, default=request.num_devices)
+
+
+def _unobeyed_pins(search: Search) -> Iterator[str]:
+    """Dimensions that metadata fixes to an axis and that no size of it divides."""
+    allowed = search.meshes()
+    for tensor in search.graph.params:
+        for dim, axis in pins_of(tensor):
+            sizes = sorted({mesh.get(axis, 1) for mesh in allowed})
+            length = tensor.shape[dim]
+            if length == 1 or not sizes or any(length % n == 0 for n in sizes):
+                continue
+            padded = math.ceil(length / sizes[0]) * sizes[0]
+            listed = ", ".join(map(str, sizes))
+            yield (
+                f"{tensor.path} dim {dim}: its metadata shards it over {axis}, and "
+                f"none of its sizes here ({listed}) divides {length}. "
+                f"Pad it to {padded}, or drop that name"
+            )
+
+
+def _indivisible(search: Search) -> Iterator[str]:
+    """For every region that no axis can serve: its dimensions and what would do."""
+    fixed = (search.request.mesh or {}).get("tensor", 1) > 1
+    for choice in search.options.choices.values():
+        free = fixed and choice.strategy != "replicate"
+        if choice.sets and (choice.obliged or free):
+            yield from _region(search, choice)
+
+
+def _region(search: Search, choice: Choice) -> Iterator[str]:
+    request, dims = search.request, search.dims
+    fixed = (request.mesh or {}).get("tensor")
+    axis = choice.devices or fixed or request.num_devices
+    roles = choice.asked or {r for roles in choice.sets for r in roles}
+    if choice.devices is None and fixed is None:
+        fitting = [n for n in divisors(request.num_devices) if n > 1]
+    else:
+        fitting = [axis]
+    if any(dims.roles[r].size % n == 0 for r in roles for n in fitting):
+        return
+    held = [
+        (search.options.homes.get(tensor.id, 0), tensor, dim)
+        for tensor in search.graph.params
+        for dim, atoms in enumerate(dims.layouts[tensor.id])
+        if atoms and atoms[0] in roles
+    ]
+    own = [(t, d) for home, t, d in held if home == choice.task_graph]
+    for tensor, dim in (own or [(t, d) for _, t, d in held])[:MOST_LEAVES]:
+        yield _dimension(search, tensor.path, dim, tensor.shape[dim], axis)
+
+
+def _dimension(search: Search, path: str, dim: int, size: int, axis: int) -> str:
+    padded = math.ceil(size / axis) * axis
+    remedies = [f"Pad it to {padded}"]
+    usable = [
+        n for n in divisors(search.request.num_devices) if n > 1 and size % n == 0
+    ]
+    if usable:
+        best = max(usable)
+        remedies.append(f"split over {best} devices (split(devices={best}))")
+    listed = ", ".join([*remedies, "or leave it whole"])
+    return (
+        f"{path} dim {dim} is {size}; an axis of {axis} does not divide {size}. "
+        f"{listed}"
+    )

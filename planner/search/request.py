@@ -1,0 +1,162 @@
+"""``Request``: what is asked of a search; and the candidates that it evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from whalejax.planner.entries import Collective, LeafPlan
+from whalejax.planner.model.graph import BatchReduction
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafLayout,
+    OptimizerBytes,
+)
+from whalejax.planner.terms import (
+    Chosen,
+    MemoryTerms,
+    Remat,
+    TimeTerms,
+    chunk_words,
+    own_words,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """What an optimizer updates a piece at a time, so that it may lie in host memory.
+
+    Attributes:
+        state: bytes of its state, by the path of the parameter that it follows.
+        params: paths of parameters that may lie there themselves.
+    """
+
+    state: Mapping[str, int] = field(default_factory=dict)
+    params: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to plan for, beside the graph and the cluster.
+
+    Attributes:
+        optimizer: bytes of its state.
+        state_bytes: bytes that are neither trained nor computed.
+        batch_bytes: of each leaf of the global batch.
+        num_micro_batches: fixed by the user, or None for the search to choose.
+        default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
+            or None to leave them to the search.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        narrowed: only some TaskGraphs compute in 16 bits; of what is read in them, the
+            graph says it.
+        num_devices: devices to use.
+        mesh: axis sizes that the user fixed; others are searched.
+        zero: ZeRO level over ``data`` that the user fixed, or None.
+        reductions: what is computed per micro-batch where there are several.
+        remat: which TaskGraphs are computed again, or None for the search to choose.
+        policies: what it chooses from, the one that keeps most first.
+        offload: what lies in host memory, or None for the search to choose.
+        hosted: what the optimizer can update in pieces, so that it may lie in host
+            memory; asked for where it matters.
+        sliced: paths of parameters whose optimizer state is updated element by element,
+            so that each replica can keep a slice; asked for where it matters.
+        sequence_parallel: the user wants it, or not; None for the search to choose.
+        attention: how attention runs, or None for the search to choose.
+        loss_chunks: parts of the tokens whose logits are made one at a time, or None.
+        in_flight: micro-batches whose activations are kept at once, as in a stage of a
+            pipeline.
+        among: sizes of the planned axes of meshes to look at, or None for all meshes.
+        copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
+            × ``context`` is a multiple of it.
+    """
+
+    optimizer: OptimizerBytes
+    state_bytes: int = 0
+    batch_bytes: tuple[int, ...] = ()
+    num_micro_batches: int | None = None
+    default: str | None = None
+    cast_bytes: float = 1.0
+    narrowed: bool = False
+    num_devices: int
+    mesh: Mapping[str, int] | None = None
+    zero: int | None = None
+    reductions: tuple[BatchReduction, ...] = ()
+    remat: Remat | None = None
+    policies: tuple[str, ...] = ("none",)
+    offload: tuple[str, ...] | None = None
+    hosted: Callable[[], Hosted] | None = None
+    sliced: Callable[[], frozenset[str]] | None = None
+    sequence_parallel: bool | None = None
+    attention: Chosen | None = None
+    loss_chunks: int | None = None
+    in_flight: float = 1.0
+    among: frozenset[tuple[int, ...]] | None = None
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One evaluated plan.
+
+    Attributes:
+        mesh: axis sizes, outermost first, all axes present.
+        zero: ZeRO level over ``data``.
+        remat: which TaskGraphs are computed again.
+        offload: what lies in host memory.
+        sequence_parallel: ``tensor`` shards the sequence between products.
+        attention: which TaskGraphs run it in blocks.
+        loss_chunks: parts of the tokens whose logits are made one at a time.
+        num_micro_batches: parts of the batch.
+        tables: compute table of each TaskGraph.
+        facts, layouts: the parameters, and the layout of each of their groups.
+        collectives: of one step.
+        time, memory: predictions.
+        fits: memory is within the device's.
+        roomy: so it is with as few micro-batches as there can be.
+        least_seconds: of a step with so few, whether they fit or not.
+    """
+
+    mesh: Mapping[str, int]
+    zero: int
+    remat: Remat = ()
+    offload: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    attention: Chosen = ()
+    loss_chunks: int = 1
+    num_micro_batches: int
+    tables: Mapping[int, Table]
+    facts: LeafFacts
+    layouts: tuple[LeafLayout, ...]
+    collectives: tuple[Collective, ...]
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
+    roomy: bool
+    least_seconds: float = 0.0
+
+    @property
+    def leaves(self) -> tuple[LeafPlan, ...]:
+        """The plan of every parameter."""
+        return self.facts.leaves(self.layouts, self.tables, self.mesh)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload of all collectives in a step, for breaking ties."""
+        parts = self.num_micro_batches
+        return sum(c.payload_bytes * c.times(parts) for c in self.collectives)
+
+    @property
+    def layout(self) -> str:
+        """The layout in words."""
+        axes = [f"{a} {n}" for a, n in self.mesh.items() if n > 1]
+        words = " × ".join(axes) or "one device"
+        if self.zero:
+            words += f", ZeRO-{self.zero}"
+        if self.num_micro_batches > 1:
+            words += f", {self.num_micro_batches} micro-batches"
+        own = own_words(
+            self.remat, self.offload, self.sequence_parallel, self.attention
+        )
+        own += chunk_words(self.loss_chunks)
+        return ", ".join([words, *own])

@@ -1,0 +1,239 @@
+"""Time, memory and traffic of a model's segments, between places where it may be cut.
+
+A model that is cut into stages is cut at borders, and a layout of the whole says what
+lies between any two of them costs: the same rows as the search's, folded by segment.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from whalejax.planner.cost.operation_cost import (
+    Setting,
+    as_run,
+    flow_cost,
+    row_cost,
+    row_hits,
+)
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
+from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.graph import Graph, TaskGraph
+from whalejax.planner.pipeline.partition import Layer
+from whalejax.planner.pipeline.program_cut import Division, Units
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Scored
+from whalejax.planner.sharding.layout import Table, shards
+from whalejax.planner.sharding.operation_rows import Rows
+
+
+class Folded:
+    """A model's operations by segment, whatever their layout.
+
+    Attributes:
+        units: the program.
+        analysed: the same with its logical dimensions.
+        borders: names of the parameters whose reading begins each segment but the
+            first, in order.
+        at: the unit that each of these begins with.
+    """
+
+    def __init__(
+        self, units: Units, analysed: Analysed, *, copies_kernels: bool
+    ) -> None:
+        self.units = units
+        self.analysed = analysed
+        self._copies_kernels = copies_kernels
+        order = sorted(units.borders.items(), key=lambda pair: pair[1])
+        at = [border for _, border in order]
+        # Of two names for one border the first is kept.
+        self.borders = [
+            name for i, (name, border) in enumerate(order) if border not in at[:i]
+        ]
+        self.at = sorted(set(at))
+
+    def segment_of(self, unit: int) -> int:
+        """The segment that a unit lies in."""
+        return bisect_right(self.at, unit)
+
+    @property
+    def count(self) -> int:
+        """How many segments there are."""
+        return len(self.at) + 1
+
+    @functools.cached_property
+    def _regions(self) -> tuple[Graph, list[tuple[int, int]]]:
+        """The graph with a TaskGraph for each segment of each of its own."""
+        graph, spots = self.analysed.graph, dict[tuple[int, int], int]()
+        ops = []
+        for op in graph.ops:
+            unit = self.units.unit_at(op.position)
+            segment = 0 if unit is None else self.segment_of(unit)
+            spot = spots.setdefault((segment, op.task_graph), len(spots))
+            ops.append(replace(op, task_graph=spot))
+        regions = tuple(TaskGraph(index=i) for i in range(len(spots)))
+        found = replace(graph, ops=tuple(ops), task_graphs=regions)
+        return found, list(spots)
+
+    @property
+    def spots(self) -> list[tuple[int, int]]:
+        """Segment and TaskGraph of each region that rows are folded by."""
+        return self._regions[1]
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """What operations do, by these regions."""
+        return build_rows(self._regions[0], self.analysed.dims)
+
+    @functools.cached_property
+    def saved(self) -> Sequence[Kept]:
+        """What is kept for the backward pass, by these regions."""
+        graph = self._regions[0]
+        weight = graph.weight_tensors()
+        copies = self._copies_kernels
+        found = residents(graph, self.analysed.dims, weight, copies_kernels=copies)
+        return found.saved
+
+
+class Segments:
+    """A model's segments in one layout.
+
+    Attributes:
+        folded: its operations by segment.
+        search, scored: the layout, and the search that found it.
+        handed: seconds in which so many bytes reach the next stage.
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        search: Search,
+        scored: Scored,
+        handed: Callable[[float], float],
+    ) -> None:
+        self.folded = folded
+        self.handed = handed
+        self.search = search
+        self.scored = scored
+
+    def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """Where parts begin that have so many segments each."""
+        ends, borders = itertools.accumulate(counts), self.folded.borders
+        return tuple(borders[end - 1] for end in ends if end <= len(borders))
+
+    @property
+    def setting(self) -> Setting:
+        """What rows are priced under."""
+        return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
+
+    @functools.cached_property
+    def _tables(self) -> dict[int, Table]:
+        spots = self.folded.spots
+        return {i: self.scored.tables[home] for i, (_, home) in enumerate(spots)}
+
+    @functools.cached_property
+    def seconds(self) -> list[float]:
+        """Of each segment, forward and backward of a micro-batch."""
+        rows, spots = self.folded.rows, self.folded.spots
+        s, found = self.setting, [0.0] * self.folded.count
+        launch = self.search.cluster.slowest.launch_seconds
+        for row in rows.ops:
+            cost = row_cost(row, row_hits(row, self._tables[row.task_graph], s), s)
+            seconds = cost.compute_seconds + cost.launches * launch
+            for c in cost.collectives:
+                seconds += as_run(c, s)[1]
+            found[spots[row.task_graph][0]] += float(seconds)
+        for flow in rows.flows:
+            for c in flow_cost(flow, self._tables, s):
+                found[spots[flow.task_graph][0]] += float(as_run(c, s)[1])
+        return found
+
+    @functools.cached_property
+    def layers(self) -> list[Layer]:
+        """The segments as links of a chain."""
+        saved, kept = self.folded.saved, [0.0] * self.folded.count
+        sizes = kept_bytes(saved, self._tables, self.setting)
+        for entry, nbytes in zip(saved, sizes, strict=True):
+            kept[self.folded.spots[entry.task_graph][0]] += float(nbytes)
+        static, handed = self._static_bytes(), self._handed_seconds()
+        return [
+            Layer(
+                seconds=self.seconds[i],
+                static_bytes=static[i],
+                activation_bytes=kept[i],
+                transfer_seconds=handed[i],
+            )
+            for i in range(self.folded.count)
+        ]
+
+    def seconds_of(self, division: Division) -> tuple[float, ...]:
+        """About how long each part takes for a micro-batch."""
+        return tuple(
+            sum(self.seconds[i] * share for i, share in each.items())
+            for each in self._shares(division)
+        )
+
+    def layers_of(self, division: Division) -> list[Layer]:
+        """The parts of a division as links of a chain."""
+        found = []
+        for each in self._shares(division):
+            links = [(self.layers[i], share) for i, share in each.items()]
+            found.append(
+                Layer(
+                    seconds=sum(x.seconds * share for x, share in links),
+                    static_bytes=sum(x.static_bytes * share for x, share in links),
+                    activation_bytes=sum(
+                        x.activation_bytes * share for x, share in links
+                    ),
+                    transfer_seconds=links[-1][0].transfer_seconds if links else 0.0,
+                )
+            )
+        return found
+
+    def _shares(self, division: Division) -> list[dict[int, float]]:
+        """Of each part, how much it has of which segments, by operations."""
+        segment_of, units = self.folded.segment_of, self.folded.units
+        sizes = Counter(map(segment_of, range(len(units.units))))
+        return [
+            {
+                segment: count / sizes[segment]
+                for segment, count in sorted(
+                    Counter(map(segment_of, part.units)).items()
+                )
+            }
+            for part in division.parts
+        ]
+
+    def _static_bytes(self) -> list[float]:
+        """Parameters, gradients and optimizer state, where they are read first."""
+        facts, mesh = self.scored.facts, self.scored.mesh
+        found, seen = [0.0] * self.folded.count, set[int]()
+        units = self.folded.units
+        for index, inputs in enumerate(units.inputs):
+            if units.free[index]:
+                continue
+            for leaf in inputs - seen:
+                seen.add(leaf)
+                if leaf >= len(facts.group_of):
+                    continue
+                place = facts.group_of[leaf]
+                group, layout = facts.groups[place][0], self.scored.layouts[place]
+                found[self.folded.segment_of(index)] += (
+                    group.nbytes / shards(layout.param, mesh)
+                    + group.nbytes / shards(layout.gradient, mesh)
+                    + group.optimizer_bytes / shards(layout.optimizer, mesh)
+                )
+        return found
+
+    def _handed_seconds(self) -> list[float]:
+        """For the result of each segment to reach another stage, and back."""
+        crossing = self.folded.units.crossing
+        s, mesh = self.setting, self.scored.mesh
+        shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
+        found = [2 * self.handed(crossing[at] / shared) for at in self.folded.at]
+        return [*found, 0.0]

@@ -1,0 +1,420 @@
+"""From a captured loss and a cluster to a plan of one program.
+
+Checks what can be checked before searching, searches, and writes down what was
+decided with everything needed to explain it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.errors import PlanError, Unobeyed
+from whalejax.planner.model.analysis import Analysed, analyse_graph
+from whalejax.planner.model.graph import ATTENTION, Graph
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.batched.prefilter import MANY, promising
+from whalejax.planner.search.enumerate import PLANNED_AXES, Search, meshes, ranked
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.ranking import TIE
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.sharding.layout import replicas
+from whalejax.planner.sharding.sequence_parallel import (
+    SUFFIX,
+    Split,
+    shared_roles,
+    split_between,
+    splits_between,
+)
+from whalejax.planner.sharding.virtual_devices import check_devices, copies
+from whalejax.planner.terms import ALL, Chosen, Remat
+
+
+def analysed_for(plan: PlanData, graph: Graph) -> Analysed:
+    """A graph with the TaskGraphs of a plan.
+
+    Args:
+        plan: made for the same model.
+        graph: a trace of it.
+    """
+    analysed = analyse_graph(graph)
+    if not plan.sequence_parallel:
+        return analysed
+    names = {
+        name
+        for region in plan.compute
+        if not region.task_graph.endswith(SUFFIX)
+        for axis, roles in region.axes
+        for name in roles
+        if axis == "tensor"
+    }
+    roles = [analysed.dims.find(name) for name in names]
+    batch = {r.index for r in analysed.dims.batch}
+    shared = frozenset({r.index for r in roles if r is not None} - batch)
+    split = split_between(analysed.graph, analysed.dims, shared)
+    return Analysed(graph=split.graph, dims=analysed.dims)
+
+
+Again = Callable[[Remat, Chosen, int], Graph]
+"""The captured loss with some TaskGraphs computed again in the backward pass, some
+attention run in blocks, and logits made of a part of the tokens at a time."""
+
+Known = dict[
+    tuple[Remat, Chosen, int, CompilerProfile], "tuple[Analysed, Program] | None"
+]
+"""Programs of one loss, as policies, attention and chunks make them, for devices of a
+compiler; None where there is none such."""
+
+LOSS_CHUNKS = 16
+"""Parts of the tokens of a device that the planner weighs, where memory is short."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a search came to.
+
+    Attributes:
+        analysed: the graph that was searched.
+        search: the search.
+        weighed: its plans, of which the first is taken.
+    """
+
+    analysed: Analysed
+    search: Search
+    weighed: list[Scored]
+
+
+def decided_on(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    again: Again | None = None,
+    known: Known | None = None,
+) -> Decided:
+    """Search; ``decide`` without the checks before and the writing after it.
+
+    Args:
+        graph, cluster, request, again, known: as there.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    searched = searches(graph, cluster, request, again, known)
+    fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
+    if request.sequence_parallel and not any(one.scored for _, one in searched):
+        raise PlanError(_no_sequence(searched[0][1]))
+    if not fitting:
+        raise refusal(searched[-1][1], open_remat=request.remat is None)
+    analysed, search = next(
+        pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
+    )
+    refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
+    return Decided(analysed=analysed, search=search, weighed=[*fitting, *refused])
+
+
+def searches(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    again: Again | None,
+    known: Known | None = None,
+) -> list[tuple[Analysed, Search]]:
+    """One search for each policy of remat that may be worth it, the lightest first.
+
+    Computing again takes time and gives memory: where every layout has enough with the
+    fewest micro-batches, or those that lack some would be slower with enough than what
+    fits, no policy can be better than none. Attention in blocks is
+    tried where scores are much of the work, or memory is short. Of very many meshes,
+    only the promising ones are looked at.
+    """
+    known = {} if known is None else known
+    fixed = dict(request.mesh or {})
+    every = meshes(request.num_devices, fixed.get("context", 1))
+    count = sum(fixed.items() <= mesh.items() for mesh in every)
+    if count > MANY and request.among is None:
+        graphs = [*unlike(graph, request, again).values()]
+        among, bound = promising(graphs, cluster, request)
+        some = dataclasses.replace(request, among=among)
+        found: list[tuple[Analysed, Search]] = []
+        # Ways that the bound does not know of may be slower than it, and all that fit.
+        for limit in dict.fromkeys((bound, math.inf)) if among else ():
+            found = _Searches(graph, cluster, some, again, known, limit).all()
+            if any(scored.fits for _, one in found for scored in one.scored):
+                return found
+        if found and (bound == math.inf or count > 4 * MANY):
+            return found
+    return _Searches(graph, cluster, request, again, known).all()
+
+
+def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, Graph]:
+    """The loss as it is, and with attention in blocks, as far as they are asked for."""
+    found: dict[Chosen, Graph] = {}
+    if not request.attention:
+        found[()] = graph
+    if again is not None and request.attention != ():
+        blocks = request.attention or ((ALL, "ring"),)
+        ringed = again((), blocks, 1)
+        if any(op.kind == ATTENTION for op in ringed.ops):
+            found[blocks] = ringed
+    return found
+
+
+class _Searches:
+    """Searches of programs of one loss; each is bounded by the best before it."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        again: Again | None,
+        known: Known,
+        bound: float = math.inf,
+    ) -> None:
+        self.known = known
+        self.bound = bound
+        self.graph = graph
+        self.cluster = cluster
+        self.request = request
+        self.again = again
+        self.found: list[tuple[Analysed, Search]] = []
+
+    def best_seconds(self) -> float:
+        """Step time of the fastest plan so far that fits, or what one is known for."""
+        steps = (
+            s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
+        )
+        return min(self.bound, min(steps, default=math.inf))
+
+    def all(self) -> list[tuple[Analysed, Search]]:
+        """Every program that may be worth it."""
+        request = self.request
+        asked = request.loss_chunks or 1
+        self.policies(request.attention or (), asked)
+        _, plain = self.found[0]
+        tight = self.tight(plain)
+        if request.attention is None and plain.options.sequence:
+            if tight or score_share(self.graph) >= LEAST_SCORES:
+                self.policies(((ALL, "ring"),), asked)
+        if request.loss_chunks is None and self.gains(plain):
+            self.policies(self.best_attention(), LOSS_CHUNKS)
+        return self.found
+
+    def best_attention(self) -> Chosen:
+        """How it runs in the fastest plan that fits, or in the one tried last."""
+        plans = [s for _, one in self.found for s in one.scored if s.fits]
+        best = min(plans, key=lambda s: s.time.step_seconds, default=None)
+        last = self.found[-1][1].request.attention or ()
+        return last if best is None else best.attention
+
+    def tight(self, search: Search) -> bool:
+        """Some plan lacks memory, or has enough only in parts."""
+        return not search.scored or any(not s.roomy for s in search.scored)
+
+    def gains(self, search: Search) -> bool:
+        """Some plan that lacks memory would be the fastest if it had enough.
+
+        What gives memory takes time: else nothing that does can be faster than what
+        fits.
+        """
+        best = self.best_seconds() * (1 + TIE)
+        return not search.scored or any(
+            not s.roomy and s.least_seconds <= best for s in search.scored
+        )
+
+    def policies(self, attention: Chosen, chunks: int) -> None:
+        """Search with one way of attention and of logits, under policies of remat."""
+        asked, place = self.request.remat, len(self.found)
+        if asked is not None:
+            if not self.search(asked, attention, chunks):
+                self.search((), attention, chunks)
+            return
+        policies = self.request.policies if self.again is not None else ("none",)
+        lightest, *others = [((ALL, p),) if p != "none" else () for p in policies]
+        if not self.search(lightest, attention, chunks):
+            return
+        first = self.found[place][1]
+        for policy in others if self.gains(first) else ():
+            self.search(policy, attention, chunks)
+
+    def search(self, remat: Remat, attention: Chosen, chunks: int) -> bool:
+        """One program, and beside its best plans those that shard the sequence too.
+
+        Returns:
+            Whether there is such a program.
+        """
+        key = remat, attention, chunks, self.cluster.compiler
+        if key not in self.known:
+            graph = self._program(remat, attention, chunks)
+            self.known[key] = None if graph is None else self._analysed(graph)
+        program = self.known[key]
+        if program is None:
+            return False
+        analysed, shared = program
+        asked = dataclasses.replace(
+            self.request, remat=remat, attention=attention, loss_chunks=chunks
+        )
+        one = Search(
+            analysed.graph,
+            analysed.dims,
+            self.cluster,
+            asked,
+            bound=self.best_seconds() * SLACK,
+            slack=SLACK,
+            program=shared,
+        )
+        one.run()
+        self.found.append((analysed, one))
+        splits = [*_splits(analysed, one)]
+        if self.request.sequence_parallel:
+            one.scored = []  # Nor do they bound those that are asked for.
+        for split in splits:
+            apart = Search(
+                split.graph,
+                analysed.dims,
+                self.cluster,
+                asked,
+                beside=one,
+                split=split,
+                bound=self.best_seconds() * (1 + TIE),
+                slack=1 + TIE,
+            )
+            apart.run()
+            self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
+        return True
+
+    def _analysed(self, graph: Graph) -> tuple[Analysed, Program]:
+        found = analyse_graph(graph)
+        return found, Program(found.graph, found.dims, self.cluster.compiler)
+
+    def _program(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
+        """The graph of one program, or None where there is none such."""
+        if self.again is None or not (remat or attention or chunks > 1):
+            return self.graph
+        graph = self.graph
+        # Where nothing runs in blocks or chunks, none of it has to be computed again.
+        for policy in dict.fromkeys(((), remat)):
+            graph = self.again(policy, attention, chunks)
+            rings = any(op.kind == ATTENTION for op in graph.ops)
+            cut = any(op.chunks > 1 for op in graph.ops)
+            if (attention and not rings) or (chunks > 1 and not cut):
+                return None
+        return None if graph is self.graph else graph
+
+
+LEAST_SCORES = 0.1
+"""Share of the work from which products of values with values are worth other ways."""
+
+
+def score_share(graph: Graph) -> float:
+    """The share of all products that are of values with values, as scores are."""
+    weight = graph.weight_tensors()
+    total = scores = 0
+    for op in graph.ops:
+        if op.matmul is not None:
+            total += op.flops * op.trip
+            if not any(weight[t] for t in op.operands[:2]):
+                scores += op.flops * op.trip
+    return scores / max(1, total)
+
+
+SLACK = 1.25
+"""How much slower than the best a plan may be for its sequence-parallel twin to be
+weighed: what stands between products is no larger part of a step."""
+
+MOST_SPLITS = 3
+"""Sets of sharded dimensions, those of the fastest plans, beside which the sequence is
+sharded too."""
+
+
+def _splits(analysed: Analysed, plain: Search) -> Iterator[Split]:
+    """Ways to set apart what stands between products, beside the best plans without."""
+    options = plain.options
+    if plain.request.sequence_parallel is False or not options.sequence:
+        return
+    tried: dict[frozenset[int], None] = {}
+    for scored in sorted(plain.scored, key=lambda s: s.time.step_seconds):
+        enough = len(tried) >= MOST_SPLITS and not plain.request.sequence_parallel
+        if scored.mesh["tensor"] > 1 and not enough:
+            tried[shared_roles(scored.tables, options.batch)] = None
+    yield from splits_between(analysed.graph, analysed.dims, filter(None, tried))
+
+
+def _no_sequence(search: Search) -> str:
+    """Why no plan is sequence parallel."""
+    options, mesh = search.options, search.request.mesh or {}
+    sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
+    used = math.prod(mesh.values()) == search.request.num_devices
+    if not sizes:
+        why = (
+            "the model has no sequence: no dimension that can be sharded meets itself "
+            "in a product, as attention's does"
+        )
+    elif mesh.get("tensor", 1 if used else 2) == 1:
+        why = (
+            "mesh= leaves tensor 1, and it is that axis which would shard the sequence"
+        )
+    else:
+        why = (
+            f"the sequence ({sizes}) does not divide by any size of tensor (times "
+            "context) that the marks and mesh= leave, or no weights divide by it. Pad "
+            "the sequence, or fix another mesh="
+        )
+    return f"sequence_parallel=True: {why}. Leave it to the planner, or drop it"
+
+
+def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
+    """Refuse marks that nothing can obey.
+
+    Args:
+        graph: the captured loss.
+        num_devices: to use.
+        stages: of a pipeline in which no stage is marked, where that is known.
+
+    Raises:
+        PlanError: every problem is listed.
+    """
+    problems = Problems("the marks cannot be obeyed", Unobeyed)
+    for text in graph.undeclared_marks:
+        problems.add(
+            f"the mark {text} covers no operation of the loss: nothing inside it was "
+            "reached while tracing. Remove it or move it around what it should cover"
+        )
+    marked = [g for g in graph.task_graphs if g.marks]
+    if marked:
+        check_devices(marked, num_devices, problems, stages)
+    problems.raise_if_any()
+
+
+def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
+    """What is asked, with the devices that marks give one copy of the model.
+
+    Args:
+        graph: the captured loss.
+        request: what is asked otherwise.
+        stages: of a pipeline in which no stage is marked.
+
+    Raises:
+        PlanError: nothing can obey the marks; every problem is listed.
+    """
+    count = request.num_devices
+    check_marks(graph, count, stages)
+    found = copies([g for g in graph.task_graphs if g.marks], count, stages)
+    mesh = {a: n for a, n in (request.mesh or {}).items() if a in PLANNED_AXES}
+    if found > 1 and not any(
+        mesh.items() <= one.items() and replicas(one) % found == 0
+        for one in meshes(count // stages, mesh.get("context", 1))
+    ):
+        given = {"stage": stages, **mesh} if stages > 1 else mesh
+        fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
+        raise Unobeyed(
+            f"devices= of the marks gives one copy of the model {count // found} of "
+            f"{count} devices, so data × fsdp × context is a multiple of {found}; with "
+            f"{fixed} it is not. Change one of the two"
+        )
+    return dataclasses.replace(request, copies=found)

@@ -1,0 +1,318 @@
+"""Where a model is cut into parts, and the models that its stages then are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.heterogeneous_stages import (
+    Allotted,
+    Ground,
+    allot,
+    by_memory,
+    grounds,
+    unlike,
+)
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.partition import Stage, cut
+from whalejax.planner.pipeline.program_cut import (
+    Division,
+    Units,
+    divided,
+    divided_by_marks,
+)
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.segment_costs import Folded, Segments
+from whalejax.planner.search.spmd import Known, searches
+from whalejax.planner.search.stage_time import handed_seconds
+
+
+ROOM = 1000
+"""How often the memory of a device stages are searched with: whether they fit is said
+of all of them together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """A model, or a stage's part of it, in one layout.
+
+    Attributes:
+        analysed: the model.
+        search: which found the layout.
+        scored: the layout.
+    """
+
+    analysed: Analysed
+    search: Search
+    scored: Scored
+
+
+def laid_out(
+    graph: Graph, cluster: Cluster, request: Request, known: Known
+) -> list[Laid]:
+    """Every layout of a model, however much memory it takes.
+
+    Args:
+        graph, cluster, request, known: as for ``decide``.
+
+    Raises:
+        PlanError: there is none.
+    """
+    roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
+    pairs = searches(graph, roomy, request, None, known)
+    found = [
+        Laid(analysed=analysed, search=search, scored=scored)
+        for analysed, search in pairs
+        for scored in search.scored
+    ]
+    if not found:
+        raise refusal(pairs[-1][1], open_remat=False)
+    return found
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Whole:
+    """One program that may be cut, and what all plans in stages share of it.
+
+    Attributes:
+        graph: the captured loss.
+        units: the same in units.
+        known: what searches have found of it.
+        stages: the model of each stage by where it is cut, and what searches have
+            found of that.
+    """
+
+    graph: Graph
+    units: Units
+    known: Known = field(default_factory=dict)
+    stages: dict[tuple[object, ...], tuple[Graph, Known]] = field(default_factory=dict)
+
+    _folded: dict[tuple[int, bool], Folded] = field(default_factory=dict)
+
+    def folded(self, analysed: Analysed, cluster: Cluster) -> Folded:
+        """Its operations by segment, with the TaskGraphs that a search gave it."""
+        copies = cluster.compiler.copies_kernels
+        key = id(analysed.graph), copies  # of a graph that what is found keeps alive
+        if key not in self._folded:
+            found = Folded(self.units, analysed, copies_kernels=copies)
+            self._folded[key] = found
+        return self._folded[key]
+
+    def by_marks(self) -> Division:
+        """Where ``stage`` marks cut it."""
+        return divided_by_marks(self.units, self.units.labels(self.graph))
+
+
+class TooFewParts(PlanError):
+    """The model cannot be cut into so many parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A model in parts.
+
+    Attributes:
+        division: what each part runs.
+        paces: about how long each takes for a micro-batch.
+        graphs: the model of each stage, and what searches have found of it.
+        grounds: the devices of each stage.
+        allotted: how unlike devices share out the model; None where they are alike.
+    """
+
+    division: Division
+    paces: tuple[float, ...]
+    graphs: tuple[tuple[Graph, Known], ...]
+    grounds: tuple[Ground, ...]
+    allotted: Allotted | None
+
+    @property
+    def where(self) -> tuple[object, ...]:
+        """What makes it another cut: where parts begin, and on which devices."""
+        return self.division.starts, tuple(ground.block for ground in self.grounds)
+
+
+@dataclass(slots=True, kw_only=True)
+class Cuts:
+    """Cuts of one program, found once for each number of parts.
+
+    Attributes:
+        whole: the program.
+        cluster: all devices.
+        marked: ``stage`` marks say where to cut.
+    """
+
+    whole: Whole
+    cluster: Cluster
+    marked: bool
+    _found: dict[tuple[object, ...], Cut] = field(default_factory=dict)
+    _chains: dict[tuple[object, ...], Segments] = field(default_factory=dict)
+
+    def of(
+        self,
+        table: Schedule,
+        request: Request,
+        reserved: Mapping[str, float] | None = None,
+        *,
+        hidden: bool = False,
+    ) -> Cut:
+        """The model in the parts of a schedule.
+
+        Args:
+            table: the schedule.
+            request: what is asked of the whole model on the devices of one stage.
+            reserved: by the name of a kind, bytes of a device that are no layer's.
+            hidden: what stages hand on crosses while they work; else it is time of
+                both.
+
+        Raises:
+            TooFewParts: it has fewer parts.
+            PlanError: devices of unlike kinds have no whole stages.
+        """
+        reserved = reserved or {}
+        key: tuple[object, ...] = table.num_stages, table.num_chunks, hidden
+        if not self.cluster.is_uniform:  # what fits where depends on all of these
+            key = *key, table.num_micro_batches, *sorted(reserved.items())
+        if key not in self._found:
+            self._found[key] = self._cut(table, request, reserved, hidden)
+        return self._found[key]
+
+    def _cut(
+        self,
+        table: Schedule,
+        request: Request,
+        reserved: Mapping[str, float],
+        hidden: bool,
+    ) -> Cut:
+        stages, chunks = table.num_stages, table.num_chunks
+        lying = grounds(self.whole.graph, self.cluster, request.num_devices, stages)
+        segments = self._segments(lying, request, stages)
+        first = next(iter(segments.values()))
+        allotted = None
+        if unlike(lying):
+            division, allotted = self._allotted(
+                segments, table, lying, reserved, hidden
+            )
+            paces = allotted.placed.cut.seconds
+            lying = tuple(lying[block] for block in allotted.placed.order)
+        else:
+            division, paces = self._division(first, table, lying[0].cluster, hidden)
+        return Cut(
+            division=division,
+            paces=paces,
+            graphs=tuple(
+                self._stage(first, division, places_of(stage, stages, chunks))
+                for stage in range(stages)
+            ),
+            grounds=lying,
+            allotted=allotted,
+        )
+
+    def _stage(
+        self, segments: Segments, division: Division, places: Sequence[int]
+    ) -> tuple[Graph, Known]:
+        key = division.starts, len(division.parts), tuple(places)
+        if key not in self.whole.stages:
+            dims = segments.folded.analysed.dims
+            found = stage_graph(self.whole.graph, dims, division, places)
+            self.whole.stages[key] = found, {}
+        return self.whole.stages[key]
+
+    def _segments(
+        self, lying: tuple[Ground, ...], request: Request, stages: int
+    ) -> dict[str, Segments]:
+        """What lies between borders on each kind, all in the layout of the first."""
+        found = {}
+        for ground in by_memory(lying):
+            name = ground.kind.name
+            key = stages, name, request.num_micro_batches
+            if key not in self._chains:
+                laid = laid_out(
+                    self.whole.graph, ground.cluster, request, self.whole.known
+                )
+                best = min(laid, key=lambda one: one.scored.time.step_seconds)
+                self._chains[key] = self._segments_of(best, stages)
+            found[name] = self._chains[key]
+            scored = found[name].scored
+            request = replace(request, mesh=scored.mesh, zero=scored.zero)
+        return found
+
+    def _segments_of(self, best: Laid, stages: int) -> Segments:
+        mesh = {STAGE: stages, **best.scored.mesh}
+        return Segments(
+            self.whole.folded(best.analysed, best.search.cluster),
+            best.search,
+            best.scored,
+            lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
+        )
+
+    def _allotted(
+        self,
+        segments: Mapping[str, Segments],
+        table: Schedule,
+        lying: tuple[Ground, ...],
+        reserved: Mapping[str, float],
+        hidden: bool,
+    ) -> tuple[Division, Allotted]:
+        """The model in parts, one for each stage, on devices of unlike kinds."""
+        first = next(iter(segments.values()))
+        division = self.whole.by_marks() if self.marked else None
+        chains = {
+            name: one.layers_of(division) if division else one.layers
+            for name, one in segments.items()
+        }
+        if division is None and len(first.layers) < table.num_stages:
+            raise _too_few(table, len(first.layers))
+        try:
+            found = allot(chains, lying, table, reserved, hidden=hidden)
+        except PlanError:
+            # What fits is said by the search of each stage, which knows more.
+            roomy = dict.fromkeys(segments, -float("inf"))
+            found = allot(chains, lying, table, roomy, hidden=hidden)
+        starts = first.starts(found.placed.cut.counts)
+        return division or divided(self.whole.units, starts), found
+
+    def _division(
+        self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
+    ) -> tuple[Division, tuple[float, ...]]:
+        """The model in parts, and about how long each takes."""
+        if self.marked:
+            division = self.whole.by_marks()
+            return division, segments.seconds_of(division)
+        held = 1 if table.num_chunks > 1 else None
+        places = [
+            Stage(
+                memory_bytes=float("inf") if held else part.memory_bytes,
+                in_flight=held or table.in_flight[place],
+            )
+            for place in range(table.num_places)
+        ]
+        layers = segments.layers
+        if hidden:
+            layers = [replace(layer, transfer_seconds=0.0) for layer in layers]
+        if len(layers) < len(places):
+            raise _too_few(table, len(layers))
+        try:
+            found = cut(layers, places)
+        except PlanError:
+            # What fits is said by the search of each stage, which knows more.
+            found = cut(layers, [Stage()] * len(places))
+        return divided(self.whole.units, segments.starts(found.counts)), found.seconds
+
+
+def _too_few(table: Schedule, parts: int) -> TooFewParts:
+    chunks = table.num_chunks
+    each = f" with {chunks} parts each" if chunks > 1 else ""
+    most = "1 part that reads" if parts == 1 else f"{parts} parts that read"
+    return TooFewParts(
+        f"stage is {table.num_stages}{each}, and the model can be cut into at most "
+        f"{most} parameters of their own (loops and checkpointed regions are not "
+        f"cut). Use at most {max(1, parts // chunks)}"
+    )

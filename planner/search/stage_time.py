@@ -1,0 +1,151 @@
+"""Seconds that a pipeline stage takes for one micro-batch, from the cost of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.operation_cost import (
+    as_run,
+    row_ahead,
+    row_hits,
+)
+from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.dimensions import roles_of
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Scored
+from whalejax.planner.sharding.layout import shards, spec_of
+from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.terms import TimeTerms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One micro-batch, and what is done once in a step.
+
+    Attributes:
+        ahead: its forward pass.
+        both: forward and backward.
+        once: the update.
+        weight_share: part of the backward pass that makes gradients of parameters and
+            can be put off.
+    """
+
+    ahead: TimeTerms
+    both: TimeTerms
+    once: TimeTerms
+    weight_share: float
+
+    def measured(self, ratio: float) -> Turn:
+        """The same where a micro-batch took so many times what is predicted."""
+        ahead, both = times(self.ahead, ratio), times(self.both, ratio)
+        return replace(self, ahead=ahead, both=both)
+
+
+def turn_of(
+    search: Search, scored: Scored, ahead_rows: Sequence[Row] | None = None
+) -> Turn:
+    """What a stage takes.
+
+    Args:
+        search: of its model.
+        scored: its layout.
+        ahead_rows: what its forward pass computes; all of the model if left out.
+    """
+    time, count = scored.time, scored.num_micro_batches
+    s = search.setting(scored.mesh, count)
+    costs = [
+        row_ahead(row, row_hits(row, scored.tables[row.task_graph], s), s)
+        for row in (search.rows.ops if ahead_rows is None else ahead_rows)
+    ]
+    ahead = TimeTerms(
+        compute_seconds=float(sum(cost[0] for cost in costs)),
+        launch_seconds=float(sum(cost[1] for cost in costs))
+        * search.cluster.slowest.launch_seconds,
+    )
+    for c in scored.collectives:
+        if c.phase == "forward":
+            term = "border_seconds" if c.what == "border" else "activation_seconds"
+            _, seconds = as_run(c, s)
+            ahead = replace(ahead, **{term: getattr(ahead, term) + seconds})
+    once = TimeTerms(
+        update_seconds=time.update_seconds,
+        allocation_seconds=time.allocation_seconds,
+        offload_seconds=time.offload_seconds,
+    )
+    return Turn(
+        ahead=ahead,
+        both=times(less(time, once), 1 / count),
+        once=once,
+        weight_share=_weight_share(search.graph),
+    )
+
+
+def _weight_share(graph: Graph) -> float:
+    """How much of the backward pass's products can be put off.
+
+    Those are products of values with weights, but in loops and in regions that are
+    computed again, whose backward pass is one operation.
+    """
+    weight = graph.weight_tensors()
+    late = whole = 0
+    for op in graph.ops:
+        if op.matmul is None:
+            continue
+        flows = sum(graph.tensors[t].differentiable for t in op.operands[:2])
+        whole += op.flops * op.trip * flows
+        alone = op.trip == 1 and op.remat is None
+        if alone and flows > 1 and any(weight[t] for t in op.operands[:2]):
+            late += op.flops
+    return late / whole if whole else 0.0
+
+
+def handed_bytes(
+    analysed: Analysed, scored: Scored, tensors: Sequence[int], parts: int
+) -> float:
+    """What a device of a stage holds of some values, of one micro-batch.
+
+    Args:
+        analysed: the model that makes or reads them.
+        scored: its layout.
+        tensors: their ids.
+        parts: micro-batches in what the model was captured with.
+    """
+    graph, dims, mesh = analysed.graph, analysed.dims, scored.mesh
+    homes = graph.homes() if tensors else {}
+    batch, found = {role.index for role in dims.batch}, 0.0
+    for t in tensors:
+        table = scored.tables[homes.get(t, 0)]
+        spec = spec_of(dims.layouts[t], dims.sizes[t], table, mesh)
+        cut = roles_of(dims.layouts[t]) & batch
+        found += graph.tensors[t].nbytes // shards(spec, mesh) // (parts if cut else 1)
+    return found
+
+
+def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:
+    """From the devices of one stage to those of the next.
+
+    Args:
+        nbytes: that each of them hands on.
+        mesh: axis sizes, with that of the stages.
+        cluster: the machine.
+    """
+    parts = axis_parts((STAGE,), mesh, cluster)
+    return float(collective_seconds("collective-permute", int(nbytes), parts))
+
+
+def times(terms: TimeTerms, number: float) -> TimeTerms:
+    """Every term so many times."""
+    return TimeTerms(
+        **{f.name: getattr(terms, f.name) * number for f in dataclasses.fields(terms)}
+    )
+
+
+def less(terms: TimeTerms, other: TimeTerms) -> TimeTerms:
+    """Every term less another's."""
+    return terms + times(other, -1)

@@ -1,0 +1,122 @@
+"""Choices that the user fixed, by arguments or by ``pipeline`` marks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import SCHEDULES, Frames
+from whalejax.planner.search.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user fixed, by arguments and by ``pipeline`` marks.
+
+    Attributes:
+        mesh: sizes of axes.
+        num_micro_batches: of one pipeline, or None.
+        schedule: of pipelines, or None for any.
+        copies: of the model that there are at least, by the marks.
+    """
+
+    mesh: Mapping[str, int]
+    num_micro_batches: int | None
+    schedule: str | None
+    copies: int = 1
+
+    @classmethod
+    def of(
+        cls, graph: Graph, request: Request, known: Collection[str] = SCHEDULES
+    ) -> Asked:
+        """Join arguments and marks.
+
+        Args:
+            graph: the captured loss, with its marks.
+            request: the arguments.
+            known: schedules that can be had.
+
+        Raises:
+            PlanError: two of them contradict each other, every pair is listed; or a
+                pipeline asks for a schedule that cannot be had, or for micro-batches
+                into which the batch does not divide.
+        """
+        problems = Problems("the hints contradict each other", PlanError)
+        fixed: dict[str, tuple[str, str]] = {}
+        for axis, size in (request.mesh or {}).items():
+            fixed[axis] = str(size), f"mesh={{{axis!r}: {size}}}"
+        if request.num_micro_batches is not None:
+            text = str(request.num_micro_batches)
+            fixed["num_micro_batches"] = text, f"num_micro_batches={text}"
+        marks = dict.fromkeys(
+            m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline"
+        )
+        names = {"num_stages": "stage"}
+        for mark in marks:
+            for name in ("num_stages", "num_micro_batches", "schedule"):
+                text = mark.get(name) or "auto"
+                key = names.get(name, name)
+                other, where = fixed.setdefault(key, (text, str(mark)))
+                if text == "auto":
+                    continue
+                if other == "auto":
+                    fixed[key] = text, str(mark)
+                elif other != text:
+                    problems.add(
+                        f"{mark} asks for {name} {text}, and {where} for {other}. "
+                        "Drop one of the two, or change the mark"
+                    )
+        problems.raise_if_any()
+        _check_schedule(*fixed.get("schedule", ("auto", "")), known)
+        _check_parts(*fixed.get("num_micro_batches", ("auto", "")), graph)
+        given = {k: v for k, (v, _) in fixed.items() if v != "auto"}
+        schedule, parts = (
+            given.pop("schedule", None),
+            given.pop("num_micro_batches", None),
+        )
+        return cls(
+            mesh={axis: int(size) for axis, size in given.items()},
+            num_micro_batches=None if parts is None else int(parts),
+            schedule=schedule,
+            copies=request.copies,
+        )
+
+    def allows(self, frames: Frames, context: Array) -> Array:
+        """Frames of enough copies, with the schedule asked for or without stages.
+
+        Args:
+            frames: all of them.
+            context: size of that axis, of every cell.
+        """
+        copies = frames.data * frames.fsdp * context[frames.cell]
+        found: Array = copies % self.copies == 0
+        if self.schedule is not None:
+            wanted = frames.schedule == SCHEDULES.index(self.schedule)
+            found &= wanted | (frames.stage == 1)
+        return found
+
+
+def _check_schedule(name: str, where: str, known: Collection[str]) -> None:
+    if name not in ("auto", *known):
+        lack = "weigh" if known is SCHEDULES else "run yet"
+        raise PlanError(
+            f"{where} asks for the schedule {name}, which plans do not {lack}; "
+            f"expected one of {', '.join(known)}. Take one of these, or leave "
+            "schedule= to the planner"
+        )
+
+
+def _check_parts(text: str, where: str, graph: Graph) -> None:
+    size = graph.batch_size * graph.num_micro_batches
+    if text != "auto" and size % int(text):
+        count, rest = int(text), size % int(text)
+        near = f"{size - rest} or " if size > rest else ""
+        raise PlanError(
+            f"{where} asks for {count} micro-batches, into which the {size} samples of "
+            f"the batch do not divide. Use a batch of {near}{size - rest + count}, or "
+            "another num_micro_batches"
+        )

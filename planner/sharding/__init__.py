@@ -1,0 +1,1 @@
+"""What each part of a model may shard, and the layouts that follow."""

@@ -1,0 +1,124 @@
+"""Attention that runs in blocks: where it may, and what that takes.
+
+Without it, keys and values of a sequence that is sharded are gathered, and all scores
+of a device's rows exist at once. With it keys and values go round a ring of devices and
+a block of scores exists at a time; the backward pass computes the scores again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.dimensions import roles_of
+from whalejax.planner.model.expert_regions import check_task_graphs
+from whalejax.planner.model.graph import ATTENTION, Graph
+from whalejax.planner.terms import ALL, Chosen
+
+
+KINDS = ("gather", "ring")
+"""How attention may run: as the model computes it, or in blocks."""
+
+
+def checked_attention(
+    asked: str | Mapping[str, str] | None, graph: Graph, runnable: bool
+) -> Chosen | None:
+    """What the user asks for, as (TaskGraph, kind) pairs; None where nothing.
+
+    Args:
+        asked: a kind for all TaskGraphs, or by the name of a TaskGraph.
+        graph: the captured loss.
+        runnable: the plan is to run.
+
+    Raises:
+        PlanError: there is no such kind or TaskGraph; all of them.
+    """
+    if asked is None:
+        return None
+    problems = Problems("attention", PlanError)
+    if not isinstance(asked, str | Mapping):
+        problems.add(f"{asked!r:.60} is neither a kind nor one for each TaskGraph")
+        asked = {}
+    given = {ALL: asked} if isinstance(asked, str) else dict(asked)
+    check_task_graphs(given, graph, problems)
+    for kind in given.values():
+        if kind not in KINDS:
+            problems.add(f"{kind!r:.60} is no kind; expected one of {', '.join(KINDS)}")
+    if not runnable:
+        problems.add("estimates (runnable=False) choose it themselves. Leave it out")
+    problems.raise_if_any()
+    rest = given.pop(ALL, "gather")
+    kept = [(name, kind) for name, kind in given.items() if kind != rest]
+    return (*kept, *([(ALL, rest)] if rest != "gather" else []))
+
+
+def check_rings(
+    graph: Graph,
+    attention: Chosen,
+    reasons: Sequence[str],
+    everywhere: Callable[[], Graph],
+) -> None:
+    """Refuse what was asked for if no attention can run so.
+
+    Args:
+        graph: the loss with the attention that can.
+        attention: what was asked for.
+        reasons: why the others cannot.
+        everywhere: gives the loss with all attention that can, asked for or not.
+
+    Raises:
+        PlanError: there is none in blocks.
+    """
+    if "ring" not in dict(attention).values():
+        return
+    if any(op.kind == ATTENTION for op in graph.ops):
+        return
+    ops, regions = everywhere().ops, graph.task_graphs
+    where = {regions[op.task_graph].name for op in ops if op.kind == ATTENTION}
+    if where:
+        asked = ", ".join(name for name, kind in attention if kind == "ring")
+        raise PlanError(
+            f"attention: ring was asked for in {asked}, where no attention can run in "
+            f"blocks. Some that can stands in {', '.join(sorted(where))}: name that, "
+            "or '*' for all"
+        )
+    why = "; ".join(reasons) or (
+        "no softmax between two products was found, whose queries and keys are of one "
+        "sequence. Call wh.attention, or jax.nn.dot_product_attention, where the model "
+        "attends"
+    )
+    raise PlanError(
+        f"attention: ring was asked for, and no attention can run in blocks: {why}. "
+        "Or drop attention="
+    )
+
+
+def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
+    """Positions of the attention that runs in blocks.
+
+    That of a TaskGraph for which it is chosen, if queries and keys are of one sequence
+    and none of them is made of parameters alone.
+
+    Args:
+        graph: the captured loss, all attention as one operation each.
+        kinds: of ``KINDS``, by the name of a TaskGraph or ``"*"``.
+    """
+    analysed = analyse_graph(graph)
+    graph, dims = analysed.graph, analysed.dims
+    weight = graph.weight_tensors()
+    found = set()
+    for index, op in enumerate(graph.ops):
+        if op.kind != ATTENTION or any(weight[t] for t in op.operands):
+            continue
+        name = graph.task_graphs[op.task_graph].name
+        layouts = [
+            dims.seen.get((index, slot), dims.layouts[t])
+            for slot, t in enumerate(op.operands)
+        ]
+        column = {*layouts[1][op.column]}
+        alike = column and column <= roles_of(layouts[0])
+        if alike and kinds.get(name, kinds.get(ALL, "gather")) == "ring":
+            found.add(op.position)
+    return frozenset(found)

@@ -1,0 +1,298 @@
+"""Parameters whose products see a dimension that the parameter itself cannot name.
+
+A kernel ``[embed, 3 · heads]`` is read as ``[embed, 3, heads]``. An axis that shards
+the heads cannot shard the kernel along them, because they are the minor part of a
+dimension: it shards another dimension of it instead, one that is whole where the
+kernel is used, and one exchange brings it from the one layout to the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
+from whalejax.planner.model.graph import LOOPS, Graph, Op, Tensor
+from whalejax.planner.model.reshape_factors import groups
+from whalejax.planner.sharding.layout import Spec, Table, spec_of
+
+
+_PICKING: Final = frozenset({"split", "slice", "unstack", "dynamic_slice"})
+"""Operations that take some part of a dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """How a fused parameter lies in shards.
+
+    Attributes:
+        inner: roles that only its readers can name, with their sizes.
+        others: roles of its dimensions that are not fused; those that storage prefers
+            first.
+    """
+
+    inner: tuple[tuple[int, int], ...]
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """In which forms the parameters are read.
+
+    Attributes:
+        weight: for every tensor, whether it depends on parameters alone.
+        fused: by tensor id, how each fused parameter and what is made of it alone lie.
+        minor: roles that some reader finds only as the minor part of a dimension.
+        storage: shardable roles of the parameters, those that cover most bytes first.
+    """
+
+    weight: tuple[bool, ...]
+    fused: Mapping[int, Fused]
+    minor: frozenset[int]
+    storage: tuple[int, ...]
+
+
+def reading(graph: Graph, dims: Dimensions) -> Reading:
+    """Find out in which forms the parameters are read.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+    """
+    weight = graph.weight_tensors()
+    source, read = _forms(graph, weight)
+    storage = _storage_order(graph.params, dims)
+    minor: set[int] = set()
+    inner: dict[int, dict[int, int]] = {}
+    for t in read:
+        leaf = source[t]
+        seen = _majors(dims.layouts[t], dims.sizes[t])
+        minor |= _minors(dims.layouts[t])
+        for role in _minors(dims.layouts[leaf]) & set(seen):
+            inner.setdefault(leaf, {})[role] = seen[role]
+    of_leaf = {
+        leaf: Fused(
+            inner=tuple(sorted(roles.items())),
+            others=_others(dims.layouts[leaf], storage),
+        )
+        for leaf, roles in inner.items()
+    }
+    return Reading(
+        weight=weight,
+        fused={t: of_leaf[leaf] for t, leaf in source.items() if leaf in of_leaf},
+        minor=frozenset(minor),
+        storage=storage,
+    )
+
+
+def picks(graph: Graph) -> bool:
+    """Whether any operation takes a part of a dimension."""
+    return any(op.kind in _PICKING for op in graph.ops)
+
+
+def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
+    """Parameters that are read with several logical dimensions in one, to be cut.
+
+    A dimension counts as fused where its first part only says which: it is picked from
+    (query, key, value) and no product sums over it.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Number of an input to its cuts: dimension to the number of parts.
+    """
+    dims = analyse(graph)
+    chosen = _picked(graph, dims)
+    source, read = _forms(graph, graph.weight_tensors())
+    as_it_is = {source[t] for t in read if _cuts(dims, t, chosen)}
+    return {
+        tensor.id: _cuts(dims, tensor.id, chosen)
+        for tensor in graph.params
+        if tensor.id in as_it_is
+    }
+
+
+def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
+    """Reshapes of values that make a dimension the minor part of another.
+
+    ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and time-major
+    rows in one dimension hide the batch: nothing that reads them so can be sharded.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Their positions, and how many operations find a dimension as a minor part alone
+        that could be sharded.
+    """
+    weight = graph.weight_tensors()
+    made = (op for op in graph.ops if op.reshape and op.operands)
+    ops = [op for op in made if not weight[op.operands[0]]]
+    shapes = (
+        tuple(graph.tensors[t].shape for t in (op.operands[0], op.results[0]))
+        for op in ops
+    )
+    if not any(
+        len(ins) > 1 == len(outs) for pair in shapes for ins, outs in groups(*pair)
+    ):
+        return frozenset(), 0
+    dims = analyse(graph)
+    hidden = _hidden(dims, weight)
+    positions = frozenset(
+        op.position
+        for op in ops
+        if hidden[op.results[0]].intersection(
+            atoms[0] for atoms in dims.layouts[op.operands[0]] if atoms
+        )
+    )
+    return positions, sum(1 for _ in _hiding(graph, hidden))
+
+
+def computed_whole(
+    graph: Graph, dims: Dimensions, sharded: Set[int]
+) -> dict[int, tuple[Op, int]]:
+    """Operations that find a sharded dimension as a minor part alone.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        sharded: roles that some axis shards.
+
+    Returns:
+        Role to the first of these operations, and how many there are.
+    """
+    found: dict[int, tuple[Op, int]] = {}
+    for op, roles in _hiding(graph, _hidden(dims, graph.weight_tensors())):
+        for role in roles & sharded:
+            first, count = found.get(role, (op, 0))
+            found[role] = first, count + 1
+    return found
+
+
+def _hidden(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
+    """For each value, the shardable roles that are minor parts alone."""
+    return [
+        frozenset()
+        if weight[t]
+        else frozenset(r for r in _minors(layout) if not dims.roles[r].unshardable)
+        for t, layout in enumerate(dims.layouts)
+    ]
+
+
+def _hiding(
+    graph: Graph, hidden: Sequence[frozenset[int]]
+) -> Iterator[tuple[Op, frozenset[int]]]:
+    """Operations that compute with such values, and the roles."""
+    for op in graph.ops:
+        roles = frozenset[int]().union(*(hidden[t] for t in op.results))
+        if roles and not op.reshape and op.kind not in LOOPS:
+            yield op, roles
+
+
+def _cuts(dims: Dimensions, tensor: int, chosen: frozenset[int]) -> dict[int, int]:
+    pairs = zip(dims.layouts[tensor], dims.sizes[tensor], strict=True)
+    return {
+        dim: sizes[0]
+        for dim, (atoms, sizes) in enumerate(pairs)
+        if len(atoms) > 1 and atoms[0] in chosen
+    }
+
+
+def _picked(graph: Graph, dims: Dimensions) -> frozenset[int]:
+    picked: set[int] = set()
+    shared: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        seen = [
+            roles_of(dims.seen.get((index, slot), dims.layouts[t]))
+            for slot, t in enumerate(op.operands)
+        ]
+        if op.matmul is not None:
+            shared |= seen[0] & seen[1]
+        elif op.kind in _PICKING and seen:
+            results = (roles_of(dims.layouts[t]) for t in op.results)
+            picked |= seen[0].difference(*results)
+    return frozenset(picked - shared)
+
+
+def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[int]]:
+    """What is made of each parameter alone, to that parameter; which of it is read."""
+    source = {t.id: t.id for t in graph.params}
+    read: set[int] = set()
+    for op in graph.ops:
+        mine = [t for t in op.operands if t in source]
+        made = [t for t in op.results if weight[t]]
+        if mine and made:
+            # Of several parameters, the largest is the one that the rest adjust.
+            largest = max(mine, key=lambda t: graph.tensors[t].nbytes)
+            source.update(dict.fromkeys(made, source[largest]))
+        tie = op.kind in LOOPS and not op.results
+        if not tie and (len(made) < len(op.results) or not op.results):
+            read.update(mine)
+    return source, read
+
+
+def _majors(layout: Layout, sizes: Layout) -> dict[int, int]:
+    return {
+        atoms[0]: size[0] for atoms, size in zip(layout, sizes, strict=True) if atoms
+    }
+
+
+def _minors(layout: Layout) -> frozenset[int]:
+    """Roles that a tensor holds, and none of them as the major part of a dimension."""
+    major = {atoms[0] for atoms in layout if atoms}
+    return roles_of(layout) - major
+
+
+def _others(layout: Layout, storage: Sequence[int]) -> tuple[int, ...]:
+    alone = {atoms[0] for atoms in layout if len(atoms) == 1}
+    return tuple(role for role in storage if role in alone)
+
+
+def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ...]:
+    """Shardable roles of the parameters, those that cover most bytes first."""
+    covered: Counter[int] = Counter()
+    for t in tensors:
+        for role in roles_of(dims.layouts[t.id]):
+            if not dims.roles[role].unshardable:
+                covered[role] += t.nbytes
+    return tuple(role for role, _ in covered.most_common())
+
+
+def lying(
+    layout: Layout,
+    sizes: Layout,
+    fused: Fused | None,
+    table: Table,
+    mesh: Mapping[str, int],
+) -> Spec:
+    """The layout of a parameter that computation asks for, as it can be stored.
+
+    Args:
+        layout: roles of each dimension, major atom first.
+        sizes: sizes of the same atoms.
+        fused: how it lies, or None where its own dimensions serve.
+        table: the TaskGraph's table.
+        mesh: sizes of the mesh axes.
+
+    Returns:
+        Its layout under the table; of a fused one, with the axes that shard what only
+        its readers can name on other dimensions, where one divides.
+    """
+    if fused is None:
+        return spec_of(layout, sizes, table, mesh)
+    inner, others = dict(fused.inner), fused.others
+
+    def instead(role: int, size: int) -> tuple[int, ...]:
+        if role not in inner:
+            return (role,)
+        return others if inner[role] % size == 0 else ()
+
+    lent = {
+        axis: tuple(r for role in roles for r in instead(role, mesh.get(axis, 1)))
+        for axis, roles in table.items()
+    }
+    return spec_of(layout, sizes, lent, mesh)

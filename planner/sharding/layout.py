@@ -1,0 +1,161 @@
+"""From tables to layouts: which mesh axes shard which dimension of a tensor.
+
+A plan is written in roles: ``table[axis]`` is an ordered list of logical dimensions,
+one table for each TaskGraph. This module turns a table into the layout of one tensor.
+It stands alone because the cost model, the parameter specs and the lowering must agree
+on it to the letter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whalejax.planner.entries import Spec as Spec
+from whalejax.planner.model.dimensions import Layout
+
+
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Names of the mesh axes, outermost first."""
+
+STAGE = MESH_AXES[0]
+"""The mesh axis of stages, which shards layers and nothing else."""
+
+Table = Mapping[str, tuple[int, ...]]
+"""Mesh axis to the roles it may shard, in order of preference."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    """From the prime factors: numbers of samples have few, and may be large."""
+    found, left, prime = [1], number, 2
+    while left > 1:
+        if prime * prime > left:
+            prime = left
+        count = 0
+        while left % prime == 0:
+            left, count = left // prime, count + 1
+        found += [d * prime**n for d in found for n in range(1, count + 1)]
+        prime += 1 if prime == 2 else 2
+    return tuple(sorted(found))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, rising.
+
+    >>> divisors(12), divisors(0)
+    ([1, 2, 3, 4, 6, 12], [])
+    """
+    return list(_divisors(number)) if number > 0 else []
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most so large.
+
+    >>> largest_divisor(96, 10)
+    8
+    """
+    return max((d for d in divisors(number) if d <= most), default=1)
+
+
+def replicas(mesh: Mapping[str, int]) -> int:
+    """Devices that compute with the same shards of parameters, on a mesh of all axes.
+
+    >>> replicas({"data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 8})
+    8
+    """
+    return mesh["data"] * mesh["fsdp"] * mesh["context"]
+
+
+def axis_roles(
+    present: set[int] | frozenset[int], table: Table, mesh: Mapping[str, int]
+) -> dict[str, int]:
+    """The role that each mesh axis shards among those present.
+
+    Args:
+        present: roles that stand in the tensor or the operation.
+        table: the TaskGraph's table.
+        mesh: sizes of the mesh axes, outermost first.
+
+    Returns:
+        Axis to role, for axes above size 1 that found one.
+    """
+    found: dict[str, int] = {}
+    for axis, size in mesh.items():
+        if size > 1:
+            role = next((r for r in table.get(axis, ()) if r in present), None)
+            if role is not None:
+                found[axis] = role
+    return found
+
+
+def spec_of(
+    layout: Layout, sizes: Layout, table: Table, mesh: Mapping[str, int]
+) -> Spec:
+    """The layout of a tensor under a table.
+
+    An axis shards the first of its roles that the tensor holds as the major atom of a
+    dimension (a PartitionSpec cannot name a minor one) and that it divides.
+
+    Args:
+        layout: roles of each dimension, major atom first.
+        sizes: sizes of the same atoms.
+        table: the TaskGraph's table.
+        mesh: sizes of the mesh axes, outermost first.
+    """
+    spec: list[tuple[str, ...]] = [()] * len(layout)
+    major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
+    for axis, size in mesh.items():
+        if size == 1:
+            continue
+        for role in table.get(axis, ()):
+            dim = major.get(role)
+            if dim is None:
+                continue
+            taken = math.prod(mesh[a] for a in spec[dim])
+            if sizes[dim][0] % (taken * size) == 0:
+                spec[dim] = (*spec[dim], axis)
+                break
+    return tuple(spec)
+
+
+def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
+    """Into how many parts a layout cuts a tensor; arrays of sizes give an array."""
+    return math.prod(mesh[axis] for axes in spec for axis in axes)
+
+
+def local_bytes(nbytes: int, spec: Spec, mesh: Mapping[str, int]) -> int:
+    """Bytes of a tensor on one device."""
+    parts: int = shards(spec, mesh)
+    return nbytes // parts
+
+
+def extend_spec(
+    spec: Spec,
+    shape: Sequence[int],
+    axis: str,
+    mesh: Mapping[str, int],
+    dims: Sequence[int],
+) -> Spec:
+    """Shard one more dimension for storage, if any of the dimensions divides.
+
+    Args:
+        spec: the layout so far.
+        shape: the whole tensor's shape.
+        axis: the mesh axis to add.
+        mesh: sizes of the mesh axes.
+        dims: dimensions to try, best first.
+
+    Returns:
+        The layout with the axis behind those of the first dimension that it divides,
+        or the same layout.
+    """
+    if mesh.get(axis, 1) == 1 or any(axis in axes for axes in spec):
+        return spec
+    for dim in dims:
+        parts = math.prod(mesh[a] for a in spec[dim]) * mesh[axis]
+        if shape[dim] % parts == 0:
+            return (*spec[:dim], (*spec[dim], axis), *spec[dim + 1 :])
+    return spec

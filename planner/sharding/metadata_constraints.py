@@ -1,0 +1,395 @@
+"""What the user's own words fix: ``split(axis=…)`` and mesh axes in the metadata.
+
+Both name a dimension and ask that an axis shard it. They are read here, before any
+choice is made, so that everything wrong with them is known at once: names that stand
+for nothing, dimensions that cannot be sharded, hints that contradict each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.model.dimensions import Dimensions, Role
+from whalejax.planner.model.graph import Graph, TaskGraph, Tensor
+from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.sharding.layout import STAGE
+from whalejax.planner.terms import NO_EFFECT
+
+
+MODEL_AXES = ("expert", "tensor")
+"""Mesh axes that shard dimensions of the weights while computing."""
+
+NO_WEIGHTS = {
+    "data": (
+        "which shards the batch and, by ZeRO, optimizer state. To store it in shards, "
+        "map that name: axis_names={{{name!r}: 'fsdp'}}"
+    ),
+    "context": "which shards the sequence of activations. Drop that name",
+}
+"""Mesh axes that metadata cannot fix for a weight, and what to do instead; ``name`` is
+the model's own name of the axis."""
+
+NO_LAYERS = (
+    "over which only layers are shared out: the first dimension of parameters that a "
+    "scan slices. Drop that name there"
+)
+
+_WRITABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """One dimension that the user asks an axis to shard.
+
+    Attributes:
+        role: the logical dimension.
+        axis: ``"tensor"`` or ``"expert"`` where metadata names it; None where a mark
+            asks for a dimension and leaves the axis open.
+        where: who asks, for messages.
+    """
+
+    role: int
+    axis: str | None
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """The model axes that metadata fixes.
+
+    Attributes:
+        computed: by TaskGraph, dimensions that are computed with in shards.
+        stored: by tensor id, (dimension, mesh axis) of what is only stored so, because
+            its operations need all of it: it is gathered where it is read.
+    """
+
+    computed: Mapping[int, tuple[Pin, ...]]
+    stored: Mapping[int, tuple[tuple[int, str], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Which roles no model axis can shard, beside the batch and unshardable ones.
+
+    Attributes:
+        minor: roles that some reader of a parameter finds only as a minor atom.
+        itself: roles that meet themselves, as the sequence does in attention.
+    """
+
+    minor: frozenset[int]
+    itself: frozenset[int]
+
+    def obstacle(self, role: Role) -> str:
+        """Why a model axis cannot shard a role, or an empty text."""
+        if role.is_batch:
+            return "it is the batch, which belongs to replicate"
+        if role.unshardable:
+            return role.unshardable
+        if role.index in self.minor:
+            return (
+                "it is the minor part of a fused dimension, which no PartitionSpec "
+                "can name; make it a dimension of its own"
+            )
+        if role.index in self.itself:
+            return "it meets itself, as a sequence does in attention"
+        return ""
+
+
+def mark_pins(
+    task_graph: TaskGraph,
+    graph: Graph,
+    dims: Dimensions,
+    present: Collection[int],
+    limits: Limits,
+    problems: Problems,
+) -> tuple[Pin, ...]:
+    """The dimensions that ``split(axis=…)`` asks for.
+
+    Args:
+        task_graph: the marked region.
+        graph: the captured loss.
+        dims: the logical dimensions.
+        present: roles that stand in the region.
+        limits: what cannot be sharded.
+        problems: where a name that cannot be obeyed is reported.
+    """
+    mark = task_graph.strategy
+    name = mark.get("axis") if mark else None
+    if name is None:
+        return ()
+    where = f"{task_graph.name}: split(axis={name!r})"
+    roles = [dims.roles[r] for r in sorted(present)]
+    found = [r for r in roles if name in (r.name, *r.aliases)]
+    found = found or [
+        r for r in roles if r.index == _of_leaf(name, graph, dims, limits)
+    ]
+    if not found:
+        found = [r for r in roles if _ends_in(r, name)]
+        if len(found) > 1:
+            several = ", ".join(written(r)[0] for r in found)
+            problems.add(f"{where} may mean {several}. Write the whole path of a leaf")
+            return ()
+    if not found:
+        problems.add(f"{where} names no dimension of that region. {_near(name, roles)}")
+    free = []
+    for role in found:
+        obstacle = limits.obstacle(role)
+        if obstacle:
+            problems.add(
+                f"{where} cannot be sharded: {obstacle}. Name another dimension, or "
+                "leave axis= out"
+            )
+        else:
+            free.append(Pin(role=role.index, axis=None, where=where))
+    return tuple(free)
+
+
+def written(role: Role) -> list[str]:
+    """The names by which a user may write a role: logical ones, then its leaves.
+
+    A dimension of a leaf is written as its path and the number, ``head.kernel.1``;
+    what stands before a repeated layer's number may be left out.
+    """
+    names = []
+    for alias in dict.fromkeys((*role.aliases, role.name)):
+        dotted = alias.replace("[", ".").rstrip("]")
+        dotted = dotted.rpartition("*.")[2]
+        if _WRITABLE.fullmatch(dotted):
+            names.append(dotted)
+    return list(dict.fromkeys(names))
+
+
+def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int | None:
+    """The role of a dimension of a leaf, written as its whole path and the number."""
+    path, _, number = name.rpartition(".")
+    for tensor in graph.params:
+        if tensor.path == path and number.isdecimal():
+            layout = dims.layouts[tensor.id]
+            atoms = layout[int(number)] if int(number) < len(layout) else ()
+            return _meant(atoms, dims, limits).index if atoms else None
+    return None
+
+
+def _meant(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
+    """Which of the roles in a dimension is to be sharded: the first that can be."""
+    roles = [dims.roles[role] for role in atoms]
+    return next((r for r in roles if not limits.obstacle(r)), roles[0])
+
+
+def _ends_in(role: Role, name: str) -> bool:
+    """A dimension of a leaf of the role is written so that it ends in the name."""
+    asked = name.split(".")
+    for alias in role.aliases:
+        parts = alias.replace("[", ".").rstrip("]").split(".")
+        ends = parts[max(0, len(parts) - len(asked)) :]
+        if len(ends) == len(asked) and all(map(_same, ends, asked)):
+            return True
+    return False
+
+
+def _same(pattern: str, component: str) -> bool:
+    """A component of a path, with ``*`` for a layer's number, fits another."""
+    return (
+        re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), component) is not None
+    )
+
+
+def _near(name: str, roles: Collection[Role]) -> str:
+    names = list(dict.fromkeys(n for role in roles for n in written(role)))
+    if not names:
+        return (
+            "No dimension there has a name: give the model's parameters logical names "
+            "(nn.with_partitioning, nnx.with_partitioning), or leave axis= out"
+        )
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:6]
+    return f"Nearest: {', '.join(near)}"
+
+
+def metadata_pins(
+    graph: Graph,
+    dims: Dimensions,
+    homes: Mapping[int, int],
+    limits: Limits,
+    meet: Mapping[int, Mapping[int, set[int]]],
+    problems: Problems,
+) -> Fixed:
+    """The model axes that metadata fixes; ``fsdp`` and ``stage`` are only checked.
+
+    Where two dimensions of one operation are to lie on one axis, that of more bytes is
+    computed with in shards.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        homes: the TaskGraph that computes with each parameter, by tensor id.
+        limits: what cannot be sharded.
+        meet: by TaskGraph, which roles stand in one operation.
+        problems: where contradictions are reported.
+    """
+    asked: dict[int, dict[Pin, list[tuple[int, int, str]]]] = {}
+    stored: dict[int, list[tuple[int, str]]] = {}
+    sliced = sliced_params(graph)
+    for tensor in graph.params:
+        home = graph.task_graphs[homes.get(tensor.id, 0)]
+        twice = _check_twice(tensor, problems)
+        for dim, axis in pins_of(tensor):
+            where = f"{tensor.path} dim {dim}: its metadata shards it over {axis}"
+            if axis in NO_WEIGHTS:
+                instead = NO_WEIGHTS[axis].format(name=_called(tensor, dim, axis))
+                problems.add(f"{where}, {instead}")
+            if axis == STAGE and (dim or tensor.id not in sliced):
+                problems.add(f"{where}, {NO_LAYERS}")
+            if axis in (*NO_WEIGHTS, STAGE) or axis in twice:
+                continue
+            mark = home.strategy
+            if axis != "fsdp" and mark is not None and mark.kind == "replicate":
+                problems.add(
+                    f"{where}, and {home.name} replicates it. Drop one of the two hints"
+                )
+                continue
+            atoms = dims.layouts[tensor.id][dim]
+            if not atoms:
+                continue  # Nothing is shared out of one; ``unplanned_pins`` says so.
+            obstacle = dims.roles[atoms[0]].unshardable if axis == "fsdp" else ""
+            if obstacle:
+                problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
+            if obstacle or axis == "fsdp":
+                continue
+            role = _meant(atoms, dims, limits)
+            if limits.obstacle(role):
+                stored.setdefault(tensor.id, []).append((dim, axis))
+                continue
+            pin = Pin(role=role.index, axis=axis, where="")
+            places = asked.setdefault(home.index, {}).setdefault(pin, [])
+            places.append((tensor.id, dim, where))
+    computed: dict[int, tuple[Pin, ...]] = {}
+    for index, places_of in asked.items():
+        computed[index] = _kept_pins(graph, places_of, meet.get(index, {}), stored)
+    return Fixed(computed=computed, stored={t: tuple(v) for t, v in stored.items()})
+
+
+def _kept_pins(
+    graph: Graph,
+    places_of: Mapping[Pin, list[tuple[int, int, str]]],
+    meet: Mapping[int, set[int]],
+    stored: dict[int, list[tuple[int, str]]],
+) -> tuple[Pin, ...]:
+    """Of one TaskGraph's pins those that one layout obeys; the others are stored so.
+
+    Args:
+        graph: the captured loss.
+        places_of: (tensor id, dimension, who asks) of each pin.
+        meet: which roles stand in one operation.
+        stored: where the others are added.
+    """
+
+    def nbytes(pin: Pin) -> int:
+        return sum(graph.tensors[t].nbytes for t, _, _ in places_of[pin])
+
+    kept: list[Pin] = []
+    for pin in sorted(places_of, key=lambda pin: -nbytes(pin)):
+        others = {one.role for one in kept if one.axis == pin.axis}
+        if others.isdisjoint(meet.get(pin.role, ())):
+            kept.append(pin)
+            continue
+        for tensor, dim, _ in places_of[pin]:
+            stored.setdefault(tensor, []).append((dim, str(pin.axis)))
+    return tuple(replace(pin, where=places_of[pin][0][2]) for pin in kept)
+
+
+def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
+    """(dimension, mesh axis) for every axis that metadata fixes."""
+    for dim, text in enumerate(tensor.pinned):
+        for axis in (text or "").split("+"):
+            if axis:
+                yield dim, axis
+
+
+def _called(tensor: Tensor, dim: int, axis: str) -> str:
+    """The model's own name of a mesh axis that its metadata fixes."""
+    axes = (tensor.pinned[dim] or "").split("+")
+    names = (tensor.called[dim] or "").split("+") if tensor.called else axes
+    return dict(zip(axes, names, strict=False)).get(axis, axis)
+
+
+def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
+    """Report axes that stand on several dimensions of one leaf, and return them."""
+    places: dict[str, list[int]] = {}
+    for dim, axis in pins_of(tensor):
+        places.setdefault(axis, []).append(dim)
+    for axis, held in places.items():
+        if len(held) > 1:
+            listed = " and ".join(f"dim {d} ({tensor.shape[d]})" for d in held)
+            problems.add(
+                f"{tensor.path}: its metadata puts axis {axis} on {listed}; one axis "
+                "can shard one dimension of a tensor. Keep one of them"
+            )
+    return {axis for axis, held in places.items() if len(held) > 1}
+
+
+def check_together(
+    pins: tuple[Pin, ...], meet: Mapping[int, set[int]], problems: Problems
+) -> None:
+    """Report pins of one region that no layout can obey together.
+
+    Args:
+        pins: all of the region's.
+        meet: which roles stand in one operation.
+        problems: where contradictions are reported.
+    """
+    for i, one in enumerate(pins):
+        for other in pins[i + 1 :]:
+            clash = one.role in meet.get(other.role, ())
+            same = one.axis == other.axis or None in (one.axis, other.axis)
+            if clash and same:
+                problems.add(
+                    f"{one.where}, and {other.where}: both stand in one operation, "
+                    "which one axis can shard along one of them. Drop one of the two"
+                )
+
+
+def pinned_axes(graph: Graph) -> frozenset[str]:
+    """The mesh axes that the metadata of the parameters fixes."""
+    return frozenset(axis for tensor in graph.params for _, axis in pins_of(tensor))
+
+
+def unplanned_pins(
+    graph: Graph, mesh: Mapping[str, int], *, stages: bool = False
+) -> list[str]:
+    """Notes on axes in the metadata that shard nothing because their size is 1.
+
+    Args:
+        graph: the captured loss.
+        mesh: axis sizes.
+        stages: on the axis of the stages alone, or on all others.
+    """
+    idle: dict[str, list[str]] = {}
+    single: dict[str, list[str]] = {}
+    for tensor in graph.params:
+        for dim, axis in pins_of(tensor):
+            if (axis == STAGE) != stages:
+                continue
+            if mesh.get(axis, 1) == 1:
+                idle.setdefault(axis, []).append(tensor.path)
+            elif tensor.shape[dim] == 1:
+                single.setdefault(axis, []).append(f"{tensor.path} dim {dim}")
+    ones = [
+        f"the metadata names the mesh axis {axis} for what has size 1, where that name "
+        f"{NO_EFFECT}: {places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
+        for axis, places in single.items()
+    ]
+    return ones + [
+        f"{_naming(paths, axis)}, which has size 1 in this plan: the name {NO_EFFECT}"
+        for axis, paths in idle.items()
+    ]
+
+
+def _naming(paths: Sequence[str], axis: str) -> str:
+    """Says how many leaves name a mesh axis, and one of them."""
+    if len(paths) == 1:
+        return f"1 leaf names the mesh axis {axis} ({paths[0]})"
+    return f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first)"

@@ -1,0 +1,167 @@
+"""Which values may lie in host memory: of checkpointed regions, and parameters.
+
+The planner counts them and the lowering moves them, so both ask here; and so do all who
+ask what a transfer takes beside the computation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.model.graph import LOOPS, Graph, Op
+
+
+MOST_READERS = 2
+"""A value that more regions are given stays: each would take a copy of its own there,
+as decoders do of what their encoder gives."""
+
+
+FORMS = ("convert_element_type", "reshape")
+"""What may be done to parameters in host memory before loops slice them, layer by
+layer once their slices are on the device."""
+
+
+def hosts_known(cluster: Cluster) -> bool:
+    """The cluster says how much host memory there is and how fast it is reached."""
+    kinds = cluster.kinds
+    return all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
+
+
+def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) -> Any:
+    """What transfers take longer than the computation beside which they run.
+
+    Args:
+        nbytes: to or from the host, or arrays of them.
+        bytes_per_second: of the link between a device and its host.
+        compute_seconds: of the pass in which they are moved.
+    """
+    return np.maximum(0.0, nbytes / bytes_per_second - compute_seconds)
+
+
+def waiting_values(graph: Graph) -> dict[int, int]:
+    """Tensors that wait in host memory where a plan moves activations there.
+
+    Those are what checkpointed regions are given and what their policies keep, as far
+    as gradients flow through it. What all turns of a loop read stays on the device, and
+    so does what no region is around.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        How many copies wait there, by the tensor's id: one for each region that is
+        given it.
+    """
+    moves, reads = _movable(graph), _reads_again(graph)
+    maker: dict[int, Op] = {}
+    readers: dict[int, set[int]] = {}
+    found: dict[int, int] = {}
+    # What is in branches is run as it is, checkpointed regions among it.
+    whole = {op.position for op in graph.ops if op.kind in ("while", "cond")}
+    for op in graph.ops:
+        if any(op.position[:n] in whole for n in range(1, len(op.position), 2)):
+            continue
+        for t in op.operands if op.remat is not None and op.chunks == 1 else ():
+            made = maker.get(t)
+            wanted = moves[t] and (op.remat, t) in reads
+            if wanted and made is not None and _given(made, op):
+                readers.setdefault(t, set()).add(op.remat or 0)
+        for t in op.results:
+            maker[t] = op
+            if op.kept and moves[t] and (op.remat, t) in reads:
+                found[t] = 1
+    for t, regions in readers.items():
+        if len(regions) <= MOST_READERS:
+            found[t] = found.get(t, 0) + len(regions)
+    return found
+
+
+def sliced_leaves(graph: Graph) -> frozenset[int]:
+    """Parameters that loops over layers read a slice at a time, and nothing else does.
+
+    They may lie in host memory: each turn brings the slices that it reads. Slices that
+    are vectors would be transfers of their own, and are little. Slices that go into a
+    loop or a branch inside would be copied on their way, or sliced once more, which
+    compilers cannot do of host memory.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Ids of their tensors.
+    """
+    leaf_of = {t.id: t.id for t in graph.params}
+    slice_of: dict[int, int] = {}
+    sliced: set[int] = set()
+    whole: set[int] = set()
+    for op in graph.ops:
+        for t in op.operands:
+            before = graph.tensors[t].shape
+            after = [graph.tensors[r].shape for r in op.results]
+            alone = len(op.operands) == len(after) == 1
+            inner = op.kind in LOOPS and (op.kind != "scan" or after == [before[1:]])
+            if t in slice_of and inner:
+                whole.add(slice_of[t])
+            elif t in slice_of and op.kind in FORMS:
+                slice_of[op.results[0]] = slice_of[t]
+            leaf = leaf_of.get(t)
+            if leaf is None:
+                continue
+            if op.kind in LOOPS and not after:
+                continue
+            if alone and op.kind in LOOPS and after[0] == before[1:]:
+                sliced.add(leaf)
+                slice_of[op.results[0]] = leaf
+            elif alone and op.kind in FORMS and after[0][:1] == before[:1]:
+                leaf_of[op.results[0]] = leaf
+            else:
+                whole.add(leaf)
+    whole.update(leaf_of[t] for t in graph.whole if t in leaf_of)
+    found = sliced - whole
+    return frozenset(t for t in found if len(graph.tensors[t].shape) > 2)
+
+
+def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
+    """Regions and what each reads where the backward pass computes it again."""
+    found: set[tuple[int | None, int]] = set()
+    again = graph.runs_again()
+    for op, runs in zip(graph.ops, again, strict=True):
+        slots = op.operands + op.results
+        found.update((op.remat, slots[slot]) for slot in op.saves)
+        if runs:
+            found.update((op.remat, t) for t in op.operands)
+    return found
+
+
+def _movable(graph: Graph) -> list[bool]:
+    """For every tensor: it is computed from data and weights, and is no vector.
+
+    Vectors would be transfers of their own, and are little.
+    """
+    weight = graph.weight_tensors()
+    data = [t.kind == "batch" for t in graph.tensors]
+    for op in graph.ops:
+        if any(data[t] for t in op.operands):
+            for t in op.results:
+                data[t] = True
+    return [
+        t.kind == "value"
+        and t.differentiable
+        and len(t.shape) > 1
+        and data[t.id]
+        and not weight[t.id]
+        for t in graph.tensors
+    ]
+
+
+def _given(maker: Op, reader: Op) -> bool:
+    """A region gets a value from outside, and another one in each turn of a loop."""
+    if maker.remat == reader.remat and maker.kind not in LOOPS:
+        return False
+    if maker.kind in LOOPS:
+        inside = reader.position[: len(maker.position)] == maker.position
+        return maker.remat != reader.remat and (inside or maker.trip == reader.trip)
+    return maker.trip == reader.trip

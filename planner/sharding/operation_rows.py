@@ -1,0 +1,207 @@
+"""Cost rows: operations and layout changes, folded over equal layers.
+
+An unrolled model of a hundred layers has ten thousand operations and some fifty
+different ones. A row is one of the different ones with its count, seen in roles; the
+cost and the memory models walk rows and never operations, so depth costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.model.dimensions import Layout, roles_of
+from whalejax.planner.sharding.fused_parameters import Fused, Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """An operand or result as its operation sees it.
+
+    Attributes:
+        layout, sizes: roles and sizes of the atoms of each dimension.
+        nbytes: bytes of the whole tensor.
+        itemsize_bytes: bytes of one element.
+        differentiable: a gradient flows through it.
+        weight: it depends on parameters alone.
+    """
+
+    layout: Layout
+    sizes: Layout
+    nbytes: int
+    itemsize_bytes: int
+    differentiable: bool
+    weight: bool
+
+    @property
+    def roles(self) -> frozenset[int]:
+        """Every role that stands in it."""
+        return roles_of(self.layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A matrix product in roles: which of them are rows, columns and so on.
+
+    Attributes:
+        m, k, n, batch: sizes, unsharded.
+        m_roles, k_roles, n_roles, batch_roles: the roles behind each.
+        dtype: numpy name of the operands' type.
+        left_gradient, right_gradient: that operand needs a gradient, which is one
+            more product of the same FLOPs in the backward pass.
+        share: part of it that is done, below 1 where a mask hides some.
+        turned: slot of what is turned round for its weight's gradient; see
+            ``Graph.turned``.
+        zigzag: of attention in blocks: rows are dealt out in zig-zag order.
+    """
+
+    m: int
+    k: int
+    n: int
+    batch: int
+    m_roles: frozenset[int]
+    k_roles: frozenset[int]
+    n_roles: frozenset[int]
+    batch_roles: frozenset[int]
+    dtype: str
+    left_gradient: bool
+    right_gradient: bool
+    share: float = 1.0
+    turned: int | None = None
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Equal operations, counted.
+
+    Attributes:
+        kind: the primitive.
+        task_graph: where it stands.
+        count: executions in one forward pass.
+        operands, results: what it reads and writes.
+        product: the matrix product, or None.
+        reads, writes: slots that cross main memory when elementwise neighbours fuse.
+        reads_in_kernel, writes_in_kernel: the same where a compiler also makes one
+            kernel of a normalization of rows.
+        transcendental: every element of its result costs an exp, tanh or the like.
+        remat: it runs again in the backward pass.
+        fused: it is part of a kernel that computes it again for the backward pass.
+        scope: one place in the model, for reports.
+    """
+
+    kind: str
+    task_graph: int
+    count: int
+    operands: tuple[Slot, ...]
+    results: tuple[Slot, ...]
+    product: Product | None
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    reads_in_kernel: tuple[int, ...]
+    writes_in_kernel: tuple[int, ...]
+    transcendental: bool
+    remat: bool
+    fused: bool
+    scope: str
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Operands, then results."""
+        return self.operands + self.results
+
+    def crossing(
+        self, compiler: CompilerProfile
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots that a compiler's kernels read from memory, and those they write."""
+        if compiler.fuses_normalizations:
+            return self.reads_in_kernel, self.writes_in_kernel
+        return self.reads, self.writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One kind of reader of a value.
+
+    Attributes:
+        view: the value as the reader sees it.
+        task_graph: where the reader stands.
+        present: every role of the reading operation.
+        readers: how many such operations there are.
+    """
+
+    view: Slot
+    task_graph: int
+    present: frozenset[int]
+    readers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Equal values on their way from what makes them to all who read them.
+
+    Attributes:
+        source: the value as it is made, or as its first reader sees a leaf.
+        task_graph: where it is made.
+        present: every role of the operation that makes it; empty for a leaf.
+        reduced: roles that this operation sums over.
+        parameter: the operation computes with parameters alone.
+        uses: its readers, in program order.
+        fused: how it lies before it is read, where that is another layout; or None.
+        count: how often in one forward pass.
+        remat: the operation runs again in the backward pass.
+        read_remat: a reader does, so that bringing the value there is repeated.
+        multiplied: it is float32, and products alone read it.
+        scope: one place where it is read or made.
+    """
+
+    source: Slot
+    task_graph: int
+    present: frozenset[int]
+    reduced: frozenset[int]
+    parameter: bool
+    uses: tuple[Use, ...]
+    fused: Fused | None
+    count: int
+    remat: bool
+    read_remat: bool
+    multiplied: bool
+    scope: str
+
+    @property
+    def still(self) -> bool:
+        """No layout can make it move or need a sum."""
+        return (
+            not self.reduced
+            and self.fused is None
+            and all(
+                use.task_graph == self.task_graph
+                and use.view.layout == self.source.layout
+                and (self.source.weight or use.present <= self.source.roles)
+                for use in self.uses
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """All of a model's rows.
+
+    Attributes:
+        ops: operations.
+        flows: values that some layout moves or sums, between operations.
+        reading: in which forms the parameters are read.
+        op_kinds, flow_kinds: a number for each of them, which those of the same
+            ``Views`` share that differ in their TaskGraphs alone.
+    """
+
+    ops: tuple[Row, ...]
+    flows: tuple[Flow, ...]
+    reading: Reading
+    op_kinds: tuple[int, ...]
+    flow_kinds: tuple[int, ...]
+
+    @property
+    def weight(self) -> tuple[bool, ...]:
+        """For every tensor, whether it depends on parameters alone."""
+        return self.reading.weight

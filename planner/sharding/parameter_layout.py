@@ -1,0 +1,518 @@
+"""Layouts of the parameters: as computed with, as stored, and of what follows them.
+
+Storage is a second table beside the compute tables: ZeRO and FSDP shard what is kept
+(parameters, gradients, optimizer state) over axes on which the computation splits the
+batch. Logical dimensions are tried in one order for all parameters, those that cover
+most bytes first, so that the outcome reads like a table of rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.model.dimensions import Dimensions, Layout
+from whalejax.planner.model.expert_regions import weight_homes
+from whalejax.planner.model.graph import (
+    CONVOLUTION,
+    LINEAR,
+    LOOKUPS,
+    LOOPS,
+    Graph,
+    Tensor,
+)
+from whalejax.planner.sharding.fused_parameters import Fused, Reading, lying
+from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
+from whalejax.planner.sharding.metadata_constraints import pins_of
+from whalejax.planner.sharding.precision_regions import read_bytes
+from whalejax.planner.sharding.strategies import cut_roles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBytes:
+    """Optimizer state: bytes that follow a parameter, by its path, and the rest.
+
+    Attributes:
+        by_path: bytes that follow a parameter.
+        other_bytes: all others.
+        operations: roots, quotients and the like that an update evaluates for each
+            element of a parameter, where they take time beside memory: on CPUs.
+    """
+
+    by_path: Mapping[str, int]
+    other_bytes: int = 0
+    operations: float = 0.0
+
+    @property
+    def followed_bytes(self) -> int:
+        """What follows parameters, of all of them: not counts of steps and the like."""
+        return sum(self.by_path.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafGroup:
+    """Parameters that every layout treats alike, as those of equal layers.
+
+    Attributes:
+        shape: of each.
+        layout, sizes: their atoms.
+        fused: how they lie where products see more of them than they can name, or None.
+        home: the TaskGraph that computes with them first.
+        order: dimensions that storage may shard, best first.
+        pinned: the dimension that metadata puts on ``fsdp``, or None.
+        gathers: in a micro-batch, where it is stored in shards: once for each form in
+            which the forward pass reads it, and again where the backward pass needs it.
+        turns: of these, those after which XLA's CPU compiler turns the result round, if
+            it lies along the last dimension; convolutions turn what their backward pass
+            reads themselves, and tables that are looked up are read as they lie.
+        uses: how often operations read all of it, slices in proportion; each has a
+            gradient of its own for what it reads.
+        multiplied: they are float32, and products alone read them.
+        narrowed: bytes of one of them as it is read, over its stored bytes and over
+            what ``Request.cast_bytes`` says of all: where only some TaskGraphs compute
+            in 16 bits, where it is no float32, and where it is quantised; else 1.
+        nbytes: of one of them.
+        trained: they have gradients, and an optimizer.
+        held: (dimension, mesh axis) of what metadata has stored in shards, and is
+            computed with as a whole.
+        optimizer_bytes: optimizer state that follows one of them.
+        operations: roots and the like in its update; see ``OptimizerBytes``.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    sizes: Layout
+    fused: Fused | None
+    home: int
+    order: tuple[int, ...]
+    pinned: int | None
+    gathers: int
+    turns: int
+    uses: float
+    multiplied: bool
+    nbytes: int
+    optimizer_bytes: int
+    operations: float = 0.0
+    narrowed: float = 1.0
+    trained: bool = True
+    held: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient of one of them, unsharded; 0 where there is none."""
+        return self.nbytes if self.trained else 0
+
+    @property
+    def updated_bytes(self) -> int:
+        """What an update moves: it reads the gradient, reads and writes the rest."""
+        if not self.trained:
+            return 0
+        return 3 * self.nbytes + 2 * self.optimizer_bytes
+
+    def moved_bytes(self, compiler: CompilerProfile) -> float:
+        """Bytes of one of them as it is brought to those who compute with it."""
+        return self.nbytes / (2 if self.multiplied and compiler.narrow_products else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafLayout:
+    """Layouts of the parameters of one group; see ``plan.LeafPlan``."""
+
+    compute: Spec
+    param: Spec
+    gradient: Spec
+    optimizer: Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafFacts:
+    """What the search needs of the parameters, worked out once.
+
+    Attributes:
+        tensors: the parameters.
+        groups: (group, how many parameters it stands for).
+        group_of: for each parameter, the index of its group.
+        role_names: for each parameter, names of the roles of each dimension.
+        storage: roles in the order in which storage tries them.
+        common: roles that values have and parameters lack: of the batch, and those
+            that meet themselves, as a sequence does.
+        optimizer_other_bytes: optimizer state that follows no parameter.
+    """
+
+    tensors: tuple[Tensor, ...]
+    groups: tuple[tuple[LeafGroup, int], ...]
+    group_of: tuple[int, ...]
+    role_names: tuple[tuple[tuple[str, ...], ...], ...]
+    storage: tuple[int, ...]
+    common: frozenset[int]
+    optimizer_other_bytes: int
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """For each parameter, the TaskGraph that computes with it first."""
+        return tuple(self.groups[index][0].home for index in self.group_of)
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        dims: Dimensions,
+        reading: Reading,
+        optimizer: OptimizerBytes,
+        *,
+        narrowed: bool = False,
+        cast_bytes: float = 1.0,
+    ) -> LeafFacts:
+        """Collect the facts.
+
+        Args:
+            graph: the captured loss.
+            dims: its logical dimensions.
+            reading: in which forms the parameters are read.
+            optimizer: bytes of its state.
+            narrowed: only some TaskGraphs compute in 16 bits.
+            cast_bytes: of a float32 parameter as computed with, over its own.
+        """
+        tensors = graph.params
+        homes = weight_homes(graph, reading.weight)
+        gathers, storage = _gathers(graph, reading.weight), reading.storage
+        multiplied = graph.only_multiplied()
+        read = _read(graph, reading.weight, narrowed, cast_bytes)
+        readers = _readers(graph, reading.weight)
+        rank = {role: place for place, role in enumerate(storage)}
+        groups = []
+        for t in tensors:
+            stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
+            pinned = next((dim for dim in stored if t.shape[dim] > 1), None)
+            groups.append(
+                LeafGroup(
+                    shape=t.shape,
+                    layout=dims.layouts[t.id],
+                    sizes=dims.sizes[t.id],
+                    fused=reading.fused.get(t.id),
+                    home=homes.get(t.id, 0),
+                    order=_order(pinned, dims.layouts[t.id], rank),
+                    pinned=pinned,
+                    gathers=gathers[t.id],
+                    turns=_turns(readers[t.id], gathers[t.id]),
+                    uses=_uses(readers[t.id]),
+                    multiplied=multiplied[t.id],
+                    nbytes=t.nbytes,
+                    optimizer_bytes=optimizer.by_path.get(t.path, 0),
+                    operations=0.0
+                    if t.frozen
+                    else optimizer.operations * math.prod(t.shape),
+                    narrowed=read.get(t.id, 1.0),
+                    trained=not t.frozen,
+                )
+            )
+        counted, group_of = _counted(groups)
+        return cls(
+            tensors=tensors,
+            groups=counted,
+            group_of=group_of,
+            role_names=tuple(_role_names(t, dims) for t in tensors),
+            storage=storage,
+            common=cut_roles(graph, dims) | {r.index for r in dims.batch},
+            optimizer_other_bytes=optimizer.other_bytes,
+        )
+
+    def at(self, homes: Mapping[int, int]) -> LeafFacts:
+        """The same parameters, where other TaskGraphs compute with them.
+
+        Args:
+            homes: from ``weight_homes``.
+        """
+        pairs = zip(self.tensors, self.group_of, strict=True)
+        groups, group_of = _counted(
+            [replace(self.groups[i][0], home=homes.get(t.id, 0)) for t, i in pairs]
+        )
+        return replace(self, groups=groups, group_of=group_of)
+
+    def held(self, stored: Mapping[int, tuple[tuple[int, str], ...]]) -> LeafFacts:
+        """The same parameters, some of which metadata has stored in shards.
+
+        Args:
+            stored: by tensor id; see ``LeafGroup.held``.
+        """
+        if not stored:
+            return self
+        pairs = zip(self.tensors, self.group_of, strict=True)
+        groups, group_of = _counted(
+            [replace(self.groups[i][0], held=stored.get(t.id, ())) for t, i in pairs]
+        )
+        return replace(self, groups=groups, group_of=group_of)
+
+    def leaves(
+        self,
+        layouts: Sequence[LeafLayout],
+        tables: Mapping[int, Table],
+        mesh: Mapping[str, int],
+    ) -> tuple[LeafPlan, ...]:
+        """The plan of every parameter.
+
+        Args:
+            layouts: of the groups.
+            tables: compute table of each TaskGraph.
+            mesh: axis sizes.
+        """
+        summed = [
+            summed_over(group, layout, tables[group.home], mesh, self.common)
+            for (group, _), layout in zip(self.groups, layouts, strict=True)
+        ]
+        return tuple(
+            LeafPlan(
+                path=tensor.path,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                roles=names,
+                compute_spec=layouts[index].compute,
+                param_spec=layouts[index].param,
+                gradient_spec=layouts[index].gradient,
+                optimizer_spec=layouts[index].optimizer,
+                gathers=self._gathers(index, layouts[index]),
+                summed=summed[index],
+                trained=not tensor.frozen,
+            )
+            for tensor, names, index in zip(
+                self.tensors, self.role_names, self.group_of, strict=True
+            )
+        )
+
+    def _gathers(self, index: int, layout: LeafLayout) -> int:
+        return self.groups[index][0].gathers * (layout.compute != layout.param)
+
+
+def summed_over(
+    group: LeafGroup,
+    layout: LeafLayout,
+    table: Table,
+    mesh: Mapping[str, int],
+    common: frozenset[int],
+) -> tuple[str, ...]:
+    """Mesh axes over which the gradient of a parameter is summed, outermost first.
+
+    Args:
+        group: the parameter.
+        layout: its layouts.
+        table: compute table of the TaskGraph that reads it first.
+        mesh: axis sizes.
+        common: roles of all values: of the batch, and of the sequence.
+    """
+    if not group.trained:
+        return ()
+    own = {a for axes in layout.compute for a in axes}
+    others = common - {role for atoms in group.layout for role in atoms}
+    return tuple(
+        axis
+        for axis, size in mesh.items()
+        if size > 1 and axis not in own and others.intersection(table.get(axis, ()))
+    )
+
+
+def _counted(
+    groups: Sequence[LeafGroup],
+) -> tuple[tuple[tuple[LeafGroup, int], ...], tuple[int, ...]]:
+    """Equal groups once, with how often each is there; and for each which it is."""
+    counts = Counter(groups)
+    places = {group: place for place, group in enumerate(counts)}
+    return tuple(counts.items()), tuple(places[group] for group in groups)
+
+
+def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
+    """How often each parameter is gathered in a micro-batch, if it lies in shards.
+
+    Every product gathers its own, and again for its backward pass where that reads it:
+    where the other operand is data, nothing does. What else reads a parameter shares
+    one that is kept. A region that is computed again gathers again what its backward
+    pass reads. A table that is looked up and multiplied with is gathered in two forms,
+    because the compiler transposes shards.
+    """
+    found: Counter[int] = Counter()
+    shared: dict[tuple[int, int | None], bool] = {}
+    for op in reversed(graph.ops):
+        if op.results and all(weight[t] for t in op.results):
+            for t in {t for t in op.operands if weight[t]}:
+                found[t] += sum(found[r] for r in op.results)
+            continue
+        if op.kind in LOOPS:
+            continue
+        others = any(
+            graph.tensors[t].differentiable for t in op.operands if not weight[t]
+        )
+        for t in {t for t in op.operands if weight[t]}:
+            if op.regathers and op.remat is None:
+                found[t] += 1 + others
+                continue
+            again = others and op.remat is not None and op.kind not in LINEAR
+            before = shared.get((t, op.remat))
+            found[t] += (before is None) + (again and not before)
+            shared[t, op.remat] = again or bool(before)
+    return Counter({t.id: max(1, found[t.id]) for t in graph.params})
+
+
+def _readers(
+    graph: Graph, weight: Sequence[bool]
+) -> dict[int, list[tuple[str, float]]]:
+    """What reads each parameter, through casts, slices and the like.
+
+    Returns:
+        For each tensor the kind of every operation, and the part of it that is read.
+    """
+    found: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
+    for op in reversed(graph.ops):
+        if op.kind in LOOPS:
+            continue
+        made = bool(op.results) and all(weight[t] for t in op.results)
+        for t in {t for t in op.operands if weight[t]}:
+            size = max(1, graph.tensors[t].size)
+            if not made:
+                found[t].append((op.kind, 1.0))
+            for r in op.results if made else ():
+                part = min(1.0, graph.tensors[r].size / size)
+                found[t] += [(kind, part * of) for kind, of in found[r]]
+    return found
+
+
+def _read(
+    graph: Graph, weight: Sequence[bool], narrowed: bool, cast_bytes: float
+) -> dict[int, float]:
+    """See ``LeafGroup.narrowed``."""
+    wide = {t.id: t.dtype == "float32" for t in graph.params}
+    found = {number: 1.0 if w else 1.0 / cast_bytes for number, w in wide.items()}
+    if not narrowed and not graph.frozen_bytes:
+        return found
+    for number, share in read_bytes(graph, weight).items():
+        if share > 1.0 and graph.tensors[number].frozen:
+            found[number] = share / cast_bytes
+        elif narrowed:
+            found[number] = min(1.0, share)
+    return found
+
+
+def _uses(readers: Sequence[tuple[str, float]]) -> float:
+    """See ``LeafGroup.uses``."""
+    return max(1.0, round(sum(part for _, part in readers), 3))
+
+
+def _turns(readers: Sequence[tuple[str, float]], gathers: int) -> int:
+    """See ``LeafGroup.turns``."""
+    kinds = {kind for kind, _ in readers}
+    if CONVOLUTION in kinds:
+        return 1
+    return 0 if LOOKUPS & kinds else gathers
+
+
+def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        tuple(dims.roles[role].name for role in atoms)
+        for atoms in dims.layouts[tensor.id]
+    )
+
+
+def _order(
+    pinned: int | None, layout: Layout, rank: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Dimensions that storage may shard: the pinned one first, then by role."""
+    usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
+    return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
+
+
+def batch_homes(graph: Graph) -> tuple[tuple[int, int | None], ...]:
+    """The leaves of the batch: each tensor, and the TaskGraph that reads it first."""
+    homes: dict[int, int] = {}
+    for op in graph.ops:
+        for t in op.operands:
+            homes.setdefault(t, op.task_graph)
+    return tuple((t.id, homes.get(t.id)) for t in graph.tensors if t.kind == "batch")
+
+
+def batch_specs(
+    homes: Sequence[tuple[int, int | None]],
+    dims: Dimensions,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, int],
+) -> tuple[Spec, ...]:
+    """Layouts of the leaves of the batch, as the operations that read them first want.
+
+    Args:
+        homes: from ``batch_homes``.
+        dims: the model's logical dimensions.
+        tables: compute table of each TaskGraph.
+        mesh: axis sizes.
+    """
+    first = next(iter(tables))
+    return tuple(
+        spec_of(
+            dims.layouts[t],
+            dims.sizes[t],
+            tables[first if home is None else home],
+            mesh,
+        )
+        for t, home in homes
+    )
+
+
+def lay_out(
+    facts: LeafFacts,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, int],
+    zero: int,
+) -> tuple[LeafLayout, ...]:
+    """Lay out the parameters, group by group.
+
+    Args:
+        facts: what is known of the parameters.
+        tables: compute table of each TaskGraph.
+        mesh: axis sizes.
+        zero: level over ``data``: 0, 1 or 2.
+    """
+    found = []
+    for group, _ in facts.groups:
+        table = tables[group.home]
+        compute = lying(group.layout, group.sizes, group.fused, table, mesh)
+        param: Spec = compute
+        for dim, axis in group.held:
+            param = extend_spec(param, group.shape, axis, mesh, (dim,))
+        param = extend_spec(param, group.shape, "fsdp", mesh, group.order)
+        owned: Spec = param
+        if group.trained:
+            owned = extend_spec(param, group.shape, "data", mesh, group.order)
+        found.append(
+            LeafLayout(
+                compute=compute,
+                param=param,
+                gradient=owned if zero >= 2 else param,
+                optimizer=owned if zero >= 1 else param,
+            )
+        )
+    return tuple(found)
+
+
+def sharded_share(facts: LeafFacts, layouts: Sequence[LeafLayout], axis: str) -> float:
+    """Which part of the parameters' bytes a storage axis shards.
+
+    Of those that are not trained ``data`` shards nothing.
+    """
+    total = sharded = 0
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        if axis == "data" and not group.trained:
+            continue
+        total += group.nbytes * count
+        if any(axis in axes for axes in layout.optimizer):
+            sharded += group.nbytes * count
+    return sharded / max(1, total)
+
+
+def ignores_pin(
+    facts: LeafFacts, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
+) -> bool:
+    """Whether ``fsdp`` shards another dimension than the metadata of some leaf says."""
+    return mesh["fsdp"] > 1 and any(
+        group.pinned is not None and "fsdp" not in layout.param[group.pinned]
+        for (group, _), layout in zip(facts.groups, layouts, strict=True)
+    )

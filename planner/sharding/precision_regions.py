@@ -1,0 +1,84 @@
+"""Which TaskGraphs compute in 16 bits, and what that makes of the parameters.
+
+The others keep the model's own types. The program itself says in which type each
+parameter is read, so what is gathered and held is looked up there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.expert_regions import check_task_graphs
+from whalejax.planner.model.graph import LOOPS, Graph, Tensor
+from whalejax.planner.terms import ALL, Chosen
+
+
+PRECISIONS: Final = ("f32", "bf16", "f16")
+"""``f32`` leaves the model's own types alone."""
+
+
+def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:
+    """The precision of a TaskGraph: its own, or that of all.
+
+    >>> precision_for("split", {"*": "bf16", "replicate": "f32"})
+    'bf16'
+    """
+    return precisions.get(task_graph, precisions.get(ALL, "f32"))
+
+
+def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
+    """What the user asks for by TaskGraph, as (TaskGraph, precision) pairs.
+
+    Args:
+        asked: a precision by the name of a TaskGraph; ``"*"`` stands for the others.
+        graph: the captured loss.
+
+    Returns:
+        Pairs of what is not ``f32``, and of exceptions from ``"*"``.
+
+    Raises:
+        PlanError: there is no such precision or TaskGraph; all of them.
+    """
+    problems = Problems("precision", PlanError)
+    given = dict(asked)
+    check_task_graphs(given, graph, problems)
+    for text in dict.fromkeys(repr(p) for p in given.values() if p not in PRECISIONS):
+        problems.add(
+            f"{text:.60} is no precision; expected one of {', '.join(PRECISIONS)}"
+        )
+    problems.raise_if_any()
+    rest = given.pop(ALL, "f32")
+    kept = [(name, precision) for name, precision in given.items() if precision != rest]
+    return (*kept, *([(ALL, rest)] if rest != "f32" else []))
+
+
+def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
+    """For every parameter, its bytes in the widest type that it is read in.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+
+    Returns:
+        Tensor id to a multiple of the stored bytes: above 1 where quantised weights are
+        read.
+    """
+    widest: dict[int, float] = {}
+    for op in reversed(graph.ops):
+        if op.kind in LOOPS and not op.results:
+            continue  # It ties dimensions and reads nothing.
+        passed = bool(op.results) and all(weight[t] for t in op.results)
+        for t in {t for t in op.operands if weight[t]}:
+            own = _itemsize(graph.tensors[t])
+            if passed:
+                own = max((widest.get(r, 0.0) for r in op.results), default=0.0)
+            widest[t] = max(widest.get(t, 0.0), own)
+    return {t.id: widest.get(t.id, 0.0) / _itemsize(t) or 1.0 for t in graph.params}
+
+
+def _itemsize(tensor: Tensor) -> float:
+    return tensor.nbytes / max(1, math.prod(tensor.shape)) or 1.0

@@ -1,0 +1,154 @@
+"""Which rank on which device: ranks that exchange much belong on fast links.
+
+A quadratic assignment problem. Of at most eight devices all placements are compared;
+of more, each rank in turn takes the device that is cheapest beside those before it, and
+pairs are exchanged for as long as that helps.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from whalejax.meshes.errors import Problems
+
+
+Matrix: TypeAlias = npt.NDArray[np.float64]
+Order: TypeAlias = npt.NDArray[np.intp]
+
+EXACT_DEVICES: Final = 8
+"""Up to so many devices all placements are compared: 40,320 of them."""
+
+_LEAST_GAIN: Final = 1e-12
+"""Relative; less is rounding, and would exchange for ever."""
+
+
+def place(traffic_bytes: Any, seconds_per_byte: Any) -> tuple[int, ...]:
+    """The device of each rank, so that what is sent takes least time in all.
+
+    Args:
+        traffic_bytes: ``[ranks, ranks]``, what each sends to each.
+        seconds_per_byte: ``[devices, devices]``, of the link from each to each; as many
+            devices as ranks. The diagonals count for nothing.
+
+    Returns:
+        The device of rank 0, of rank 1, and so on; of placements that cost the same up
+        to eight devices, the first in order.
+
+    Raises:
+        WhaleError: matrices that are not square, not alike, or not of finite numbers
+            from zero up.
+
+    >>> far, near = 1.0, 0.1
+    >>> links = [[0, far, near], [far, 0, far], [near, far, 0]]
+    >>> place([[0, 9, 0], [9, 0, 1], [0, 1, 0]], links)
+    (0, 2, 1)
+    """
+    traffic, seconds = _checked(traffic_bytes, seconds_per_byte)
+    if len(traffic) <= EXACT_DEVICES:
+        orders = _orders(len(traffic))
+        costs = np.zeros(len(orders))
+        for sender, receiver in zip(*np.nonzero(traffic), strict=True):
+            links = seconds[orders[:, sender], orders[:, receiver]]
+            costs += traffic[sender, receiver] * links
+        best = orders[int(np.argmin(costs))]
+    else:
+        greedy = _exchanged(_greedy(traffic, seconds), traffic, seconds)
+        given = _exchanged(np.arange(len(traffic)), traffic, seconds)
+        best = min(given, greedy, key=lambda order: cost(order, traffic, seconds))
+    return tuple(best.tolist())
+
+
+def cost(order: Any, traffic_bytes: Any, seconds_per_byte: Any) -> float:
+    """The seconds of all that is sent, one after the other.
+
+    Args:
+        order: the device of each rank.
+        traffic_bytes: as ``place`` takes it.
+        seconds_per_byte: the same.
+
+    >>> cost([1, 0], [[0, 3], [0, 0]], [[0, 1], [2, 0]])
+    6.0
+    """
+    devices = np.asarray(order)
+    traffic, seconds = _checked(traffic_bytes, seconds_per_byte)
+    return float((traffic * seconds[np.ix_(devices, devices)]).sum())
+
+
+def _checked(traffic: Any, seconds: Any) -> tuple[Matrix, Matrix]:
+    found = []
+    with Problems("place") as problems:
+        for name, given in (("traffic_bytes", traffic), ("seconds_per_byte", seconds)):
+            matrix = np.array(given, np.float64)
+            found.append(matrix)
+            if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+                problems.add(f"{name} has shape {matrix.shape}; expected a square")
+            elif not (np.isfinite(matrix) & (matrix >= 0)).all():
+                problems.add(f"{name} has numbers below zero or none; expected 0 or up")
+            else:
+                np.fill_diagonal(matrix, 0.0)
+        if not problems and found[0].shape != found[1].shape:
+            problems.add(
+                f"traffic_bytes is of {len(found[0])} ranks, seconds_per_byte of "
+                f"{len(found[1])} devices; expected as many. Give idle devices ranks "
+                "that send nothing"
+            )
+    return found[0], found[1]
+
+
+@cache
+def _orders(count: int) -> Order:
+    return np.array(list(permutations(range(count))), np.intp).reshape(-1, count)
+
+
+def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
+    """The rank with most to say to those placed goes next, where that is cheapest."""
+    both = traffic + traffic.T
+    order = np.full(len(traffic), -1, np.intp)
+    free = np.ones(len(traffic), bool)
+    for step in range(len(traffic)):
+        open_ranks = np.flatnonzero(order < 0)
+        placed = np.flatnonzero(order >= 0)
+        said = both[np.ix_(open_ranks, placed)].sum(1) if step else both.sum(1)
+        rank = open_ranks[int(np.argmax(said))]
+        devices = np.flatnonzero(free)
+        if step:
+            taken = order[placed]
+            prices = seconds[np.ix_(devices, taken)] @ traffic[rank, placed]
+            prices += seconds[np.ix_(taken, devices)].T @ traffic[placed, rank]
+        else:
+            prices = seconds[devices].sum(1) + seconds[:, devices].sum(0)
+        order[rank] = devices[int(np.argmin(prices))]
+        free[order[rank]] = False
+    return order
+
+
+def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
+    """Exchange the pair that gains most, until none gains."""
+    order = order.copy()
+    while True:
+        links = seconds[np.ix_(order, order)]
+        total = float((traffic * links).sum())
+        gains = _gains(traffic, links)
+        one, other = np.unravel_index(int(np.argmax(gains)), gains.shape)
+        if gains[one, other] <= _LEAST_GAIN * total:
+            return order
+        order[[one, other]] = order[[other, one]]
+
+
+def _gains(traffic: Matrix, links: Matrix) -> Matrix:
+    """``[ranks, ranks]``: what is saved where two exchange their devices."""
+    # What rank r would pay on the device of rank s, all others where they are.
+    pays = traffic @ links.T + traffic.T @ links
+    now = np.diag(pays)
+    # Both ends of the pair's own link move: it is priced for itself.
+    own = traffic * links + traffic.T * links.T
+    swapped = traffic * links.T + traffic.T * links
+    # In pays[r, s] the partner s stands on its old device: a link to itself, free.
+    gains: Matrix = now[:, None] + now[None, :] - own - pays - pays.T - swapped
+    np.fill_diagonal(gains, 0.0)
+    return gains

@@ -1,0 +1,441 @@
+"""The sets of dimensions that each TaskGraph may shard over the model axes.
+
+Marks restrict them: ``replicate`` lends every axis to the batch, ``split`` must shard
+some logical dimension. What no mark covers is free. Dimensions can share one axis if
+they never meet in one operation (heads, mlp and vocabulary do not, which is Megatron's
+tensor parallelism, found and not declared).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.dimensions import Dimensions, roles_of
+from whalejax.planner.model.expert_regions import expert_roles, weight_homes
+from whalejax.planner.model.graph import Graph, Mark, TaskGraph
+from whalejax.planner.model.sequence import attended, meeting_in_values
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.metadata_constraints import (
+    Limits,
+    Pin,
+    check_together,
+    mark_pins,
+    metadata_pins,
+)
+from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.terms import NO_EFFECT
+
+
+NOTHING_TO_SPLIT = "no dimension of a split region divides by the axis"
+NEEDS_AN_AXIS = "a split region needs a tensor or an expert axis"
+NO_TENSOR = "no dimension for a tensor axis"
+NO_EXPERTS = "no dimension for an expert axis"
+"""Reasons to refuse a mesh."""
+
+MOST_SETS = 32
+"""Independent sets kept for one TaskGraph, those that hold most weight first."""
+
+MOST_TRIED = 4096
+"""Independent sets looked at for one TaskGraph; a model of very many unlike layers has
+more, and then the greedy one by weight is sure to be among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What one TaskGraph may do.
+
+    Attributes:
+        task_graph: which.
+        strategy: ``replicate``, ``split`` or None where it is free.
+        devices: how many devices a ``split`` asks for, or None.
+        sets: sets of roles that one axis may shard together, best guess first.
+        experts: roles that the ``expert`` axis may shard here.
+        pins: dimensions that the user asks for.
+    """
+
+    task_graph: int
+    strategy: str | None
+    devices: int | None
+    sets: tuple[tuple[int, ...], ...]
+    experts: frozenset[int]
+    pins: tuple[Pin, ...]
+
+    @property
+    def obliged(self) -> bool:
+        """It is a ``split`` that something can follow."""
+        return self.strategy == "split" and bool(self.sets or self.experts)
+
+    def pinned_to(self, axis: str) -> frozenset[int]:
+        """Roles that metadata fixes to a mesh axis."""
+        return frozenset(p.role for p in self.pins if p.axis == axis)
+
+    @property
+    def asked(self) -> frozenset[int]:
+        """Roles that the mark names."""
+        return frozenset(p.role for p in self.pins if p.axis is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The choices of every TaskGraph that has operations.
+
+    Attributes:
+        choices: by TaskGraph index.
+        batch: the batch roles.
+        sequence: roles that the ``context`` axis shards: those that meet themselves.
+        minor: roles that some reader of a parameter finds only as a minor atom; no
+            PartitionSpec can name them there.
+        sizes: of all roles, by index.
+        homes: the TaskGraph that computes with each parameter, by tensor id.
+        stored: by tensor id, (dimension, mesh axis) of what metadata has stored so and
+            operations need all of.
+    """
+
+    choices: Mapping[int, Choice]
+    batch: tuple[int, ...]
+    sequence: tuple[int, ...]
+    minor: frozenset[int]
+    sizes: tuple[int, ...]
+    homes: Mapping[int, int]
+    stored: Mapping[int, tuple[tuple[int, str], ...]]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """TaskGraphs in index order."""
+        return tuple(self.choices)
+
+    def tables(self, task_graph: int, mesh: Mapping[str, int]) -> list[Table]:
+        """Every table that the TaskGraph may have on a mesh."""
+        choice = self.choices[task_graph]
+        base: dict[str, tuple[int, ...]] = {
+            "data": self.batch,
+            "fsdp": self.batch,
+            "context": self.sequence,
+        }
+        found: list[Table] = []
+        for expert in self._expert(choice, mesh):
+            for tensor in self._tensor(choice, mesh, expert):
+                found.append({**base, "expert": expert, "tensor": tensor})
+        return found
+
+    def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
+        """How many devices share the batch under a table; all but the context axis may.
+
+        An axis that the table lacks shards nothing. Also where the batch is one sample,
+        and so no dimension at all.
+        """
+        lent = (a for a in mesh if a != "context" and self._lends(table, a))
+        return math.prod(mesh[axis] for axis in lent)
+
+    def _lends(self, table: Table, axis: str) -> bool:
+        """An axis shards the batch, also where that is no dimension."""
+        return axis in table and set(table[axis]) <= set(self.batch)
+
+    def that_divide(
+        self, tables: Mapping[int, Table], mesh: Mapping[str, int], batch: int
+    ) -> dict[int, Table] | None:
+        """Tables under which a batch divides.
+
+        What no mark obliges leaves whole, on every device of a model axis, the samples
+        that this axis would share out, where it cannot. Others use the axis.
+
+        Args:
+            tables: one for each TaskGraph.
+            mesh: axis sizes.
+            batch: samples of a micro-batch.
+
+        Returns:
+            The tables, or None where there are none.
+        """
+        found = dict(tables)
+        for index, table in tables.items():
+            choice = self.choices.get(index)
+            free = choice is not None and choice.strategy is None
+            for axis in ("tensor", "expert") if free else ():
+                if batch % self.batch_parts(found[index], mesh) == 0:
+                    break
+                if mesh[axis] > 1 and self._lends(table, axis):
+                    found[index] = {a: r for a, r in found[index].items() if a != axis}
+            if batch % self.batch_parts(found[index], mesh):
+                return None
+        return found
+
+    def _expert(self, choice: Choice, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+        size = mesh["expert"]
+        pinned = choice.pinned_to("expert")
+        if size == 1 or choice.strategy == "replicate":
+            return [self.batch]
+        if pinned:
+            fits = all(self.sizes[r] % size == 0 for r in pinned)
+            return [tuple(sorted(pinned))] if fits else []
+        if not choice.experts:
+            return [self.batch]
+        fitting = [r for r in sorted(choice.experts) if self.sizes[r] % size == 0]
+        asked = [r for r in fitting if r in choice.asked]
+        return [(r,) for r in asked or fitting]
+
+    def _tensor(
+        self, choice: Choice, mesh: Mapping[str, int], expert: tuple[int, ...]
+    ) -> list[tuple[int, ...]]:
+        size = mesh["tensor"]
+        busy = set(expert) - set(self.batch) if mesh["expert"] > 1 else set[int]()
+        wanted = choice.pinned_to("tensor")
+        asked = choice.asked - busy
+        if size == 1 or choice.strategy == "replicate":
+            return [self.batch]
+        found: dict[tuple[int, ...], None] = {}
+        for roles in choice.sets:
+            fits = tuple(r for r in roles if self._fits(r, size) and r not in busy)
+            if fits and {*wanted, *asked} <= set(fits):
+                found[fits] = None
+        if not wanted and not asked and (not choice.obliged or busy):
+            found[self.batch] = None
+        return list(found)
+
+    def _fits(self, role: int, size: int) -> bool:
+        return self.sizes[role] % size == 0
+
+
+def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
+    """Why a mesh cannot serve the marks, or an empty text.
+
+    Args:
+        options: the choices.
+        mesh: axis sizes.
+    """
+    model = mesh["tensor"] * mesh["expert"]
+    free = [c for c in options.choices.values() if c.strategy != "replicate"]
+    if mesh["tensor"] > 1 and not any(c.sets for c in free):
+        return NO_TENSOR
+    if mesh["expert"] > 1 and not any(c.experts or c.pinned_to("expert") for c in free):
+        return NO_EXPERTS
+    for choice in options.choices.values():
+        if not choice.obliged:
+            continue
+        if choice.devices is not None and choice.devices != model:
+            return f"a split asks for {choice.devices} devices"
+        by_experts = mesh["expert"] > 1 and choice.experts >= choice.asked
+        serves = mesh["tensor"] > 1 or (by_experts and choice.experts)
+        if not serves and choice.devices != 1 and any(n > 1 for n in mesh.values()):
+            return NEEDS_AN_AXIS
+    return ""
+
+
+def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> Options:
+    """Work out what each TaskGraph may do.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        rows: its cost rows.
+        default: strategy of unmarked operations, or None.
+
+    Raises:
+        PlanError: a ``split`` names a dimension that does not exist there, or hints
+            contradict each other; every problem is listed.
+    """
+    problems = Problems("the hints cannot be obeyed", PlanError)
+    limits = Limits(minor=rows.reading.minor, itself=cut_roles(graph, dims))
+    experts = expert_roles(graph, dims)
+    homes = weight_homes(graph, rows.weight)
+    weight = _weight_bytes(graph, dims)
+    found: dict[int, Choice] = {}
+    used = {0, *(op.task_graph for op in graph.ops)}
+    meetings = {index: _meetings(rows, index) for index in used}
+    fixed = metadata_pins(
+        graph, dims, homes, limits, {i: m[1] for i, m in meetings.items()}, problems
+    )
+    for task_graph in graph.task_graphs:
+        index = task_graph.index
+        if index not in used:
+            continue
+        present, meet, weighed = meetings[index]
+        asked = mark_pins(task_graph, graph, dims, present, limits, problems)
+        pins = (*asked, *fixed.computed.get(index, ()))
+        check_together(pins, meet, problems)
+        roles = weighed | {p.role for p in pins}
+        usable = [r for r in roles if not limits.obstacle(dims.roles[r])]
+        mark = task_graph.strategy
+        if not usable and mark is not None and mark.kind == "split":
+            usable = [r for r in present if not limits.obstacle(dims.roles[r])]
+        found[index] = Choice(
+            task_graph=index,
+            strategy=mark.kind if mark else default,
+            devices=_split_devices(task_graph),
+            sets=_independent(sorted(usable), meet, weight, pins),
+            experts=experts & present if _may_hold_experts(task_graph) else frozenset(),
+            pins=pins,
+        )
+    _check_widths(graph, found, problems)
+    problems.raise_if_any()
+    return Options(
+        choices=found,
+        batch=tuple(r.index for r in dims.batch),
+        sequence=_sequence(graph, dims, rows),
+        minor=limits.minor,
+        sizes=tuple(r.size for r in dims.roles),
+        homes=homes,
+        stored=fixed.stored,
+    )
+
+
+def idle_marks(graph: Graph, options: Options) -> list[str]:
+    """Notes on marks that change nothing."""
+    notes = []
+    for choice in options.choices.values():
+        mark = graph.task_graphs[choice.task_graph].strategy
+        if mark is not None and mark.kind == "split" and not choice.obliged:
+            notes.append(
+                f"{graph.task_graphs[choice.task_graph].name}: {mark} {NO_EFFECT}: "
+                "no dimension of what it covers can be sharded"
+            )
+    return notes
+
+
+def _may_hold_experts(task_graph: TaskGraph) -> bool:
+    mark = task_graph.strategy
+    return task_graph.name == "experts" or (mark is not None and mark.kind == "split")
+
+
+def _split_devices(task_graph: TaskGraph) -> int | None:
+    """What the innermost ``split`` that gives a number asks for."""
+    splits: list[Mark] = [m for m in task_graph.marks if m.kind == "split"]
+    return next((m.devices for m in reversed(splits) if m.devices is not None), None)
+
+
+def _check_widths(
+    graph: Graph, found: Mapping[int, Choice], problems: Problems
+) -> None:
+    asked = {
+        graph.task_graphs[c.task_graph].name: c.devices
+        for c in found.values()
+        if c.devices is not None and c.obliged
+    }
+    if len(set(asked.values())) > 1:
+        listed = ", ".join(f"{name} over {n}" for name, n in asked.items())
+        problems.add(
+            f"the split regions ask for different numbers of devices ({listed}); all "
+            "of them share one mesh. Give them one number, or leave devices= out"
+        )
+
+
+def _meetings(
+    rows: Rows, task_graph: int
+) -> tuple[set[int], dict[int, set[int]], set[int]]:
+    """Roles of a TaskGraph: all, which meet in one operation, and those of weights."""
+    present: set[int] = set()
+    weighed: set[int] = set()
+    meet: dict[int, set[int]] = {}
+    for row in rows.ops:
+        if row.task_graph != task_graph:
+            continue
+        here = frozenset[int]().union(*(slot.roles for slot in row.slots))
+        present |= here
+        if not all(slot.weight for slot in row.results):
+            for slot in row.operands:
+                weighed |= slot.roles if slot.weight else frozenset()
+        for role in here:
+            meet.setdefault(role, set()).update(here - {role})
+    return present, meet, weighed
+
+
+def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
+    """Roles that meet themselves, as the sequence does in attention: context's own."""
+    found = attended(graph, dims)
+    for cut in dims.cuts:
+        op = graph.ops[cut.op]
+        found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
+    return frozenset(found)
+
+
+def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
+    """Dimensions of values that meet themselves, as attention's sequence does.
+
+    Those of weights that products read are none of them; and of two that meet each
+    other, as an encoder's and a decoder's do, the longer one is taken.
+    """
+    batch = {r.index for r in dims.batch}
+    found = meeting_in_values(graph, dims, rows.weight)
+    met: dict[int, set[int]] = {}
+    for row in rows.ops:
+        roles = frozenset[int]().union(*(slot.roles for slot in row.slots))
+        for role in roles & found:
+            met.setdefault(role, set()).update(roles)
+        if row.product is not None:
+            for slot in row.operands:
+                found -= slot.roles if slot.weight else frozenset()
+    # A frozen weight's own dimension may stand in no row: it is no values'.
+    inside = (found & met.keys()) - batch
+    usable = [r for r in inside if not dims.roles[r].unshardable]
+    chosen: list[int] = []
+    for role in sorted(usable, key=lambda r: (-dims.roles[r].size, r)):
+        if met[role].isdisjoint(chosen):
+            chosen.append(role)
+    return tuple(sorted(chosen))
+
+
+def _weight_bytes(graph: Graph, dims: Dimensions) -> Counter[int]:
+    """Bytes of the parameters that hold each role."""
+    found: Counter[int] = Counter()
+    for t in graph.params:
+        for role in roles_of(dims.layouts[t.id]):
+            found[role] += t.nbytes
+    return found
+
+
+def _independent(
+    usable: Sequence[int],
+    meet: Mapping[int, set[int]],
+    weight: Mapping[int, int],
+    pins: Sequence[Pin],
+) -> tuple[tuple[int, ...], ...]:
+    """Maximal sets of roles that never meet, and every role alone.
+
+    Where pins name dimensions, every set holds them; pins to another axis do not count.
+    """
+    asked = {p.role for p in pins if p.axis in (None, "tensor")}
+    elsewhere = {p.role for p in pins if p.axis == "expert"}
+    apart = [
+        r
+        for r in usable
+        if r not in elsewhere and not any(r in meet.get(a, ()) for a in asked)
+    ]
+    by_weight = sorted(apart, key=lambda r: (-weight.get(r, 0), r))
+    greedy: set[int] = set()
+    for role in by_weight:
+        if greedy.isdisjoint(meet.get(role, ())):
+            greedy.add(role)
+    maximal = itertools.islice(_maximal(apart, meet), MOST_TRIED)
+    sets = {tuple(sorted(s)): None for s in (greedy, *maximal) if s}
+    sets.update({(r,): None for r in apart})
+    fitting = [s for s in sets if asked <= set(s)]
+
+    def rank(roles: tuple[int, ...]) -> tuple[int, int]:
+        return -sum(weight.get(r, 0) for r in roles), len(roles)
+
+    return tuple(sorted(fitting, key=rank)[:MOST_SETS])
+
+
+def _maximal(roles: list[int], meet: Mapping[int, set[int]]) -> Iterator[set[int]]:
+    """Bron and Kerbosch (1973), with pivots, on the complement of the meeting graph."""
+    everything = set(roles)
+    apart = {r: everything - meet.get(r, set()) - {r} for r in roles}
+
+    def grow(chosen: set[int], open_: set[int], done: set[int]) -> Iterator[set[int]]:
+        if not open_ and not done:
+            yield chosen
+            return
+        pivot = max(open_ | done, key=lambda r: (len(open_ & apart[r]), -r))
+        for role in sorted(open_ - apart[pivot]):
+            yield from grow(chosen | {role}, open_ & apart[role], done & apart[role])
+            open_ = open_ - {role}
+            done = done | {role}
+
+    if roles:
+        yield from grow(set(), everything, set())

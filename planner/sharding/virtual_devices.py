@@ -1,0 +1,240 @@
+"""Whale's virtual devices: which physical devices each TaskGraph gets.
+
+Devices are taken in sequence. Stages stand on devices of their own, one after the
+other; TaskGraphs outside stages share theirs, so that a replicated backbone and a split
+head live on the same devices. What is left over multiplies: K devices over the number
+that one model replica needs gives the degree of the surrounding data parallelism
+(Jia et al., Whale, USENIX ATC 2022, section 3.2.1).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import TaskGraph
+
+
+_Key = tuple[int, ...]
+"""Identifies the stage that a TaskGraph stands in; empty outside stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualDevice:
+    """The devices of one TaskGraph.
+
+    Attributes:
+        task_graph: its name.
+        replicas: for each replica of the TaskGraph, the physical device numbers.
+    """
+
+    task_graph: str
+    replicas: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """One model replica: which of its devices each stage has.
+
+    Attributes:
+        needed: devices of one replica.
+        starts: first device of each stage inside the replica.
+        widths: devices of each stage; under the empty key, of what stands in none: the
+            whole replica, or one stage where none is marked.
+    """
+
+    needed: int
+    starts: dict[_Key, int]
+    widths: dict[_Key, int]
+
+
+def virtual_devices(
+    task_graphs: Sequence[TaskGraph], num_devices: int
+) -> tuple[VirtualDevice, ...]:
+    """Assign devices to TaskGraphs in sequence.
+
+    Args:
+        task_graphs: the marked TaskGraphs, in program order.
+        num_devices: physical devices.
+
+    Returns:
+        One entry for each TaskGraph, in the same order. A TaskGraph that asks for fewer
+        devices than the stage or model replica around it is repeated inside it.
+
+    Raises:
+        PlanError: more devices asked than there are, or a count that does not divide
+            them; every problem is listed.
+    """
+    problems = Problems("the marks do not fit the devices", PlanError)
+    check_devices(task_graphs, num_devices, problems)
+    problems.raise_if_any()
+    places = _places(task_graphs, num_devices)
+    found = []
+    for graph in task_graphs:
+        key = _stage_key(graph)
+        first, width = places.starts.get(key, 0), places.widths[key]
+        count = _devices(graph) or width
+        replicas = tuple(
+            tuple(range(start, start + count))
+            for base in range(0, num_devices, places.needed)
+            for start in range(base + first, base + first + width, count)
+        )
+        found.append(VirtualDevice(task_graph=graph.name, replicas=replicas))
+    return tuple(found)
+
+
+def check_devices(
+    task_graphs: Sequence[TaskGraph],
+    num_devices: int,
+    problems: Problems,
+    stages: int = 1,
+) -> None:
+    """Report device counts that cannot be had.
+
+    Args:
+        task_graphs: the marked TaskGraphs, in program order.
+        num_devices: physical devices.
+        problems: where they are reported.
+        stages: of a pipeline in which no stage is marked, where that is known.
+    """
+    if num_devices == 1 and not _says_devices(task_graphs):
+        return  # which holds all of it
+    places = _places(task_graphs, num_devices, stages)
+    needed, around = places.needed, _around(task_graphs)
+    if places.starts:
+        stages = len(places.starts)
+    listing = _listing(task_graphs, places, stages)
+    if needed > num_devices:
+        remedy = "Lower the counts, or leave devices= out to use all"
+        if not _says_devices(task_graphs):
+            remedy = f"Mark at most {num_devices} stages, or take {needed} devices"
+        problems.add(
+            f"the marks ask for {needed} devices ({listing}); there are {num_devices}. "
+            f"{remedy}"
+        )
+    elif num_devices % needed:
+        problems.add(
+            f"one model replica takes {needed} devices ({listing}), which does not "
+            f"divide {num_devices}. Counts that do: {_counts(num_devices)}"
+        )
+    if around is not None and places.starts and around != needed:
+        problems.add(
+            f"replicate(devices={around}) stands around {stages} stages, and one copy "
+            f"of the model takes {needed} devices ({listing}). Give it {needed}, or "
+            "leave devices= out in one of the two"
+        )
+    elif around is not None and around % stages:
+        problems.add(
+            f"replicate(devices={around}) holds {stages} stages: one copy of the model "
+            f"takes {around} devices, which do not divide into {stages} stages. Use "
+            f"devices={stages} or a multiple of it"
+        )
+        return
+    for graph in task_graphs:
+        key, count = _stage_key(graph), _devices(graph)
+        width = places.widths[key]
+        if count is not None and width % count:
+            cut = stages > 1 and not places.starts
+            what = "a stage" if key or cut else "a model replica"
+            problems.add(
+                f"{graph.name} asks for {count} devices inside {what} of {width}; "
+                f"{count} does not divide {width}. Counts that do: {_counts(width)}"
+            )
+
+
+def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) -> int:
+    """How many copies of the model there are at least, by the marks.
+
+    Args:
+        task_graphs: the marked TaskGraphs; ``check_devices`` finds no fault with them.
+        num_devices: physical devices.
+        stages: of a pipeline in which no stage is marked.
+
+    Returns:
+        Devices over those of one copy, where a mark gives a number; else 1, which says
+        nothing.
+    """
+    if not _says_devices(task_graphs):
+        return 1
+    return num_devices // _places(task_graphs, num_devices, stages).needed
+
+
+def _places(
+    task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1
+) -> _Places:
+    own: dict[_Key, int | None] = {}
+    inside: list[int] = []
+    outside: list[int] = []
+    around = _around(task_graphs)
+    for graph in task_graphs:
+        key, count = _stage_key(graph), _devices(graph)
+        if key:
+            own[key] = own.get(key) or _stage_devices(graph)
+        if count is not None:
+            (inside if key else outside).append(count)
+    if not own:  # A pipeline whose stages are not marked cuts all of the model.
+        needed = around or stages * max(outside, default=0) or num_devices
+        return _Places(needed=needed, starts={}, widths={(): needed // stages})
+    shared = max([n for n in (*own.values(), *inside) if n is not None], default=1)
+    if around is not None and around % len(own) == 0:
+        shared = max(shared, around // len(own))
+    widths = {key: width or shared for key, width in own.items()}
+    ends = [*itertools.accumulate(widths.values())]
+    starts = dict(zip(widths, (0, *ends), strict=False))
+    return _Places(needed=ends[-1], starts=starts, widths={**widths, (): ends[-1]})
+
+
+def _stage_key(graph: TaskGraph) -> _Key:
+    for depth, mark in enumerate(graph.marks):
+        if mark.kind == "stage":
+            return (*graph.path[:depth], int(mark.get("i") or 0), depth)
+    return ()
+
+
+def _stage_devices(graph: TaskGraph) -> int | None:
+    return next((m.devices for m in graph.marks if m.kind == "stage"), None)
+
+
+def _devices(graph: TaskGraph) -> int | None:
+    """The count asked for by the innermost mark that asks; in a stage, inside it."""
+    for mark in reversed(graph.marks):
+        if mark.kind == "pipeline":
+            return None
+        if mark.devices is not None:
+            return mark.devices
+    return None
+
+
+def _around(task_graphs: Sequence[TaskGraph]) -> int | None:
+    """The count asked for by the innermost mark around a pipeline that asks."""
+    for graph in task_graphs:
+        kinds = [mark.kind for mark in graph.marks]
+        outer = graph.marks[: kinds.index("pipeline")] if "pipeline" in kinds else ()
+        counts = [mark.devices for mark in outer if mark.devices is not None]
+        if counts:
+            return counts[-1]
+    return None
+
+
+def _says_devices(task_graphs: Sequence[TaskGraph]) -> bool:
+    return any(m.devices is not None for graph in task_graphs for m in graph.marks)
+
+
+def _listing(task_graphs: Sequence[TaskGraph], places: _Places, stages: int) -> str:
+    named = {
+        f"{graph.name}: {_devices(graph) or places.widths[_stage_key(graph)]}": None
+        for graph in task_graphs
+        if _devices(graph) is not None or _stage_key(graph)
+    }
+    around = _around(task_graphs)
+    if around is not None:
+        named = {f"around them: {around}": None, **named}
+    where = f", in each of {stages} stages" if stages > 1 and not places.starts else ""
+    return ", ".join(named) + where
+
+
+def _counts(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,0 +1,98 @@
+"""Ratios of kinds of devices: predicted against measured layers.
+
+Reads the tables of a directory for single layers that were timed on several kinds at
+equal shape, type and micro-batch, predicts each kind without its own layers where
+another kind of its generation was timed in that type, else from the other half of the
+shapes, and compares the ratio of any two kinds. Micro-batches of at least 4,096 tokens
+count; smaller ones are shown beside them.
+
+    python scripts/bench_kinds.py --tables DIR [--fit meshes/fitted.toml]
+
+--fit writes the efficiencies fitted to all layers beside those of training steps. The
+last line is one JSON object: median_error (over every shape of every two kinds),
+worst_pair (the largest median over the shapes of two kinds) and whose it is,
+small_median_error (of the smaller micro-batches), pairs and shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from whalejax.estimates import layer_profiles  # noqa: E402
+from whalejax.estimates.layer_profiles import Pair, Profiles  # noqa: E402
+from whalejax.meshes.errors import WhaleError  # noqa: E402
+from whalejax.meshes.fitted_constants import constants, write  # noqa: E402
+
+
+SHOWN = 12
+"""Pairs that are printed, the worst first."""
+
+
+def errors(found: tuple[Pair, ...]) -> list[float]:
+    """Of every shape of every pair."""
+    return [abs(ratio - 1.0) for pair in found for ratio in pair.ratios]
+
+
+def refit(found: Profiles, path: Path) -> None:
+    """Write the constants with the efficiencies of all layers."""
+    known = constants()
+    write(layer_profiles.fit_kinds(found, known), path, known.sources)
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--fit", type=Path, metavar="FILE.toml")
+    arguments = parser.parse_args()
+    try:
+        found = layer_profiles.load(arguments.tables)
+    except WhaleError as error:
+        print(error, file=sys.stderr)
+        return 2
+    kinds = len(set(found.devices))
+    print(f"{len(found.runs)} layers on {kinds} kinds")
+    if arguments.fit:
+        refit(found, arguments.fit)
+        print(f"constants written to {arguments.fit}")
+    predicted = layer_profiles.held_out(found, constants())
+    large = layer_profiles.pairs(found, predicted)
+    every = layer_profiles.pairs(found, predicted, least_tokens=1)
+    if not large:
+        print(f"{arguments.tables}: no two kinds at one shape", file=sys.stderr)
+        return 2
+    print("| kinds | shapes | predicted over measured | median error |")
+    print("|---|---:|---:|---:|")
+    for pair in large[:SHOWN]:
+        middle = statistics.median(pair.ratios)
+        print(
+            f"| {' : '.join(pair.kinds)} | {len(pair.ratios)} | {middle:.2f} | "
+            f"{100 * pair.error:.0f} % |"
+        )
+    print(json.dumps(results(large, every)))
+    return 0
+
+
+def results(large: tuple[Pair, ...], every: tuple[Pair, ...]) -> dict[str, object]:
+    """What the last line says."""
+    return {
+        "median_error": round(statistics.median(errors(large)), 4),
+        "worst_pair": round(large[0].error, 4),
+        "worst_kinds": " : ".join(large[0].kinds),
+        "all_sizes_median_error": round(statistics.median(errors(every)), 4),
+        "pairs": len(large),
+        "shapes": sum(len(pair.ratios) for pair in large),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

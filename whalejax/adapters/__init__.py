@@ -1,0 +1,1 @@
+"""NNX, Linen and plain pytrees, brought to one shape."""

@@ -1,0 +1,416 @@
+"""NNX modules, Linen variables and plain pytrees, brought to one shape.
+
+Everything behind this module sees a model as two pytrees, trained ``params`` and the
+``rest``, and as a loss that takes both and returns the new rest. It is a module of its
+own because it alone knows Flax, and imports it only where the model is Flax's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.adapters.leaves import (
+    abstract_tree,
+    cast_back,
+    cast_floats,
+    check_leaves,
+    conformed,
+    fold_key,
+    is_key,
+    paths_of,
+    same_model,
+)
+from whalejax.adapters.leaves import dotted as dotted
+from whalejax.adapters.metadata import read_metadata, short_ones
+from whalejax.adapters.pytrees import (
+    BoxedForm,
+    Boxes,
+    Form,
+    LinenForm,
+    PytreeForm,
+    Selection,
+)
+from whalejax.adapters.refused_states import refuse_training_states
+from whalejax.api.argument_checks import is_function
+from whalejax.api.losses import LossResult, normalise
+from whalejax.meshes.checks import shown
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.sharding.layout import MESH_AXES
+
+
+ModelKind = Literal["nnx", "linen", "pytree"]
+
+_RNG_NAMES: Final = ("rng", "rngs", "key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A model and its loss in the one shape that capture and lowering know.
+
+    Attributes:
+        kind: what the user's model is.
+        params: pytree of the trained leaves, real or abstract.
+        rest: pytree of all other leaves: statistics, random keys, frozen weights.
+        param_paths: dotted path of each trained leaf, in flatten order.
+        rest_paths: dotted path of each other leaf, in flatten order.
+        names: for each trained leaf, the logical name of each dimension, or None.
+        pinned: for each trained leaf, the mesh axes that the user fixed for each
+            dimension (several joined by ``+``), or None.
+        called: for each trained leaf, the model's own names of those mesh axes.
+        rest_names, rest_pinned, rest_called: the same for each other leaf.
+        short: how many names are missing, by the paths of leaves whose metadata does
+            not name all dimensions, whichever these are; the names stand at the first.
+        takes_rng: the loss function wants a random key of its own.
+        compute_dtype: what float32 weights, trained or not, and batches are cast to
+            before the loss sees them; None leaves the model's own types.
+    """
+
+    kind: ModelKind
+    params: Any
+    rest: Any
+    param_paths: tuple[str, ...]
+    rest_paths: tuple[str, ...]
+    names: tuple[tuple[str | None, ...], ...]
+    pinned: tuple[tuple[str | None, ...], ...]
+    called: tuple[tuple[str | None, ...], ...]
+    rest_names: tuple[tuple[str | None, ...], ...]
+    rest_pinned: tuple[tuple[str | None, ...], ...]
+    rest_called: tuple[tuple[str | None, ...], ...]
+    short: Mapping[str, int]
+    takes_rng: bool
+    _form: Form
+    _loss_fn: Callable[..., Any]
+    compute_dtype: Any = None
+
+    def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
+        """The user's loss.
+
+        Args:
+            params: trained leaves, in the structure of ``params``.
+            rest: other leaves, in the structure of ``rest``.
+            batch: what the loss function takes as its batch.
+            rng: a random key, where the loss function takes one.
+
+        Returns:
+            Total and weight as scalar arrays (weight 1 for a plain mean), metrics, and
+            the rest as the call left it, in the structure of ``rest``.
+
+        Raises:
+            WhaleError: the return value is no loss, or the rest changed its form.
+        """
+        used = rest
+        if self.compute_dtype is not None:
+            params = cast_floats(params, jnp.float32, self.compute_dtype)
+            batch = cast_floats(batch, jnp.float32, self.compute_dtype)
+            used = self._frozen_cast(rest)
+        model = self._form.join(params, used)
+        arguments = (model, batch, rng) if self.takes_rng else (model, batch)
+        result = normalise(self._loss_fn(*arguments))
+        self._check_metrics(result)
+        changed = self._form.changed_rest(model, used, result.variables)
+        total = jnp.asarray(result.total)
+        if self.compute_dtype is not None:
+            changed = cast_back(changed, used, rest, self.compute_dtype)
+            total = cast_floats(total, self.compute_dtype, jnp.float32)
+        changed = conformed(self.rest_paths, rest, changed)
+        return dataclasses.replace(
+            result,
+            total=total,
+            weight=jnp.asarray(
+                result.weight, total.dtype if total.dtype.itemsize >= 4 else jnp.float32
+            ),
+            rest=changed,
+        )
+
+    def _frozen_cast(self, rest: Any) -> Any:
+        """The rest with its weights, but not its statistics, as computed with."""
+        leaves: list[Any] = jax.tree.leaves(rest)
+        tree: Any = jax.tree.structure(rest)
+        for index, is_weight in enumerate(self.frozen):
+            if is_weight:
+                leaves[index] = cast_floats(
+                    leaves[index], jnp.float32, self.compute_dtype
+                )
+        return tree.unflatten(leaves)
+
+    def _check_metrics(self, result: LossResult) -> None:
+        """Updated collections that came back as metrics would be lost in silence."""
+        held = self.rest if self.kind == "linen" else {}
+        lost = sorted(set(result.metrics) & set(held))
+        if lost:
+            raise WhaleError(
+                f"loss_fn returned the collections {', '.join(lost)} as metrics; they "
+                "would not be updated. Return (loss, wh.Aux(variables=updates))"
+            )
+
+    def without_values(self) -> Adapter:
+        """The same with abstract leaves, so that it keeps no array of the user's."""
+        return dataclasses.replace(
+            self,
+            params=abstract_tree(self.params),
+            rest=abstract_tree(self.rest),
+            _form=self._form.without_values(),
+        )
+
+    @property
+    def frozen(self) -> tuple[bool, ...]:
+        """For each leaf of the rest: it is a weight that is not trained."""
+        return tuple(path in self._form.frozen for path in self.rest_paths)
+
+    def rebuild(self, params: Any, rest: Any, modes: Any = None) -> Any:
+        """The model in the user's own type, from its two parts.
+
+        Args:
+            params, rest: the parts.
+            modes: from ``modes_of``; those of the adapted model if left out.
+        """
+        model = self._form.rebuild(params, rest)
+        if modes:
+            from whalejax.adapters.nnx import set_modes
+
+            set_modes(model, modes)
+        return model
+
+    def evaluating(self) -> Adapter | None:
+        """The same with the model in evaluation mode; None where that is no other.
+
+        Only NNX modules have modes of their own: a Linen module or a plain function
+        takes them as arguments, which the loss function gives.
+        """
+        form = self._form.evaluating()
+        return None if form is None else dataclasses.replace(self, _form=form)
+
+    def modes_of(self, model: Any) -> Any:
+        """The modes that were set on a rebuilt model, such as by its ``eval()``."""
+        if self.kind != "nnx":
+            return None
+        from whalejax.adapters.nnx import modes_of
+
+        return modes_of(model)
+
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        """The (params, rest) of another instance of the same model.
+
+        Args:
+            model: what ``rebuild`` gives, such as a freshly initialised module.
+
+        Raises:
+            WhaleError: it is another model; the first leaf that differs is named.
+        """
+        params, rest = self._form.take_apart(model)
+        return (
+            same_model(self.param_paths, self.params, params),
+            same_model(self.rest_paths, self.rest, rest),
+        )
+
+    def fold_rest(self, rest: Any, number: Any) -> Any:
+        """The rest with an integer folded into every random key that it holds.
+
+        Executors fold in the step and the index of the micro-batch, always starting
+        from the rest of the step's start, so that every micro-batch draws other
+        dropout masks and no plan changes which. Undo it with ``restore_keys``.
+
+        Args:
+            rest: in the structure of ``rest``.
+            number: integer scalar.
+        """
+        return jax.tree.map(lambda leaf: fold_key(leaf, number), rest)
+
+    def restore_keys(self, rest: Any, original: Any) -> Any:
+        """``rest`` with the random keys of ``original``."""
+        return jax.tree.map(
+            lambda new, old: old if is_key(new) else new, rest, original
+        )
+
+
+def adapt(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    *,
+    trainable: Any = None,
+    axis_names: Mapping[str, str] | None = None,
+) -> Adapter:
+    """Bring a model and its loss into the one shape.
+
+    Args:
+        model: an NNX module, a Linen module's variables (a mapping with ``params``),
+            or any pytree; leaves may be abstract.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        trainable: what to train, where that is not every ``nnx.Param``, every leaf of
+            ``params``, or every floating-point leaf: glob patterns of dotted paths, a
+            predicate on the dotted path, or (NNX) a filter.
+        axis_names: the user's names of mesh axes, mapped to ours.
+
+    Returns:
+        The adapter; nothing is computed.
+
+    Raises:
+        WhaleError: nothing is trained, a pattern matches nothing, the loss function
+            has another signature, or the metadata names a mesh axis that is not ours.
+
+    >>> import jax.numpy as jnp
+    >>> net = {"w": jnp.ones((3, 2)), "step": 0}
+    >>> adapt(net, lambda net, batch: (batch @ net["w"]).mean()).param_paths
+    ('w',)
+    """
+    problems = Problems("model")
+    takes_rng = _takes_rng(loss_fn, problems)
+    axis_names = _checked_axis_names(axis_names, problems)
+    problems.raise_if_any()
+    kind, form, metadata = _form_of(model, trainable)
+    params, rest = form.take_apart(model)
+    param_paths = paths_of(params)
+    check_leaves(params, rest, problems)
+    if not param_paths:
+        problems.add(
+            "no leaf is trained. Expected floating-point parameters; give trainable= "
+            "to choose them, or check that the model was built."
+        )
+    leaves = dict(zip(param_paths, jax.tree.leaves(params), strict=True))
+    leaves |= zip(paths_of(rest), jax.tree.leaves(rest), strict=True)
+    known = read_metadata(
+        list(leaves), list(leaves.values()), metadata, axis_names or {}, problems
+    )
+    problems.raise_if_any()
+    trained = len(param_paths)
+    return Adapter(
+        kind=kind,
+        params=params,
+        rest=rest,
+        param_paths=param_paths,
+        rest_paths=paths_of(rest),
+        names=tuple(leaf.names for leaf in known[:trained]),
+        pinned=tuple(leaf.pinned for leaf in known[:trained]),
+        called=tuple(leaf.called for leaf in known[:trained]),
+        rest_names=tuple(leaf.names for leaf in known[trained:]),
+        rest_pinned=tuple(leaf.pinned for leaf in known[trained:]),
+        rest_called=tuple(leaf.called for leaf in known[trained:]),
+        short=short_ones(leaves, metadata),
+        takes_rng=takes_rng,
+        _form=form,
+        _loss_fn=loss_fn,
+    )
+
+
+def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str]:
+    """The user's names of mesh axes, mapped to ours; what cannot be is recorded."""
+    if axis_names is None:
+        return {}
+    if not isinstance(axis_names, Mapping):
+        problems.add(
+            f"axis_names is {shown(axis_names)}; expected your names of mesh axes "
+            'mapped to ours, such as {"model": "tensor"}'
+        )
+        return {}
+    for theirs, ours in axis_names.items():
+        if not isinstance(ours, str) or ours not in MESH_AXES:
+            problems.add(
+                f"axis_names maps {shown(theirs)} to {shown(ours)}; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
+    return axis_names
+
+
+def _form_of(
+    model: Any, trainable: Any
+) -> tuple[ModelKind, Form, Callable[[str], Any]]:
+    """The kind of a model, its form, and its metadata by dotted parameter path."""
+    if inspect.isclass(model):
+        raise WhaleError(
+            f"model is the class {model.__name__}; expected an instance of it, real or "
+            "abstract. For an NNX module: nnx.eval_shape(lambda: make_model(...))"
+        )
+    refuse_training_states(model)
+    if _holds_nnx(model):
+        from whalejax.adapters.nnx import nnx_form
+
+        form, metadata = nnx_form(model, trainable)
+        return "nnx", form, metadata
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(model, linen.Module):
+        raise WhaleError(
+            f"model is the Linen module {type(model).__name__} itself; expected its "
+            "variables. Give model.init(key, x), or jax.eval_shape of it, and call "
+            "model.apply in the loss function."
+        )
+    if isinstance(model, Mapping) and isinstance(model.get("params"), Mapping):
+        linen_form = LinenForm(model, Selection(trainable))
+        return "linen", linen_form, linen_form.metadata
+    if "flax.core.meta" in sys.modules:
+        boxes = Boxes(model)
+        if boxes:
+            return (
+                "pytree",
+                BoxedForm(model, boxes, Selection(trainable)),
+                boxes.metadata,
+            )
+    return "pytree", PytreeForm(model, Selection(trainable)), lambda path: None
+
+
+def _holds_nnx(model: Any) -> bool:
+    """Whether it is an NNX module, or a container of some."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    kinds = (nnx.Module, nnx.Variable)
+    leaves = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, kinds))
+    return any(isinstance(leaf, kinds) for leaf in leaves)
+
+
+def wants_key(make_model: Callable[..., Any]) -> bool:
+    """Whether a function that makes a model is to be given a random key.
+
+    Args:
+        make_model: takes a key as its one required argument, or under a name such as
+            ``rng`` or ``key``; or nothing.
+    """
+    # Of a class its own constructor says it, whatever its metaclass takes.
+    made = isinstance(make_model, type)
+    try:
+        signature = inspect.signature(make_model.__init__ if made else make_model)
+        parameters = list(signature.parameters.values())[made:]
+    except (TypeError, ValueError):
+        return False
+    first = next((p for p in parameters if p.kind < p.VAR_POSITIONAL), None)
+    return first is not None and (
+        first.default is first.empty or first.name in _RNG_NAMES
+    )
+
+
+def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:
+    if not is_function(loss_fn):
+        problems.add(
+            f"loss_fn is {shown(loss_fn)}; expected a function loss_fn(model, batch) "
+            "or loss_fn(model, batch, rng)"
+        )
+        return False
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    required = [p.name for p in positional if p.default is p.empty]
+    needs_keyword = [
+        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+    ]
+    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(required) > 3 or needs_keyword or (len(positional) < 2 and not open_ended):
+        problems.add(
+            f"loss_fn takes ({', '.join(p.name for p in parameters)}); expected "
+            "loss_fn(model, batch) or loss_fn(model, batch, rng). Bind what else it "
+            "needs with functools.partial."
+        )
+        return False
+    if len(required) == 3:
+        return True
+    return len(positional) >= 3 and positional[2].name in _RNG_NAMES

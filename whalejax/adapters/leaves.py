@@ -1,0 +1,229 @@
+"""Leaves of a model: their paths, their forms, and keeping both from step to step.
+
+Everything here works on any pytree; the adapters of all kinds of model share it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.meshes.checks import is_array, is_whole, shown
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.texts import visible
+
+
+Path = tuple[Any, ...]
+
+WHOLE = "value"
+"""The dotted path of a tree that is a single leaf."""
+
+
+def dotted(path: Path) -> str:
+    """A pytree key path as dotted text, such as ``"blocks.0.kernel"``.
+
+    >>> dotted((jax.tree_util.DictKey("a"), jax.tree_util.SequenceKey(0)))
+    'a.0'
+    """
+    return ".".join(_key_text(key) for key in path) or WHOLE
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return visible(str(getattr(key, attribute)))
+    return visible(str(key))
+
+
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The dotted path of every leaf, in flatten order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(dotted(path) for path, _ in leaves)
+
+
+def is_leaf(leaf: Any) -> bool:
+    """Whether it is an array, or a number that JAX makes one of."""
+    if isinstance(leaf, int):
+        return is_whole(int(leaf))
+    return isinstance(leaf, float | complex) or is_array(leaf)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """A leaf's dtype; plain numbers have the one that JAX gives them."""
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.result_type(leaf) if dtype is None else dtype
+
+
+def abstract_tree(tree: Any) -> Any:
+    """A tree with shapes and dtypes in place of its arrays."""
+
+    def abstract(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(abstract, tree)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array, real or abstract."""
+    return is_array(leaf) and _compat.is_inexact(dtype_of(leaf))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is one random key or an array of them."""
+    return is_array(leaf) and _compat.is_key_dtype(leaf.dtype)
+
+
+def fold_key(leaf: Any, number: Any) -> Any:
+    """The leaf with a number folded into it where it is a key."""
+    if not is_key(leaf):
+        return leaf
+    fold = jax.random.fold_in
+    for _ in leaf.shape:
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(leaf, number)
+
+
+def cast_floats(tree: Any, source: Any, target: Any) -> Any:
+    """A tree with every leaf of one floating-point type cast to another."""
+
+    def cast(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        return leaf.astype(target) if dtype == source else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
+    """State that was computed in another float type, in the type that it had.
+
+    Args:
+        after: what a call left.
+        used: what the call was given; what it left as it was comes back uncast.
+        before: the same before any cast.
+        computed: the float type of the computation.
+    """
+    given = dict(
+        zip(
+            paths_of(before),
+            zip(jax.tree.leaves(before), jax.tree.leaves(used), strict=True),
+            strict=True,
+        )
+    )
+
+    def cast(path: Path, leaf: Any) -> Any:
+        original, cast_to = given.get(dotted(path), (leaf, leaf))
+        had = dtype_of(original)
+        if leaf is cast_to:
+            return original
+        if not dtype_of(leaf) == computed != had:
+            return leaf
+        back = leaf.astype(had)
+        if dtype_of(cast_to) != computed:
+            return back
+        # A transform inside the loss hands on equal values under other names.
+        return jnp.where(leaf == cast_to, original, back)
+
+    return jax.tree_util.tree_map_with_path(cast, after)
+
+
+def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
+    """Every leaf is an array or a number, and every path is told from the others."""
+    seen: set[str] = set()
+    for tree in (params, rest):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = dotted(path)
+            if name in seen:
+                problems.add(
+                    f"{name}: two leaves have this dotted path. Use names without dots."
+                )
+            seen.add(name)
+            if not is_leaf(leaf):
+                remedy = "Keep what is no array out of the model"
+                if "equinox" in sys.modules:
+                    remedy += (
+                        ": params, static = eqx.partition(model, eqx.is_array); plan "
+                        "params, and call eqx.combine(params, static) in the loss"
+                    )
+                problems.add(
+                    f"{name} is {_kind_text(leaf)}; expected an array, a number "
+                    f"or a jax.ShapeDtypeStruct. {remedy}."
+                )
+
+
+def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
+    """``after`` in the very structure of ``before``.
+
+    Raises:
+        WhaleError: a leaf is gone, new, or of another shape or dtype.
+    """
+    problems = Problems("model")
+    for path, change in differences(paths, before, after):
+        problems.add(
+            f"state {path} {change}; a model keeps its leaves from step to step."
+        )
+    problems.raise_if_any()
+    return _ordered(paths, before, after)
+
+
+def same_model(paths: Sequence[str], before: Any, after: Any) -> Any:
+    """Leaves of a model that was built, in the structure of those that were planned.
+
+    Raises:
+        WhaleError: a leaf is gone, new, or of another shape or dtype.
+    """
+    refuse_other(" ".join(pair) for pair in differences(paths, before, after))
+    return _ordered(paths, before, after)
+
+
+def refuse_other(differing: Iterable[str]) -> None:
+    """Raise for a model that is not the one that was planned, if anything differs.
+
+    Args:
+        differing: leaves with what is the matter with each.
+    """
+    first, *others = (*differing, "")
+    if first:
+        more = f" ({len(others)} leaves differ)" if len(others) > 1 else ""
+        raise WhaleError(
+            f"the model that was built differs from the plan's: {first}{more}. Build "
+            "the model that the plan was made for, or plan again for this one."
+        )
+
+
+def differences(
+    paths: Sequence[str], before: Any, after: Any
+) -> Iterator[tuple[str, str]]:
+    """Paths of leaves that differ between two trees, and how."""
+    old = dict(zip(paths, jax.tree.leaves(before), strict=True))
+    new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
+    for path in [*old, *(p for p in new if p not in old)]:
+        if path not in new or path not in old:
+            yield path, "is gone" if path not in new else "is new"
+            continue
+        was, now = _form_text(old[path]), _form_text(new[path])
+        if was != now:
+            yield path, f"changed from {was} to {now}"
+
+
+def _ordered(paths: Sequence[str], before: Any, after: Any) -> Any:
+    tree: Any = jax.tree.structure(before)
+    new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
+    return tree.unflatten([new[path] for path in paths])
+
+
+def _form_text(leaf: Any) -> str:
+    if not is_leaf(leaf):
+        return _kind_text(leaf)
+    return f"{dtype_of(leaf)}{list(jnp.shape(leaf))}"
+
+
+def _kind_text(leaf: Any) -> str:
+    """What a leaf is that is no array."""
+    return shown(leaf) if isinstance(leaf, int) else f"a {type(leaf).__name__}"

@@ -1,0 +1,180 @@
+"""What Flax metadata says of a parameter's dimensions: names, and fixed mesh axes.
+
+Linen boxes and NNX variables hold the same thing under different names: for every
+dimension a name, several, or None. A name of one of our mesh axes pins that axis; any
+other names the dimension.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.meshes.checks import is_array
+from whalejax.meshes.errors import Problems
+from whalejax.planner.sharding.layout import MESH_AXES
+
+
+DimensionTexts = tuple[str | None, ...]
+"""One text, or None, for each dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafMetadata:
+    """What the metadata says of one leaf.
+
+    Attributes:
+        names: logical name of each dimension, or None.
+        pinned: mesh axes that each dimension is fixed to, joined by ``+``, or None.
+        called: the model's own names of these axes, in the same order.
+    """
+
+    names: DimensionTexts
+    pinned: DimensionTexts
+    called: DimensionTexts
+
+
+def read_metadata(
+    paths: Sequence[str],
+    params: Sequence[Any],
+    metadata: Callable[[str], Any],
+    axis_names: Mapping[str, str],
+    problems: Problems,
+) -> list[LeafMetadata]:
+    """Names and pinned axes of the dimensions of every leaf.
+
+    Args:
+        paths: dotted paths of the leaves, in flatten order.
+        params: the leaves.
+        metadata: a leaf's box or mapping of metadata by its path, or None.
+        axis_names: the user's names of mesh axes, mapped to ours.
+        problems: where too many names, foreign mesh axes and names that stand nowhere
+            are reported.
+    """
+    axes = _known_axes(axis_names)
+    met: set[str] = set()
+    found: list[LeafMetadata] = []
+    for path, leaf in zip(paths, params, strict=True):
+        shape = leaf.shape if is_array(leaf) else ()
+        rank = len(shape)
+        entries, mesh_names = _box_entries(metadata(path))
+        if len(entries) > rank:
+            problems.add(
+                f"{path}: its metadata names {len(entries)} dimensions "
+                f"{tuple(entries)}, but its shape is {tuple(shape)}. Name each "
+                "dimension once."
+            )
+            entries = entries[:rank]
+        entries = [*entries, *[None] * (rank - len(entries))]
+        met |= _names_in(metadata(path))
+        fixed = [_pinned_axes(e, axes, mesh_names, path, problems) for e in entries]
+        found.append(
+            LeafMetadata(
+                names=tuple(_logical_name(e, axes, mesh_names) for e in entries),
+                pinned=tuple("+".join(one) or None for one in fixed),
+                called=tuple("+".join(one.values()) or None for one in fixed),
+            )
+        )
+    _check_met(axis_names, met, problems)
+    return found
+
+
+def short_ones(
+    leaves: Mapping[str, Any], metadata: Callable[[str], Any]
+) -> dict[str, int]:
+    """How many names the metadata of NNX variables lacks, by path; none where it is 0.
+
+    Linen itself refuses to add a dimension that it is told no name of.
+
+    Args:
+        leaves: by dotted path.
+        metadata: as for ``read_metadata``.
+    """
+    found: dict[str, int] = {}
+    for path, leaf in leaves.items():
+        box = metadata(path)
+        if isinstance(box, Mapping) and _names_in(box):
+            rank = len(leaf.shape) if is_array(leaf) else 0
+            missing = rank - len(_box_entries(box)[0])
+            if missing > 0:
+                found[path] = missing
+    return found
+
+
+def _check_met(
+    axis_names: Mapping[str, str], met: Collection[str], problems: Problems
+) -> None:
+    """Report what ``axis_names`` maps and no metadata names."""
+    for theirs, ours in axis_names.items():
+        if theirs in met:
+            continue
+        near = difflib.get_close_matches(theirs, met, n=3, cutoff=0.3) or sorted(met)
+        known = f"Nearest: {', '.join(near[:6])}" if near else "It names none at all"
+        problems.add(
+            f"axis_names maps {theirs!r} to {ours!r}, but no parameter's metadata "
+            f"names {theirs!r}. {known}. Correct the name, or leave it out."
+        )
+
+
+def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Per-dimension entries of one metadata box, and the names of its own mesh."""
+    if box is None:
+        return [], ()
+    fields = box if isinstance(box, Mapping) else vars(box)
+    found = next(
+        (
+            fields[name]
+            for name in ("names", "out_sharding", "sharding", "sharding_names")
+            if fields.get(name) is not None
+        ),
+        (),
+    )
+    mesh = fields.get("mesh") or getattr(found, "mesh", None)
+    found = getattr(found, "spec", found)
+    return list(found), tuple(getattr(mesh, "axis_names", ()))
+
+
+def _names_in(box: Any) -> set[str]:
+    """Every name in one metadata box."""
+    return {part for entry in _box_entries(box)[0] for part in _parts(entry)}
+
+
+def _known_axes(axis_names: Mapping[str, str]) -> dict[str, str]:
+    """Every name that stands for one of our mesh axes, mapped to it."""
+    return {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
+
+
+def _parts(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _logical_name(
+    entry: Any, axes: Mapping[str, str], mesh_names: Collection[str]
+) -> str | None:
+    parts = [p for p in _parts(entry) if p not in axes and p not in mesh_names]
+    return "+".join(parts) or None
+
+
+def _pinned_axes(
+    entry: Any,
+    axes: Mapping[str, str],
+    mesh_names: Collection[str],
+    path: str,
+    problems: Problems,
+) -> dict[str, str]:
+    """The mesh axes that an entry fixes, with the model's own name of each."""
+    found: dict[str, str] = {}
+    for part in _parts(entry):
+        if part in axes:
+            found.setdefault(axes[part], part)
+        elif part in mesh_names:
+            problems.add(
+                f"{path}: its metadata names the mesh axis {part!r}, which is none of "
+                f"ours ({', '.join(MESH_AXES)}). Map it, as in "
+                f"axis_names={{{part!r}: 'tensor'}}."
+            )
+    return found

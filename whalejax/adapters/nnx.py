@@ -1,0 +1,219 @@
+"""NNX modules in the adapter's shape; it imports Flax NNX and nothing else does.
+
+A module is split into a static graph definition and its variables. The trained ones
+and the rest travel as nested dictionaries of plain arrays, in which a variable that
+the module refers to twice stands once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from whalejax import _compat
+from whalejax.adapters.leaves import abstract_tree
+from whalejax.adapters.pytrees import Selection
+from whalejax.meshes.errors import WhaleError
+
+
+Path = tuple[Any, ...]
+
+
+def nnx_form(model: nnx.Module, trainable: Any) -> tuple[NnxForm, Callable[[str], Any]]:
+    """The form of a module, and its variables' metadata by dotted path."""
+    form = NnxForm(model, trainable)
+    return form, form.metadata
+
+
+class NnxForm:
+    """See ``whalejax.adapters.base``: takes modules apart and puts them together."""
+
+    def __init__(self, model: nnx.Module, trainable: Any) -> None:
+        self._graph, state = nnx.split(model)
+        self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
+        self._by_path = {_dotted(p): v for p, v in self._variables.items()}
+        self._trained = _trained_paths(self._variables, trainable)
+        self.frozen = frozenset(
+            _dotted(path)
+            for path, variable in self._variables.items()
+            if path not in self._trained
+            and isinstance(variable, nnx.Param)
+            and _is_inexact(variable)
+        )
+
+    def metadata(self, path: str) -> Mapping[str, Any] | None:
+        """What Flax knows of a variable beside its value."""
+        variable = self._by_path.get(path)
+        if not isinstance(variable, nnx.Variable):
+            return None
+        found: Mapping[str, Any] = variable.get_metadata()
+        return found
+
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        flat = dict(nnx.to_flat_state(nnx.state(model)))
+        params = {p: _value(v) for p, v in flat.items() if p in self._trained}
+        rest = {p: _value(v) for p, v in flat.items() if p not in self._trained}
+        return _nested(params), _nested(rest)
+
+    def join(self, params: Any, rest: Any) -> Any:
+        flat = []
+        for path, variable in self._variables.items():
+            value = _at(params if path in self._trained else rest, path)
+            is_variable = isinstance(variable, nnx.Variable)
+            flat.append((path, variable.replace(value) if is_variable else value))
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
+        """The rest after a call; what the call itself sowed is not kept."""
+        del rest
+        if variables:
+            raise WhaleError(
+                f"loss_fn returned Aux(variables={sorted(variables)}), but an NNX "
+                "module updates its variables in place. Return metrics only."
+            )
+        after = dict(nnx.to_flat_state(nnx.state(model)))
+        kept = {
+            path: _value(after[path])
+            for path in self._variables
+            if path in after and path not in self._trained
+        }
+        return _nested(kept)
+
+    def rebuild(self, params: Any, rest: Any) -> Any:
+        return self.join(params, rest)
+
+    def evaluating(self) -> NnxForm | None:
+        """The same with the module in evaluation mode; None where that is no other.
+
+        Raises:
+            WhaleError: the module's ``eval`` changes what variables it has.
+        """
+        flat = nnx.from_flat_state([*self._variables.items()])
+        model = nnx.merge(self._graph, flat)
+        before = nnx.graphdef(model)
+        if isinstance(model, nnx.Module):
+            model.eval()
+        else:  # A container of some.
+            for _, module in nnx.iter_modules(model):
+                module.eval()
+        graph, state = nnx.split(model)
+        if graph == before:
+            return None
+        other = set(self._variables).symmetric_difference(
+            dict(nnx.to_flat_state(state))
+        )
+        if other:
+            names = ", ".join(sorted(map(_dotted, other)))
+            raise WhaleError(
+                f"the model's eval() adds or removes variables ({names}); expected it "
+                "to set attributes only. Evaluate with training=True, or with a "
+                "function of your own on state.model"
+            )
+        found = copy.copy(self)
+        found._graph = graph
+        return found
+
+    def without_values(self) -> NnxForm:
+        found = copy.copy(self)
+        found._by_path = {}  # Metadata has been read.
+        found._variables = {
+            path: variable.replace(abstract_tree(_value(variable)))
+            if isinstance(variable, nnx.Variable)
+            else abstract_tree(variable)
+            for path, variable in self._variables.items()
+        }
+        return found
+
+
+Modes = dict[Path, dict[str, bool]]
+"""By the path of a module, its attributes that are true or false."""
+
+
+def modes_of(model: Any) -> Modes:
+    """The modes of all modules of a model, such as ``deterministic``."""
+    return {
+        path: {k: v for k, v in vars(module).items() if isinstance(v, bool)}
+        for path, module in nnx.iter_modules(model)
+    }
+
+
+def set_modes(model: Any, modes: Modes) -> None:
+    """Give the modules of a model the modes of another instance's."""
+    for path, module in nnx.iter_modules(model):
+        for name, value in modes.get(path, {}).items():
+            if isinstance(getattr(module, name, None), bool):
+                setattr(module, name, value)
+
+
+def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:
+    """Paths of the trained variables: by filter, or among the params by path."""
+    if _is_filter(trainable):
+        chosen = nnx.filterlib.to_predicate(trainable)
+        found = frozenset(
+            path
+            for path, variable in variables.items()
+            if chosen(path, variable) and _is_inexact(variable)
+        )
+        if not found:
+            raise WhaleError(
+                f"trainable={trainable!r} selects no floating-point variable of the "
+                f"{len(variables)} in the model. Check the filter against nnx.state."
+            )
+        return found
+    selection = Selection(trainable)
+    found = frozenset(
+        path
+        for path, variable in variables.items()
+        if isinstance(variable, nnx.Param)
+        and _is_inexact(variable)
+        and selection(_dotted(path))
+    )
+    selection.check()
+    return found
+
+
+def _is_filter(trainable: Any) -> bool:
+    """Whether it is one of NNX's filters and not patterns or a predicate on paths."""
+    if trainable is None or isinstance(trainable, str):
+        return False
+    if isinstance(trainable, (type, bool)) or trainable is Ellipsis:
+        return True
+    if isinstance(trainable, (tuple, list)):
+        return not all(isinstance(item, str) for item in trainable)
+    return type(trainable).__module__ == nnx.filterlib.__name__
+
+
+def _value(variable: Any) -> Any:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _is_inexact(variable: Any) -> bool:
+    value = _value(variable)
+    return _compat.is_inexact(
+        value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+    )
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _nested(flat: Mapping[Path, Any]) -> dict[Any, Any]:
+    root: dict[Any, Any] = {}
+    for path, value in flat.items():
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return root
+
+
+def _at(tree: Mapping[Any, Any], path: Path) -> Any:
+    node: Any = tree
+    for part in path:
+        node = node[part]
+    return node

@@ -1,0 +1,1 @@
+"""What users call: annotations, ``plan``, ``search``, losses and feeds."""

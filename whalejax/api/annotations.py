@@ -1,0 +1,362 @@
+"""The four primitives: ``replicate``, ``split``, ``stage`` and ``pipeline``.
+
+An annotation opens a ``jax.named_scope`` whose *name* carries its arguments, always and
+everywhere, so that a trace which JAX cached long before planning still holds the mark.
+It has no effect on numbers. A context variable keeps the marks that are open in this
+thread, only to refuse forbidden nesting at the line that wrote it, to number stages and
+to tell capture which marks were entered.
+
+It is a module of its own because models import it: importing it starts no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar
+
+from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.model.graph import Mark, MarkKind
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ALLOWED_NESTING: Final = "replicate > pipeline > stage > split"
+SCHEDULES: Final = ("auto", "gpipe", "1f1b", "1f1b-ahead", "interleaved", "zb-h1")
+
+_SCOPE: Final = re.compile(r"wh\.(replicate|split|stage|pipeline)\[([^\]/]*)\]")
+_AXIS_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+
+
+@dataclass(slots=True)
+class _OpenMark:
+    """A mark that is entered and not yet left."""
+
+    mark: Mark
+    scope: Any
+    stages: int = 0
+
+
+@dataclass(slots=True)
+class Recording:
+    """The marks that were entered while it was open, each once, in order."""
+
+    entered: dict[Mark, None] = field(default_factory=dict)
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The marks, in the order of their first entry."""
+        return tuple(self.entered)
+
+
+_open_marks: ContextVar[tuple[_OpenMark, ...]] = ContextVar(
+    "whalejax_open_marks", default=()
+)
+_recording: ContextVar[Recording | None] = ContextVar(
+    "whalejax_recording", default=None
+)
+
+
+class Annotation:
+    """One annotation: a context manager and a decorator, any number of times.
+
+    Attributes:
+        mark: the primitive and its arguments, as plain data.
+    """
+
+    __slots__ = ("mark",)
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+    def __enter__(self) -> Annotation:
+        outer = _open_marks.get()
+        problem = nesting_problem(tuple(o.mark for o in outer), self.mark)
+        if problem is not None:
+            raise WhaleError(problem)
+        mark = _numbered(self.mark, outer)
+        import jax  # here, so that importing a model's annotations stays light
+
+        scope: Any = jax.named_scope(scope_name(mark))
+        scope.__enter__()
+        _open_marks.set((*outer, _OpenMark(mark, scope)))
+        recording = _recording.get()
+        if recording is not None:
+            recording.entered[mark] = None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        *outer, mine = _open_marks.get()
+        _open_marks.set(tuple(outer))
+        mine.scope.__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function with its body inside this annotation."""
+        if inspect.isclass(function):
+            raise WhaleError(
+                f"{self.mark} decorates the class {function.__name__}; an annotation "
+                "decorates a function or method. Put it on the method that computes, "
+                "such as __call__."
+            )
+        if not callable(function):
+            raise WhaleError(
+                f"{self.mark} decorates {shown(function)}; an annotation decorates a "
+                "function or method, or is entered: with wh.split():"
+            )
+
+        @functools.wraps(function)
+        def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return annotated
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Annotation) and self.mark == other.mark
+
+    def __hash__(self) -> int:
+        return hash(self.mark)
+
+    def __repr__(self) -> str:
+        return f"wh.{self.mark}"
+
+
+def replicate(devices: int | None = None) -> Annotation:
+    """Mark a region as data-parallel: each device computes it for its own samples.
+
+    Args:
+        devices: how many devices one copy of the model uses for it; chosen by the
+            planner where left out.
+
+    Returns:
+        A context manager that is also a decorator.
+
+    Raises:
+        WhaleError: ``devices`` is not a positive integer.
+
+    >>> replicate(devices=2)
+    wh.replicate(devices=2)
+    """
+    return _annotation("replicate", devices=_positive("replicate", "devices", devices))
+
+
+def split(devices: int | None = None, axis: str | None = None) -> Annotation:
+    """Mark a region whose tensors are sharded over devices.
+
+    Which dimension is sharded is the planner's choice, by least cost.
+
+    Args:
+        devices: into how many parts; chosen by the planner where left out.
+        axis: the logical dimension to shard, by its name in the model's metadata, or as
+            a leaf's path and dimension: ``"head.kernel.1"``.
+
+    Returns:
+        A context manager that is also a decorator.
+
+    Raises:
+        WhaleError: ``devices`` is not a positive integer or ``axis`` is no name.
+
+    >>> split(devices=4, axis="mlp")
+    wh.split(axis=mlp, devices=4)
+    """
+    if axis is not None and not (isinstance(axis, str) and _AXIS_NAME.fullmatch(axis)):
+        raise WhaleError(
+            f"split(axis={shown(axis)}): expected the name of one logical dimension, "
+            "of letters, digits, '_', '-' and '.', starting with a letter, such as "
+            "'mlp'."
+        )
+    return _annotation(
+        "split", axis=axis, devices=_positive("split", "devices", devices)
+    )
+
+
+def stage(devices: int | None = None) -> Annotation:
+    """Mark a region as one pipeline stage, on devices of its own.
+
+    It stands inside a ``pipeline``.
+
+    Args:
+        devices: how many devices the stage uses inside one copy of the model.
+
+    Returns:
+        A context manager that is also a decorator.
+
+    Raises:
+        WhaleError: ``devices`` is not a positive integer.
+
+    >>> stage()
+    wh.stage()
+    """
+    return _annotation("stage", devices=_positive("stage", "devices", devices))
+
+
+def pipeline(
+    num_stages: int | None = None,
+    num_micro_batches: int | None = None,
+    schedule: str = "auto",
+) -> Annotation:
+    """Mark a region whose stages are scheduled as a pipeline.
+
+    Args:
+        num_stages: how many stages to find where none is marked inside.
+        num_micro_batches: into how many parts the batch is cut.
+        schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` does all forwards
+            first, ``"1f1b"`` alternates and holds fewer activations, ``"1f1b-ahead"``
+            holds one more and hides transfers, ``"interleaved"`` puts several parts of
+            the model on each stage, ``"zb-h1"`` splits the backward (estimates do not
+            weigh it). One program for all stages runs the first two; the others take
+            stages with programs of their own.
+
+    Returns:
+        A context manager that is also a decorator.
+
+    Raises:
+        WhaleError: a count is not a positive integer or the schedule is unknown.
+
+    >>> pipeline(num_stages=2)
+    wh.pipeline(num_stages=2)
+    """
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        known = ", ".join(repr(name) for name in SCHEDULES)
+        raise WhaleError(
+            f"pipeline(schedule={shown(schedule)}): no such schedule; expected one of "
+            f"{known}."
+        )
+    return _annotation(
+        "pipeline",
+        num_stages=_positive("pipeline", "num_stages", num_stages),
+        num_micro_batches=_positive("pipeline", "num_micro_batches", num_micro_batches),
+        schedule=None if schedule == "auto" else schedule,
+    )
+
+
+def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
+    """Why ``inner`` may not stand inside ``outer``, or None where it may.
+
+    Args:
+        outer: the open marks, outermost first.
+        inner: the mark to be opened.
+
+    >>> nesting_problem((), Mark(kind="split")) is None
+    True
+    """
+    kinds = [mark.kind for mark in outer]
+    culprit: Mark | None = None
+    if "split" in kinds and inner.kind != "split":
+        culprit = outer[kinds.index("split")]
+    elif "stage" in kinds and inner.kind in ("replicate", "pipeline", "stage"):
+        culprit = outer[kinds.index("stage")]
+    elif "pipeline" in kinds and inner.kind == "pipeline":
+        culprit = outer[kinds.index("pipeline")]
+    if culprit is not None:
+        return (
+            f"{inner} stands inside {culprit}, which is not allowed: annotations nest "
+            f"as {ALLOWED_NESTING}. Leave {culprit.kind} before entering {inner.kind}, "
+            "or remove one of the two."
+        )
+    if inner.kind == "stage" and "pipeline" not in kinds:
+        around = f"inside {outer[-1]}, with" if outer else "with"
+        return (
+            f"{inner} stands {around} no pipeline around it: annotations nest as "
+            f"{ALLOWED_NESTING}. Put `with wh.pipeline():` around the stages."
+        )
+    return None
+
+
+def scope_name(mark: Mark) -> str:
+    """The name of the scope that an annotation opens.
+
+    >>> scope_name(Mark(kind="split", attributes=(("axis", "mlp"),)))
+    'wh.split[axis=mlp]'
+    """
+    inner = ";".join(f"{name}={text}" for name, text in mark.attributes)
+    return f"wh.{mark.kind}[{inner}]"
+
+
+def parse_scope(text: str) -> Mark | None:
+    """The mark in one component of a name stack, or None where it holds none.
+
+    JAX wraps the names of transformed code, as in ``jvp(wh.split[])``.
+
+    >>> parse_scope("transpose(jvp(wh.split[axis=mlp;devices=4]))")
+    Mark(kind='split', attributes=(('axis', 'mlp'), ('devices', '4')))
+    >>> parse_scope("MlpBlock_0") is None
+    True
+    """
+    found = _SCOPE.search(text)
+    if found is None:
+        return None
+    kind, inner = found.groups()
+    pairs = [part.partition("=") for part in inner.split(";") if part]
+    return Mark(
+        kind=_mark_kind(kind),
+        attributes=tuple(sorted((name, value) for name, _, value in pairs)),
+    )
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """Collect the marks that are entered in this thread while it is open."""
+    record = Recording()
+    token = _recording.set(record)
+    try:
+        yield record
+    finally:
+        _recording.reset(token)
+
+
+def _mark_kind(text: str) -> MarkKind:
+    kinds: dict[str, MarkKind] = {
+        "replicate": "replicate",
+        "split": "split",
+        "stage": "stage",
+        "pipeline": "pipeline",
+    }
+    return kinds[text]
+
+
+def _annotation(kind: MarkKind, **arguments: int | str | None) -> Annotation:
+    given = {name: str(value) for name, value in arguments.items() if value is not None}
+    return Annotation(Mark(kind=kind, attributes=tuple(sorted(given.items()))))
+
+
+def _positive(kind: str, name: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    if callable(value):
+        raise WhaleError(
+            f"@wh.{kind} stands over {getattr(value, '__name__', shown(value))!r} as "
+            f"its {name}; a mark is called before it decorates: @wh.{kind}()."
+        )
+    if not isinstance(value, int) or not is_whole(value, 1):
+        raise WhaleError(
+            f"{kind}({name}={shown(value)}): expected a positive integer, or nothing "
+            "to let the planner choose."
+        )
+    return value
+
+
+def _numbered(mark: Mark, outer: tuple[_OpenMark, ...]) -> Mark:
+    """A stage with its place inside the enclosing pipeline; other marks unchanged."""
+    if mark.kind != "stage":
+        return mark
+    inside = next(o for o in reversed(outer) if o.mark.kind == "pipeline")
+    ordinal = inside.stages
+    inside.stages += 1
+    return Mark(
+        kind="stage",
+        attributes=tuple(sorted((*mark.attributes, ("i", str(ordinal))))),
+    )

@@ -1,0 +1,562 @@
+"""Which executor a plan is made for: one program, or stages, alike or apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from whalejax import _compat
+from whalejax.api.fixed_axes import EVEN, Uneven, check_mesh
+from whalejax.capture import Captured
+from whalejax.capture.layer_scan import Unshared, stack_of
+from whalejax.capture.programs import Programs
+from whalejax.capture.units import units_of
+from whalejax.meshes import Cluster
+from whalejax.meshes.errors import warn
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.program_cut import FlowsBackwards
+from whalejax.planner.plan.build import KEPT_CANDIDATES
+from whalejax.planner.plan.estimate_only import foresee
+from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
+from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.spmd import decide
+from whalejax.planner.plan.stage_notes import (
+    beside,
+    evened,
+    lopsided,
+    merged,
+    uncut,
+)
+from whalejax.planner.plan.uneven_pipelines import decide_pipelines
+from whalejax.planner.plan.uneven_replicas import decide_shares
+from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import Known, check_marks
+from whalejax.planner.search.stage_cuts import TooFewParts, Whole
+from whalejax.planner.search.user_choices import Asked
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
+from whalejax.planner.terms import Remat
+
+
+ALIKE = "one program runs all stages in lockstep: their layers are one scan"
+"""Why a plan has this executor."""
+
+
+def decider(
+    programs: Programs,
+    request: Request,
+    *,
+    runnable: bool,
+    uneven: Uneven = False,
+    allow_idle: bool = False,
+) -> tuple[Callable[..., Plan], Request]:
+    """Who decides how a model runs.
+
+    Args:
+        programs: the loss, as written and otherwise.
+        request: what was asked for.
+        runnable: what cannot run is not wanted.
+        uneven: whether replicas take shares of their own, and which.
+        allow_idle: some devices may be left without work.
+
+    Returns:
+        The search, and what is asked of it: where there are stages, of the devices of
+        one.
+
+    Raises:
+        PlanError: what is asked of a pipeline contradicts itself or cannot run.
+    """
+    known = programs.known
+    if not runnable:
+        return functools.partial(foresee, known=known, spaces=programs.spaces), request
+    if _marked(programs.graph):
+        _check_widths(programs.graph)
+    if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
+        check_marks(programs.graph, request.num_devices)
+    asked, found = _asked(programs.graph, request)
+    mesh = dict(asked.mesh)
+    stages = mesh.pop(STAGE, 1)
+    if request.num_devices == 1 and STAGE not in (request.mesh or {}):
+        stages, found = 1, False  # One device runs a marked model as it is.
+    if mesh and stages > 1 and request.num_devices % stages == 0:
+        # The stages may be those of marks, of which the mesh that was given says none.
+        check_mesh(asked.mesh, request.num_devices, allow_idle, PLANNED_AXES)
+    request = dataclasses.replace(
+        request, mesh=mesh, num_micro_batches=asked.num_micro_batches
+    )
+    if found and isinstance(uneven, tuple):
+        raise PlanError(
+            f"shares is {list(uneven)}, and how many stages there are is to be found: "
+            "micro-batches are shared out between pipelines of a known number of "
+            "stages. Give num_stages, or the axis stage in mesh"
+        )
+    staging = _Staging(programs.captured, asked, uneven)
+    if found or stages > 1:
+        search = staging.of_any_number if found else staging
+        return functools.partial(_said, search), request
+    search = _without_stages(staging, request, known)
+    named = STAGE in pinned_axes(programs.graph) and STAGE not in asked.mesh
+    if named and not isinstance(uneven, tuple):
+        return functools.partial(staging.of_named, search), request
+    return search, request
+
+
+def _without_stages(
+    staging: _Staging, request: Request, known: Known
+) -> Callable[..., Plan]:
+    """The search where nobody asks for stages."""
+    uneven = staging.uneven
+    if not uneven:
+        return functools.partial(decide, known=known)
+    shares = functools.partial(
+        decide_shares,
+        asked=uneven if isinstance(uneven, tuple) else None,
+        even=uneven == EVEN,
+        decide=decide,
+        known=known,
+    )
+    fixed = staging.asked.mesh or request.zero or request.offload
+    open_choice = uneven is True and not fixed
+    return staging.or_shares(shares) if open_choice else shares
+
+
+MOST_STAGES = 16
+"""That are weighed where nobody asks for any."""
+
+SURE = 0.1
+"""By which part of its time a pipeline has to be faster than replicas, where nobody
+asks for one: predictions of the two are no closer to each other."""
+
+
+FIRST_TIME = {"none": 1.0, "dots": 0.9, "full": 0.75}
+"""The least part of a step's work that is left where nothing is computed again: the
+forward products are one in three, and what is no product is less."""
+
+
+class _Staging:
+    """Plans in stages, by the executor that can run them.
+
+    Attributes:
+        captured: the loss.
+        asked: the pipeline that is asked for.
+        uneven: whether several pipelines side by side may take unlike shares, or those
+            that are asked for.
+        known_seconds: of a step in a plan that there is already.
+    """
+
+    def __init__(self, captured: Captured, asked: Asked, uneven: Uneven) -> None:
+        self.captured = captured
+        self.asked = asked
+        self.uneven: Uneven = uneven
+        self.known_seconds = math.inf
+        self.traced = functools.cache(self._traced)
+
+    def __call__(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """The plan of as many stages as are asked for: the fastest of those there are.
+
+        Where devices are unlike, that is one pipeline or several side by side.
+        """
+        alone = functools.partial(self.alone, graph, cluster, request, **options)
+        if not self.uneven or self.uneven == EVEN:
+            return alone()
+        several = functools.partial(
+            decide_pipelines,
+            graph,
+            cluster,
+            request,
+            stages=self.asked.mesh[STAGE],
+            decide=lambda part, one: self.apart(graph, part, one, **options),
+        )
+        if isinstance(self.uneven, tuple):
+            return several(asked=self.uneven)
+        found, problem = _made(alone)
+        least = min(self.known_seconds, *map(_seconds, found), math.inf)
+        more, other = _made(functools.partial(several, asked=None, known_seconds=least))
+        more = [plan for plan in more if plan.num_devices == request.num_devices]
+        return _fastest([*found, *more], problem or other)
+
+    def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
+        """Replicas, or pipelines where these are clearly faster or all that fits.
+
+        Args:
+            shares: makes the plan of replicas.
+        """
+
+        def found(
+            graph: Graph, cluster: Cluster, request: Request, **options: Any
+        ) -> Plan:
+            given = graph, cluster, request
+            plans, problem = _made(functools.partial(shares, *given, **options))
+            if plans and not _may_gain(plans[0]):
+                return plans[0]
+            if problem and request.num_devices < cluster.num_devices:
+                raise problem
+            known = min(map(_seconds, plans), default=math.inf)
+            each = [
+                functools.partial(self._of(n, known), *given, **options)
+                for n in _whole_stages(cluster, request.num_devices)
+                if not plans or self._may_be_faster(n, plans[0])
+            ]
+            staged, _ = _made(*each)
+            clearly = [
+                plan
+                for plan in staged
+                if not plans
+                or plan.time.step_seconds * (1 + SURE) < plans[0].time.step_seconds
+            ]
+            best = min(clearly or plans, key=_seconds, default=None)
+            return _fastest([*plans, *staged], problem, best)
+
+        return found
+
+    def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
+        """Whether as many stages may be clearly faster than replicas.
+
+        An estimate: the largest part that cannot be cut lies on one stage, were that
+        of the fastest devices, and takes its share of what replicas compute.
+        """
+        part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
+        time = replicas.time
+        busy = (time.compute_seconds + time.launch_seconds) * _first_time(replicas)
+        return busy * max(1.0, part) * (1 + SURE) < time.step_seconds
+
+    def _of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
+        """The same, for a number of stages."""
+        asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
+        found = _Staging(self.captured, asked, self.uneven)
+        found.traced = self.traced
+        found.known_seconds = known_seconds
+        return found
+
+    def alone(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """One pipeline of all devices."""
+        asked, marked = self.asked, bool(_marked(self.captured.graph))
+        why = _why_apart(self.captured, asked, marked, cluster)
+        if why is None:
+            plan = decide_stages(graph, cluster, request, piped=asked, **options)
+            return dataclasses.replace(plan, notes=(*plan.notes, ALIKE))
+        return self._with_programs(why, graph, cluster, request, asked, **options)
+
+    def apart(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """The plan of one of several pipelines side by side."""
+        asked = dataclasses.replace(self.asked, schedule=self.asked.schedule or "1f1b")
+        if asked.schedule == "interleaved":
+            raise PlanError(
+                "the schedule interleaved takes whole rounds of micro-batches, and "
+                "pipelines side by side take any number. Take another schedule"
+            )
+        why = "pipelines side by side take micro-batches of their own", ""
+        return self._with_programs(why, graph, cluster, request, asked, **options)
+
+    def _with_programs(
+        self,
+        why: tuple[str, str],
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        asked: Asked,
+        **options: Any,
+    ) -> Plan:
+        """The plan of stages with programs of their own, for some reason.
+
+        ``why`` is the reason, and what lets one program run them all, if anything does.
+        """
+        reason, remedy = why
+        marked = bool(_marked(self.captured.graph))
+        try:
+            plan = decide_mpmd(
+                graph,
+                cluster,
+                request,
+                piped=asked,
+                traced=self.traced,
+                marked=marked,
+                **options,
+            )
+        except TooFewParts as error:
+            raise TooFewParts(_neither(str(error), reason, remedy)) from None
+        uneven = uncut(graph, plan)
+        notes = [f"{uneven}. {evened(remedy)}"] if uneven else []
+        if not uneven and (said := lopsided(plan, marked=marked)):
+            notes.append(said)
+        said = "" if uneven or not remedy else f". {remedy}"
+        notes.append(f"stages have programs of their own: {reason}{said}")
+        return dataclasses.replace(plan, notes=(*plan.notes, *notes))
+
+    def of_any_number(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """The fastest plan of any number of stages."""
+        found, problem = self._each_number(graph, cluster, request, **options)
+        if not found:
+            raise PlanError(
+                f"no number of stages that {request.num_devices} devices divide into "
+                f"can be had: {problem or 'a pipeline needs two'}"
+            ) from problem
+        return _fastest(found, problem)
+
+    def of_named(
+        self,
+        search: Callable[..., Plan],
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        **options: Any,
+    ) -> Plan:
+        """The fastest plan that obeys most of the axes that the metadata names.
+
+        Args:
+            search: makes the plan without stages.
+            graph, cluster, request, options: as for any search.
+        """
+        named = pinned_axes(graph)
+        layers = {t.path for t in graph.params if (0, STAGE) in pins_of(t)}
+        made, _ = self._each_number(graph, cluster, request, **options)
+        found = [
+            plan
+            for plan in made
+            if any(
+                leaf.path in layers and STAGE in leaf.param_spec[0]
+                for leaf in plan.leaves
+            )
+        ]
+        problem = None
+        if not found or len(named) > 1:
+            plain = functools.partial(search, graph, cluster, request, **options)
+            others, problem = _made(plain)
+            found += others
+
+        def obeyed(plan: Plan) -> int:
+            return sum(plan.axis_sizes.get(axis, 1) > 1 for axis in named)
+
+        most = max(map(obeyed, found), default=0)
+        return _fastest([plan for plan in found if obeyed(plan) == most], problem)
+
+    def _each_number(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> tuple[list[Plan], PlanError | None]:
+        """Plans of each number of stages, and the first reason why one is none."""
+        counts = [n for n in divisors(request.num_devices) if n > 1]
+        each = [
+            functools.partial(self._of(n), graph, cluster, request, **options)
+            for n in counts
+        ]
+        return _made(*each)
+
+    def _traced(self, remat: Remat) -> Whole:
+        program = self.captured.with_remat(remat) if remat else self.captured
+        return Whole(graph=program.graph, units=units_of(program))
+
+
+def _made(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
+    """The plans that can be made, and the first reason why one cannot."""
+    found: list[Plan] = []
+    problem: PlanError | None = None
+    for make in each:
+        try:
+            found.append(make())
+        except PlanError as error:
+            problem = problem or error
+    return found, problem
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.time.step_seconds
+
+
+def _may_gain(replicas: Plan) -> bool:
+    """Whether a pipeline may be clearly faster: by what is no work of the model's."""
+    time = replicas.time
+    others = time.step_seconds - time.compute_seconds - time.launch_seconds
+    short = bool(replicas.remat or replicas.offload)
+    return short or others * (1 + SURE) > time.step_seconds * SURE
+
+
+def _first_time(plan: Plan) -> float:
+    """The least part of its work that is not done again in the backward pass."""
+    return min((FIRST_TIME.get(p, 0.75) for _, p in plan.remat), default=1.0)
+
+
+def _speed_of_fastest(replicas: Plan, stages: int) -> float:
+    """What the fastest devices, as many as hold a stage, do of a step's work."""
+    shares = sorted(replicas.shares, reverse=True)
+    whole, rest = divmod(len(shares), stages)
+    fastest = sum(shares[:whole]) + shares[whole] * rest / stages
+    return fastest / sum(shares)
+
+
+def _largest_part(program: Whole) -> float:
+    """The share of all products' work in the largest part that nothing cuts."""
+    starts = sorted(program.units.borders.values())
+    work = [0] * (len(starts) + 1)
+    for op in program.graph.ops:
+        unit = program.units.unit_at(op.position)
+        if unit is not None:
+            work[bisect_right(starts, unit)] += op.flops * op.trip
+    return max(work) / max(1, sum(work))
+
+
+def _fastest(
+    found: Sequence[Plan], problem: PlanError | None, best: Plan | None = None
+) -> Plan:
+    """The fastest plan, which remembers the others.
+
+    Args:
+        found: the plans.
+        problem: why there is none.
+        best: that is taken; the fastest if left out.
+    """
+    if not found:
+        assert problem is not None
+        raise problem
+    taken = best or min(found, key=_seconds)
+    others = sorted(
+        (
+            dataclasses.replace(c, verdict=beside(c.step_seconds, _seconds(taken)))
+            if c.fits
+            else c
+            for plan in found
+            for c in plan.candidates
+            if plan is not taken or c.verdict != "chosen"
+        ),
+        key=lambda c: (not c.fits, c.step_seconds),
+    )
+    chosen = [c for c in taken.candidates if c.verdict == "chosen"]
+    kept = (*chosen, *others[:KEPT_CANDIDATES])
+    return dataclasses.replace(taken, candidates=kept)
+
+
+def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
+    """The fewest stages that each lie on one kind, and twice as many."""
+    sizes = [
+        sum(node.count for node in nodes)
+        for _, nodes in itertools.groupby(cluster.nodes, lambda node: node.kind.name)
+    ]
+    least = devices // math.gcd(*sizes)
+    return [n for n in (least, 2 * least) if devices % n == 0 and n <= MOST_STAGES]
+
+
+def _marked(graph: Graph) -> set[int]:
+    """Numbers of the stages that the user marked."""
+    return {
+        int(mark.get("i") or 0)
+        for task_graph in graph.task_graphs
+        for mark in task_graph.marks
+        if mark.kind == "stage"
+    }
+
+
+def _asked(graph: Graph, request: Request) -> tuple[Asked, bool]:
+    """The pipeline that is asked for, and whether its stages are to be found."""
+    marked = _marked(graph)
+    asked = Asked.of(graph, request, SCHEDULES)
+    count = asked.mesh.get(STAGE)
+    if marked:
+        if len(marked) == 1 and (several := merged(graph)):
+            raise PlanError(several)
+        if len(marked) == 1:
+            raise PlanError(
+                "one stage is marked, and a pipeline needs two. A mark inside a scan "
+                "marks the whole loop: put marks around loops, or leave them out, and "
+                "give num_stages"
+            )
+        if count not in (None, len(marked)):
+            raise PlanError(
+                f"{len(marked)} stages are marked, and {count} are asked for. Drop "
+                "num_stages and the axis stage, or the marks"
+            )
+        mesh = {**asked.mesh, STAGE: len(marked)}
+        return dataclasses.replace(asked, mesh=mesh), False
+    pipelines = (m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline")
+    return asked, count is None and any(pipelines)
+
+
+def _check_widths(graph: Graph) -> None:
+    """Refuse stages of different numbers of devices."""
+    widths = {
+        str(mark): mark.devices
+        for task_graph in graph.task_graphs
+        for mark in task_graph.marks
+        if mark.kind == "stage" and mark.devices is not None
+    }
+    if len(set(widths.values())) > 1:
+        raise PlanError(
+            f"{', '.join(widths)}: stages have equally many devices so far. Leave "
+            "devices= out, or give all the same"
+        )
+
+
+def _why_apart(
+    captured: Captured, asked: Asked, marked: bool, cluster: Cluster
+) -> tuple[str, str] | None:
+    """Why stages have programs of their own; None where one program runs them all.
+
+    Returns:
+        The reason, and what lets one program run them, if anything does.
+    """
+    if marked:
+        return "marks say where the model is cut", ""
+    if not cluster.is_uniform:
+        return "devices are of several kinds, and one program runs on one kind", ""
+    try:
+        stack_of(captured)
+    except Unshared as error:
+        shared, remedy = error.reason, error.remedy
+    else:
+        shared = remedy = ""
+    if asked.schedule not in (None, *LOCKSTEP):
+        reason = (
+            f"one program for all stages does not follow {asked.schedule}, only "
+            f"{' and '.join(LOCKSTEP)}, which share out the layers of a scan; other "
+            "schedules take layers that are not in one"
+        )
+        return reason, "" if shared else f"Leave out the schedule {asked.schedule}"
+    if _compat.open_jaxpr(captured.jaxpr)[0].effects:
+        return (
+            "the loss prints or calls back, which one program for all stages would do "
+            "again in its backward pass, and in turns without a micro-batch"
+        ), ""
+    return (shared, remedy) if shared else None
+
+
+def _neither(apart: str, reason: str, remedy: str) -> str:
+    """That neither kind of stages can be had; first what has a remedy of its own."""
+    if remedy:
+        return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
+    return f"{apart.rstrip('.')}. One program for all stages: {reason}"
+
+
+def _said(
+    search: Callable[..., Plan], graph: Graph, *given: Any, **options: Any
+) -> Plan:
+    """The plan of stages that are asked for, with a warning where one does most."""
+    try:
+        plan = search(graph, *given, **options)
+    except TooFewParts as error:  # which is of use to searches only
+        raise PlanError(str(error)) from None
+    except FlowsBackwards as error:
+        if not (several := merged(graph)):
+            raise
+        raise PlanError(f"{error}\n{several}") from None
+    said = (uncut(graph, part) for part in plan.pipelines or (plan,))
+    for uneven in dict.fromkeys(filter(None, said)):
+        note = next((n for n in plan.notes if n.startswith(uneven)), "")
+        if note:
+            warn(note)
+    notes = filter(None, [merged(graph)])
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))

@@ -1,0 +1,388 @@
+"""Samples for a run: each process reads those that it gives, and no others."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+import jax
+import numpy as np
+
+from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.errors import WhaleError
+
+
+if TYPE_CHECKING:
+    from whalejax.runtime.train_step import TrainStep
+
+
+class Source(Protocol):
+    """Samples by number, as grain's data sources and lists have them."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, number: int, /) -> Any:
+        """A sample: a pytree of arrays without a batch dimension."""
+        ...
+
+
+class NotGiven(enum.Enum):
+    """Stands for an argument that is left out, where None is a value that it can have.
+
+    A state that was put together anew has None for its number of samples; taken for
+    nothing, that would begin again at the first sample.
+    """
+
+    NOT_GIVEN = enum.auto()
+
+
+class Feed:
+    """This process's part of every global batch, from samples by number or in a row.
+
+    Which samples make up a global batch depends on the seed and the step alone: not on
+    the number of processes, nor on who takes how many of them. So each sample is seen
+    once in an epoch, whatever shares do, and a run that is resumed goes on where it
+    was, also with another batch size: ``Feed(..., first_sample=state.samples)``.
+
+    A source without a length, such as a generator or one of grain's iterable datasets,
+    is read from its beginning by every process, which keeps its own samples; it must
+    give the same ones in the same order to all. To go on in the middle of it without
+    reading it again up to there, keep ``get_state()`` beside the checkpoint; that takes
+    an iterator with ``get_state`` and ``set_state``, as grain's have.
+
+    Attributes:
+        step: the number of the step that comes next.
+
+    Example:
+        >>> import numpy as np
+        >>> samples = [{"x": np.full(3, i)} for i in range(10)]
+        >>> feed = Feed(samples, 4, seed=None)
+        >>> [int(i) for i in next(iter(feed))["x"][:, 0]]
+        [0, 1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        source: Source | Iterable[Any],
+        batch_size: int,
+        step: TrainStep | None = None,
+        *,
+        seed: int | None = 0,
+        first: int = 0,
+        first_sample: int | None | NotGiven = NotGiven.NOT_GIVEN,
+        epochs: int | None = None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            source: the samples, pytrees of arrays without a batch dimension: by number,
+                or any iterable of them.
+            batch_size: of a global batch. What is left of an epoch when no whole batch
+                is left is not seen in that epoch.
+            step: whose batches they are; None gives whole global batches. Take a batch
+                when the step is about to be called: shares may have changed.
+            seed: of the order, another one in every epoch; None keeps the order. An
+                iterable's order is its own.
+            first: the step that comes next, counted from 0, all of this batch size.
+            first_sample: instead of it, how many samples were given before, whatever
+                the batch size was then: ``state.samples``, and not None, as a state
+                has it that lost the count. An epoch counts as many as it gives at this
+                batch size; where another one left out more of it or less,
+                ``get_state`` knows the place in a later epoch exactly.
+            epochs: after so many it ends; None goes on for ever, with an iterator that
+                can be read once until it ends.
+
+        Raises:
+            WhaleError: sizes that cannot be; every problem is listed.
+        """
+        problems = Arguments("Feed")
+        if isinstance(source, Mapping):
+            problems.add(
+                "source is a dictionary; expected samples in a list, or an iterable of "
+                "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
+            )
+        elif isinstance(source, str | bytes | type) or not (
+            _numbered(source) or _in_a_row(source)
+        ):
+            problems.refuse(
+                "source", source, "samples by number or an iterable of them"
+            )
+        sized = problems.whole("batch_size", batch_size, least=1)
+        if sized and not problems and _numbered(source) and batch_size > len(source):
+            problems.add(
+                f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
+                f"{len(source)}"
+            )
+        problems.whole("first", first, what="the number of a step")
+        if isinstance(first_sample, NotGiven):
+            first_sample = None
+        elif first_sample is None and not is_whole(first, 1):
+            problems.add(_LOST)
+        _check_beginning(problems, first, first_sample)
+        problems.whole("seed", seed, none=True)
+        problems.whole("epochs", epochs, none=True)
+        if step is not None and not _is_step(step):
+            problems.refuse("step", step, "what wh.compile gives, or None")
+        elif step is not None and sized:
+            for problem in _unlike(step, batch_size):
+                problems.add(problem)
+        problems.raise_if_any(WhaleError)
+        begins: int | None
+        first, begins = plain((first, first_sample))
+        self._source, self._size, self._step = source, int(batch_size), step
+        self._seed, self._epochs = plain((seed, epochs))
+        self._iterator: Iterator[Any] | None = None
+        self._epoch, self._read = 0, 0
+        self.step, self._shift = first, 0
+        if begins is not None:
+            self.step, self._shift = divmod(begins, self._size)
+        self._anchor = self._beginning(begins or 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._in_a_row() if not _numbered(self._source) else self._by_number()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where it stands, for ``set_state``: numbers, and what the source's are.
+
+        Raises:
+            WhaleError: the source's iterator cannot say where it stands.
+        """
+        if _numbered(self._source):
+            epoch, place = self._place()
+            return {"step": self.step, "epoch": epoch, "place": place}
+        if self._iterator is None:
+            start = {"step": self.step, "epoch": 0, "read": 0, "source": None}
+            return {**start, "shift": self._shift}
+        iterator: Any = self._iterator
+        if not hasattr(iterator, "get_state"):
+            raise WhaleError(
+                f"a {type(iterator).__name__} cannot say where it stands: it has "
+                "no get_state. Give Feed(..., first_sample=state.samples), which reads "
+                "the source again up to there, or samples by number"
+            )
+        return {
+            "step": self.step,
+            "epoch": self._epoch,
+            "read": self._read,
+            "source": iterator.get_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where another feed of the same source stood.
+
+        Args:
+            state: from ``get_state``; the other feed's batches may have been of another
+                size.
+
+        Raises:
+            WhaleError: it is of a source of another kind, or of none.
+        """
+        if not isinstance(state, Mapping) or "step" not in state:
+            raise WhaleError(
+                f"state is {shown(state)}; expected what get_state gave, with 'step'"
+            )
+        inner = state.get("source") is not None
+        needed = {"epoch"} if inner or "place" in state else set[str]()
+        needed |= {"read"} if inner else set()
+        numbers: dict[str, Any] = {}
+        problems = Arguments("state")
+        for name in ("step", "epoch", "read", "place", "shift"):
+            numbers[name] = state.get(name, None if name in needed else 0)
+            problems.whole(f"state[{name!r}]", numbers[name])
+        problems.raise_if_any()
+        numbers = plain(numbers)
+        self._iterator, self._epoch, self._read = None, 0, 0
+        self.step, self._shift = numbers["step"], numbers["shift"]
+        self._anchor = self._beginning(0)
+        if "place" in state:
+            self._anchor = self.step, numbers["epoch"], numbers["place"]
+        if inner:
+            iterator: Any = None if _numbered(self._source) else iter(self._source)
+            if not hasattr(iterator, "set_state"):
+                kind = type(self._source).__name__
+                raise WhaleError(
+                    "this state is of samples in a row whose iterator has set_state; "
+                    f"the source is a {kind}, which has none. Give the feed the source "
+                    "that the state is of"
+                )
+            iterator.set_state(state["source"])
+            self._iterator = iterator
+            self._epoch, self._read = numbers["epoch"], numbers["read"]
+
+    def _beginning(self, samples: int) -> tuple[int, int, int]:
+        """A step, and the epoch and the place in it of its first sample.
+
+        Args:
+            samples: given before it, all in batches of this size or of another.
+        """
+        if not samples or not _numbered(self._source):
+            return 0, 0, 0
+        whole = len(self._source) // self._size * self._size
+        return self.step, *divmod(samples, whole)
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch and the place in it of the first sample of the next batch."""
+        assert _numbered(self._source)
+        size, count = self._size, len(self._source)
+        step, epoch, place = self._anchor
+        done = self.step - step
+        if done < 0:  # Set back to before what is known: counted from the beginning.
+            step, epoch, place, done = 0, 0, 0, self.step
+        left = max(0, count - place) // size
+        if done < left:
+            return epoch, place + done * size
+        more, batch = divmod(done - left, count // size)
+        return epoch + 1 + more, batch * size
+
+    def _by_number(self) -> Iterator[Any]:
+        source = self._source
+        assert _numbered(source)
+        order: Sequence[int] | np.ndarray = range(len(source))
+        epoch = -1
+        while True:
+            now, place = self._place()
+            if self._epochs is not None and now >= self._epochs:
+                return
+            if now != epoch and self._seed is not None:
+                rng = np.random.default_rng([self._seed, now])
+                order, epoch = rng.permutation(len(source)), now
+            numbers = order[place : place + self._size]
+            rows = self._rows()
+            self.step += 1
+            samples = [source[int(numbers[row])] for row in rows]
+            yield _stacked(samples, source[0] if not samples else samples[0])
+
+    def _rows(self) -> Sequence[int]:
+        """The samples of a global batch that this process gives, in order."""
+        if self._step is None:
+            return range(self._size)
+        rows: list[int] = self._step.batch_rows().tolist()
+        return rows
+
+    def _in_a_row(self) -> Iterator[Any]:
+        while self._epochs is None or self._epoch < self._epochs:
+            fresh, began = self._iterator is None, self._read
+            if self._iterator is None:
+                self._iterator = iter(self._source)
+            # A step that was done before is read over, and not given again.
+            while (wanted := self._global()) is not None:
+                self._read += 1
+                if self._read > self.step:
+                    if self._shift:  # The batch begins within what was read.
+                        wanted = self._moved(wanted)
+                        if wanted is None:
+                            break
+                    self.step += 1
+                    rows = self._rows()
+                    samples = [wanted[row] for row in rows]
+                    yield _stacked(samples, wanted[0])
+            if fresh and self._read == began:
+                raise WhaleError(
+                    f"batch_size is {self._size}, and a {type(self._source).__name__} "
+                    "gave fewer samples, or was read before. Give a source that begins "
+                    "anew, or a smaller batch"
+                )
+            once = self._iterator is self._source
+            self._iterator, self._epoch = None, self._epoch + 1
+            if once:  # A generator, say: there is no more to be had of it.
+                return
+
+    def _moved(self, found: list[Any]) -> list[Any] | None:
+        """A batch without the samples that were given, and as many more behind it."""
+        assert self._iterator is not None
+        shift, self._shift = self._shift, 0
+        more = [*itertools.islice(self._iterator, shift)]
+        return [*found[shift:], *more] if len(more) == shift else None
+
+    def _global(self) -> list[Any] | None:
+        """The next global batch, or None where the source has no whole one."""
+        assert self._iterator is not None
+        found = [*itertools.islice(self._iterator, self._size)]
+        return found if len(found) == self._size else None
+
+
+def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:
+    """Refuse a sample to begin at that is no number, or that a step contradicts."""
+    problems.whole(
+        "first_sample", first_sample, none=True, what="the number of a sample"
+    )
+    if is_whole(first, 1) and first_sample is not None:
+        problems.add(
+            f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
+            "both say where to begin. Give one of them; "
+            "first_sample=state.samples is right with another batch size too"
+        )
+
+
+_LOST = (
+    "first_sample is None, which does not say where to begin: state.samples is None "
+    "where jax.tree.map or another function has put the state together anew. Keep the "
+    "number with dataclasses.replace(new, samples=state.samples), give int(state.step) "
+    "* batch_size if all steps took as many samples, or leave first_sample out, which "
+    "begins at the first"
+)
+
+
+def _numbered(source: Any) -> TypeGuard[Source]:
+    """Samples can be had by number."""
+    return hasattr(source, "__getitem__") and _has_length(source)
+
+
+def _is_step(step: Any) -> TypeGuard[TrainStep]:
+    """Whether it says whose batches they are."""
+    return all(hasattr(step, name) for name in ("batch_rows", "batch_axes", "plan"))
+
+
+def _in_a_row(source: Any) -> bool:
+    """Samples can be had one after the other."""
+    single = getattr(source, "ndim", 1) == 0  # an array of no dimension
+    known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
+    return known and not single
+
+
+def _has_length(source: Any) -> bool:
+    """Whether it has a length: arrays of no dimension have the method alone."""
+    try:
+        len(source)
+    except TypeError:
+        return False
+    return True
+
+
+def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:
+    """What keeps a step from taking such batches."""
+    if {*step.batch_axes} - {0}:
+        yield (
+            "samples are put together along dimension 0, and this step has batch "
+            f"dimensions {list(step.batch_axes)}. Give it global batches yourself"
+        )
+        return
+    planned = {
+        leaf.shape[axis]
+        for leaf, axis in zip(step.plan.batch, step.batch_axes, strict=True)
+        if axis is not None
+    }
+    if planned != {batch_size}:
+        sizes = ", ".join(map(str, sorted(planned)))
+        yield f"batch_size is {batch_size}; the plan is for {sizes}"
+
+
+def _stacked(samples: Sequence[Any], like: Any) -> Any:
+    """Samples, one behind the other; of none, the shapes are those of any."""
+    if not samples:
+        return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)
+    return jax.tree_util.tree_map_with_path(_stack, *samples)
+
+
+def _stack(path: Any, *leaves: Any) -> Any:
+    shapes = dict.fromkeys(map(np.shape, leaves))
+    if len(shapes) > 1:
+        raise WhaleError(
+            f"samples of one batch have {jax.tree_util.keystr(path) or 'arrays'} of "
+            f"unlike shapes: {', '.join(map(str, shapes))}. Pad or cut them to one"
+        )
+    return np.stack(leaves)

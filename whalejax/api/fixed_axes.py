@@ -1,0 +1,156 @@
+"""Mesh axes and shares that a user fixes, checked before anything is searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import BatchReduction
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.sharding.layout import MESH_AXES
+
+
+EVEN: Literal["even"] = "even"
+"""Shares that are all alike."""
+
+Uneven = bool | Literal["even"] | tuple[int, ...]
+"""Whether replicas take shares of their own: alike, or those that are asked for."""
+
+
+def check_mesh(
+    mesh: Mapping[str, int],
+    num_devices: int,
+    allow_idle: bool,
+    axes: Sequence[str],
+) -> None:
+    """Refuse sizes of mesh axes that no mesh of so many devices has.
+
+    Args:
+        mesh: what the user fixes.
+        num_devices: there are.
+        allow_idle: some may be left without work.
+        axes: those that the search gives sizes to where they are left open.
+
+    Raises:
+        PlanError: which axis, the numbers, and what would do.
+    """
+    if not isinstance(mesh, Mapping):
+        raise PlanError(
+            f"mesh is {shown(mesh)}; expected sizes by axis, such as {{'tensor': 2}}"
+        )
+    problems = Problems("wh.plan(mesh=…)")
+    for axis, size in mesh.items():
+        if axis not in MESH_AXES:
+            problems.add(
+                f"there is no mesh axis {shown(axis)} to fix; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
+        elif not isinstance(size, int) or not is_whole(size, 1):
+            problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")
+    problems.raise_if_any(PlanError)
+    used = math.prod(mesh.values())
+    shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    ways = f"{num_devices} = {_products(num_devices, len(mesh))}"
+    if used > num_devices:
+        raise PlanError(
+            f"{shape} needs {used} devices; there are {num_devices}. {ways}"
+        )
+    all_fixed = all(axis in mesh for axis in axes)
+    idle = num_devices % used or (all_fixed and used != num_devices)
+    if idle and not allow_idle:
+        raise PlanError(
+            f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
+            "on purpose: allow_idle=True (--allow-idle)"
+        )
+
+
+def idle_note(plan: Plan) -> list[str]:
+    """What is said of devices that a plan leaves without work.
+
+    Args:
+        plan: on the first devices of its cluster.
+    """
+    used, total = plan.num_devices, plan.cluster.num_devices
+    if used == total:
+        return []
+    which = f"device {used}" if used == total - 1 else f"devices {used} to {total - 1}"
+    number = total - used
+    return [
+        f"{number} of {total} devices {'is' if number == 1 else 'are'} left idle: "
+        f"{which}, in node order (they count from 0)"
+    ]
+
+
+def uneven_shares(
+    shares: Any,
+    *,
+    mixed: bool,
+    runnable: bool,
+    allow_idle: bool,
+    synced: bool,
+) -> Uneven:
+    """Whether replicas take shares of their own, and which.
+
+    Args:
+        shares: what the user gives; ``plan_options`` has checked its type.
+        mixed: devices are of several kinds.
+        runnable: what cannot run is not wanted.
+        allow_idle: some devices may be left without work.
+        synced: the whole batch is one micro-batch, for statistics that are its own.
+
+    Raises:
+        PlanError: shares that are none, or that something else rules out.
+    """
+    apart = mixed and runnable  # One program runs on one kind.
+    if shares is None:
+        return apart
+    if isinstance(shares, str):
+        return EVEN if apart else False
+    if not runnable or allow_idle:
+        other = "allow_idle=True" if allow_idle else "runnable=False"
+        raise PlanError(f"shares cannot be given with {other}. Drop one of them")
+    asked = tuple(k.item() if isinstance(k, np.integer) else k for k in shares)
+    if synced and len(asked) > 1:
+        raise PlanError(
+            "sync_batch_stats=True takes the global batch as one micro-batch, and "
+            f"shares={list(asked)!r:.60} deals several out. Drop one of them"
+        )
+    return asked
+
+
+def _products(number: int, parts: int) -> str:
+    """The first ways to write a number as a product, for a message."""
+    from whalejax.meshes.jax_mesh import factorizations
+
+    ways = factorizations(number, max(2, parts))[:4]
+    return ", ".join("×".join(map(str, way)) for way in ways)
+
+
+def synced(
+    given: int | None, reductions: Sequence[BatchReduction], *marked: str
+) -> int:
+    """The one micro-batch of which all statistics are those of the global batch.
+
+    Args:
+        given: micro-batches that the user fixes, or None.
+        reductions: what is computed per micro-batch.
+        marked: micro-batches that marks fix, as text.
+
+    Raises:
+        PlanError: some of them fix another number.
+    """
+    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
+    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
+        if count not in (None, 1):
+            raise PlanError(
+                "sync_batch_stats=True asks for statistics of the global batch, and "
+                f"num_micro_batches={count}{where} computes them in parts ({places}). "
+                "Drop one of the two"
+            )
+    return 1

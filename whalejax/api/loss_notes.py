@@ -1,0 +1,84 @@
+"""Notes of a plan on what a loss does, beside those of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.capture import Captured
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.terms import NO_EFFECT, Remat, remat_words
+
+
+def loss_notes(captured: Captured, found: Plan) -> list[str]:
+    """State that samples change, axes that the loss names, and what is averaged.
+
+    Args:
+        captured: the loss.
+        found: its plan.
+    """
+    changing = _changing_note(captured.changing, found.num_micro_batches)
+    numbering = _numbering_note(captured.numbering, found.num_micro_batches)
+    axes = _axes_note(captured.axes)
+    return [*changing, *numbering, *axes, *_averaged_note(captured, found)]
+
+
+def _changing_note(paths: Sequence[str], count: int) -> list[str]:
+    """State that samples change, where a step has several micro-batches."""
+    if not paths or count == 1:
+        return []
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return [
+        f"{', '.join(paths[:3])}{more}: not trained, and changed by the batch or by "
+        f"random numbers, so {count} times a step, with every micro-batch, as on one "
+        "device with as much accumulation; num_micro_batches=1 changes it once"
+    ]
+
+
+def _numbering_note(paths: Sequence[str], count: int) -> list[str]:
+    """What a micro-batch makes of arrays whose numbers are of samples."""
+    if not paths:
+        return []
+    who = f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no samples"
+    if count == 1:
+        return [
+            f"{who}, and the loss looks samples up by number: one micro-batch is "
+            "taken, for a part of the samples would be given all numbers"
+        ]
+    return [
+        f"{who}, and the loss looks samples up by number: each of the {count} "
+        f"micro-batches is given all numbers and 1/{count} of the samples, so that "
+        "what is looked up elsewhere is missing; num_micro_batches=1 has all of it"
+    ]
+
+
+def _axes_note(names: Sequence[str]) -> list[str]:
+    """Axes that the loss names, and what they stand for."""
+    return [
+        f'the loss names the axis "{name}": it stands for all samples of a '
+        "micro-batch, so that pmean and psum over it change nothing"
+        for name in names
+    ]
+
+
+def _averaged_note(captured: Captured, found: Plan) -> list[str]:
+    """Numbers of which micro-batches report the mean, perhaps unlike one device."""
+    count = found.num_micro_batches
+    if not found.runnable or count == 1 or not (averaged := captured.apart().averaged):
+        return []
+    why = "; ".join(dict.fromkeys(value.why for _, value in averaged))
+    return [
+        f"{', '.join(name for name, _ in averaged)}: reported as the mean over the "
+        f"{count} micro-batches, from which the whole batch's value may differ ({why})"
+        "; wh.Aux(means={...}) says that the mean is meant, and num_micro_batches=1 "
+        "reports the whole batch's"
+    ]
+
+
+def remat_note(asked: Remat, found: Plan) -> list[str]:
+    """That a policy changes nothing, where it does not."""
+    if not asked or found.remat:
+        return []
+    return [
+        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
+        "itself puts them into jax.checkpoint or another call that is kept as it is"
+    ]

@@ -1,0 +1,260 @@
+"""``wh.search``: the plans of one model on several clusters, best first.
+
+The model is traced once; every cluster then takes a search of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import optax
+
+from whalejax.api.plan import Asked, ask, parsed_cluster, plan
+from whalejax.api.search_result import Found, Refused, Weighed
+from whalejax.meshes import Cluster
+from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.progress_events import tell
+from whalejax.meshes.texts import visible
+from whalejax.planner.entries import Candidate
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
+from whalejax.planner.search.ranking import best_first
+from whalejax.planner.sharding.layout import MESH_AXES, STAGE
+
+
+def search(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    clusters: Sequence[Cluster | str],
+    optimizer: optax.GradientTransformation | None = None,
+    prices: Mapping[str, float] | None = None,
+    each: int = 1,
+    **options: Any,
+) -> Found:
+    """Plan a training step on several clusters, and rank what was found.
+
+    Args:
+        loss_fn, model, batch, optimizer: as for ``wh.plan``.
+        clusters: clusters, or their texts such as ``"h100:8"``.
+        prices: of one device for an hour, by the name of its kind such as ``"h100"``,
+            all in one currency; then steps have prices. A kind whose cluster file gives
+            ``price_per_hour`` needs none.
+        each: at most so many plans of each cluster, on different meshes.
+        options: what else ``wh.plan`` takes, such as ``precision="bf16"``. With a fixed
+            ``num_micro_batches`` a device may take more samples at a time on one
+            cluster than on another; ``notes`` of what is found say so.
+
+    Returns:
+        The plans, fastest step first; ``print`` shows a table. Clusters on which
+        nothing fits are listed with what they lack.
+
+    Raises:
+        WhaleError: what was given cannot be used; every problem is listed.
+        PlanError: there is no plan on any of the clusters; each says why.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import whalejax as wh
+    >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    >>> found = wh.search(lambda net, x: (x @ net["w"]).mean(), net, x,
+    ...                   clusters=["h100:8", "v5p:2x2x1"], prices={"h100": 2.0})
+    >>> len(found), found[0].cluster.num_devices in (4, 8)
+    (2, True)
+    """
+    places = _places(clusters, {} if prices is None else prices, each, options)
+    question = ask(
+        loss_fn, model, batch, optimizer=optimizer, cluster=places[0][1], **options
+    )
+    return search_on(question, places, each)
+
+
+def search_on(
+    question: Asked, places: Sequence[tuple[str, Cluster]], each: int
+) -> Found:
+    """``search`` of what was asked of one cluster, on all of them.
+
+    Args:
+        question: its cluster is replaced.
+        places: names and clusters.
+        each: at most so many plans of each.
+
+    Raises:
+        PlanError: there is no plan on any of them.
+    """
+    plans: list[tuple[str, Plan]] = []
+    first: list[tuple[str, Plan]] = []
+    refused: list[Refused] = []
+    for name, cluster in places:
+        tell(f"turning to {name}")
+        try:
+            best = question.again(cluster=cluster)
+        except PlanError as problem:
+            refused.append(Refused(name=name, cluster=cluster, problem=problem))
+            continue
+        first.append((name, best))
+        plans += [(name, one) for one in (best, *_others(best, each - 1))]
+    refused.sort(key=lambda one: one.lacks_bytes or math.inf)
+    if not plans:
+        raise _nowhere(refused)
+    plans = best_first(
+        plans,
+        seconds=lambda pair: pair[1].time.step_seconds,
+        ties=lambda pair: (
+            pair[1].memory.total_bytes,
+            pair[1].time.communication_seconds,
+        ),
+    )
+    return Found(
+        plans=tuple(one for _, one in plans),
+        names=tuple(name for name, _ in plans),
+        refused=tuple(refused),
+        weighed=tuple(_weighed(first, plans)),
+        notes=_notes(question, first),
+    )
+
+
+def _notes(question: Asked, first: Sequence[tuple[str, Plan]]) -> tuple[str, ...]:
+    """What keeps the plans of several clusters from being compared as they are."""
+    asked = question.num_micro_batches
+    if asked is None:
+        return ()
+    return unlike_note(asked, {name: samples_at_a_time(one) for name, one in first})
+
+
+def _weighed(
+    first: Sequence[tuple[str, Plan]], plans: Sequence[tuple[str, Plan]]
+) -> Iterable[Weighed]:
+    """Every candidate of every cluster, with its plan where there is one."""
+    places = {(name, _chosen(one)): i for i, (name, one) in enumerate(plans)}
+    for name, best in first:
+        for candidate in best.candidates:
+            yield Weighed(
+                name=name,
+                cluster=best.cluster,
+                candidate=candidate,
+                index=places.get((name, candidate.layout)),
+            )
+
+
+def _chosen(one: Plan) -> str:
+    return next((c.layout for c in one.candidates if c.verdict == "chosen"), "")
+
+
+def _others(best: Plan, count: int) -> list[Plan]:
+    """The plans of other meshes that were weighed and fit, best first."""
+    found: list[Plan] = []
+    tried = [mesh_of(c) for c in best.candidates if c.verdict == "chosen"]
+    for candidate in best.candidates:
+        mesh = mesh_of(candidate)
+        if len(found) >= count:
+            break
+        if not candidate.fits or mesh is None or mesh in tried:
+            continue
+        tried.append(mesh)
+        with contextlib.suppress(PlanError):  # not as it was fixed; others may be
+            found.append(best.what_if(mesh=mesh))
+    return found
+
+
+_AXIS = re.compile(rf"({'|'.join(MESH_AXES)}) ([0-9]+)")
+
+
+def mesh_of(candidate: Candidate) -> dict[str, int] | None:
+    """The mesh of a plan that was weighed, as ``wh.plan`` takes it.
+
+    Args:
+        candidate: says it in words, such as ``"data 2 × tensor 4, ZeRO-1"``.
+
+    Returns:
+        The sizes of all axes but ``stage`` where there are no stages; None where
+        stages have meshes of their own.
+    """
+    words = candidate.layout.partition(",")[0]
+    if "(" in words:
+        return None
+    sizes = {axis: int(size) for axis, size in _AXIS.findall(words)}
+    return {a: sizes.get(a, 1) for a in MESH_AXES if a != STAGE or a in sizes}
+
+
+def _places(
+    clusters: Sequence[Cluster | str],
+    prices: Mapping[str, float],
+    each: int,
+    options: Mapping[str, Any],
+) -> list[tuple[str, Cluster]]:
+    """The clusters with their names and prices, or every problem of what was given."""
+    problems = Arguments("wh.search")
+    known = list(inspect.signature(plan).parameters)[3:]
+    for name in options:
+        if name == "cluster":
+            problems.add("cluster= is wh.plan's; give clusters=, a list")
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            problems.add(f"there is no option {shown(name)}{hint}")
+    problems.whole("each", each, least=1)
+    if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
+        clusters, Sequence
+    ):
+        said = clusters.describe() if isinstance(clusters, Cluster) else shown(clusters)
+        problems.add(f"clusters is {said}; expected a list such as ['h100:8']")
+        clusters = []
+    elif not clusters:
+        problems.add("clusters is empty; expected some, such as ['h100:8']")
+    found: list[tuple[str, Cluster]] = []
+    for given in clusters:
+        try:
+            cluster = parsed_cluster(given)
+        except WhaleError as error:
+            problems.add(f"clusters: {error}")
+            continue
+        name = visible(given) if isinstance(given, str) else cluster.describe()
+        if name in (one for one, _ in found):
+            problems.add(f"{name} is given twice")
+        found.append((name, cluster))
+    _check_prices(prices, [cluster for _, cluster in found], problems)
+    problems.raise_if_any()
+    return [(name, cluster.with_prices(prices)) for name, cluster in found]
+
+
+def _check_prices(
+    prices: Mapping[str, float], clusters: Sequence[Cluster], problems: Problems
+) -> None:
+    if not isinstance(prices, Mapping):
+        problems.add(
+            f"prices is {shown(prices)}; expected prices of one device for an hour by "
+            'the name of its kind, such as {"h100": 2.5}'
+        )
+        return
+    kinds = list(dict.fromkeys(kind.name for c in clusters for kind in c.kinds))
+    for name, price in prices.items():
+        if not is_number(price) or not price > 0:
+            problems.add(
+                f"prices[{shown(name)}] is {shown(price)}; expected the price of one "
+                "device for an hour, above 0"
+            )
+        if clusters and name not in kinds:
+            problems.add(
+                f"prices has {shown(name)}, and the clusters have {', '.join(kinds)}"
+            )
+
+
+def _nowhere(refused: Sequence[Refused]) -> PlanError:
+    """The error where there is no plan on any cluster."""
+    texts = {str(one.problem) for one in refused}
+    if len(texts) == 1:
+        return refused[0].problem
+    problems = Problems("no plan on any of the clusters", PlanError)
+    for one in refused:
+        problems.add(f"{one.name}: {one.problem}")
+    return PlanError(problems.text())

@@ -1,0 +1,259 @@
+"""What ``wh.search`` found: plans on several clusters, best first.
+
+Plain data around plans, apart from the search because it needs no JAX: it can be
+printed, compared and written wherever a plan can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.planner.entries import Candidate
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.text_layout import (
+    Line,
+    check_lines,
+    paragraph,
+    plain,
+    table,
+)
+from whalejax.planner.plan.report.why import layout_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A cluster on which there is no plan.
+
+    Attributes:
+        name: the cluster, as it was asked for.
+        cluster: the same.
+        problem: why.
+    """
+
+    name: str
+    cluster: Cluster
+    problem: PlanError
+
+    @property
+    def lacks_bytes(self) -> int | None:
+        """Memory that the nearest plan lacks on a device; None if it is not memory."""
+        problem = self.problem
+        return problem.lacks_bytes if isinstance(problem, NothingFits) else None
+
+    @property
+    def reason(self) -> str:
+        """The least that is missing, or why there is no layout, in one line."""
+        problem = self.problem
+        if isinstance(problem, NothingFits):
+            return (
+                f"lacks {gigabytes(problem.lacks_bytes)} of "
+                f"{gigabytes(problem.of_bytes)} {problem.what} on each device; "
+                f"nearest: {problem.nearest}"
+            )
+        return " ".join(str(problem).split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """A plan that was weighed on one of the clusters, and what it costs.
+
+    Attributes:
+        name: the cluster, as it was asked for.
+        cluster: the same.
+        candidate: layout, predicted time and memory by term, and the verdict.
+        index: of the plan of this layout in what was found, or None where it was
+            weighed only.
+    """
+
+    name: str
+    cluster: Cluster
+    candidate: Candidate
+    index: int | None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory of a device, the smallest one's where they differ."""
+        return self.cluster.memory_bytes
+
+    @property
+    def step_price(self) -> float | None:
+        """Price of one step; None where a kind of device has no price."""
+        return _price(self.cluster, self.candidate.step_seconds)
+
+    def costs(self, n: int = 3) -> tuple[tuple[str, float], ...]:
+        """The largest terms of the step time, with their seconds, largest first.
+
+        Args:
+            n: at most so many.
+        """
+        problems = Arguments("costs")
+        problems.whole("n", n)
+        problems.raise_if_any()
+        return tuple(self.candidate.time.by_size()[:n])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FoundData(Sequence[Plan]):
+    """Plans of one model on several clusters, best first; ``wh.search`` makes it.
+
+    A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
+
+    Attributes:
+        plans: best first.
+        names: of each, the cluster as it was asked for.
+        refused: clusters on which there is no plan, those that lack least first.
+        weighed: every plan that was weighed and is remembered, on all clusters.
+        notes: what keeps the plans from being compared as they are.
+    """
+
+    plans: tuple[Plan, ...]
+    names: tuple[str, ...]
+    refused: tuple[Refused, ...] = ()
+    weighed: tuple[Weighed, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        try:
+            return self.plans[index]
+        except IndexError:
+            raise IndexError(
+                f"there is no plan {index}: {len(self)} were found, numbered from 0"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def step_price(self, index: int = 0) -> float | None:
+        """Price of one step of a plan; None where a kind of device has no price.
+
+        Args:
+            index: of the plan.
+
+        Raises:
+            WhaleError: there is no such plan.
+        """
+        if not is_whole(index, -len(self), len(self) - 1):
+            raise WhaleError(
+                f"index is {shown(index)}; expected the number of one of {len(self)} "
+                "plans, from 0"
+            )
+        plan = self[index]
+        return _price(plan.cluster, plan.time.step_seconds)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """What the table shows of every plan, under ``head()``."""
+        found = []
+        for index, plan in enumerate(self.plans):
+            limit = plan.cluster.memory_bytes
+            row = [
+                str(index),
+                self.names[index],
+                str(plan.cluster.num_devices),
+                layout_text(plan),
+                milliseconds(plan.time.step_seconds),
+                f"{gigabytes(plan.memory.total_bytes)} of {gigabytes(limit)}",
+            ]
+            if self._priced:
+                row.append(price_text(self.step_price(index)))
+            found.append(tuple(row))
+        return found
+
+    def head(self) -> tuple[str, ...]:
+        """Names of the columns of the table."""
+        names = ("", "cluster", "devices", "layout", "step", "memory per device")
+        return (*names, *(["price a step"] if self._priced else []))
+
+    @property
+    def _priced(self) -> bool:
+        return any(plan.cluster.price_per_hour is not None for plan in self.plans)
+
+    def document(self) -> dict[str, Any]:
+        """Everything as plain JSON data: plans, what else was weighed, refusals."""
+        return {
+            "whalejax_search": 1,
+            "plans": [
+                {
+                    "cluster": name,
+                    "devices": plan.cluster.num_devices,
+                    "layout": layout_text(plan),
+                    "step_seconds": plan.time.step_seconds,
+                    "memory_bytes": plan.memory.total_bytes,
+                    "capacity_bytes": plan.cluster.memory_bytes,
+                    "step_price": self.step_price(index),
+                    "plan": plan.document(),
+                }
+                for index, (name, plan) in enumerate(
+                    zip(self.names, self.plans, strict=True)
+                )
+            ],
+            "weighed": [
+                {
+                    "cluster": one.name,
+                    "plan": one.index,
+                    "step_price": one.step_price,
+                    "step_seconds": one.candidate.step_seconds,
+                    "memory_bytes": one.candidate.memory_bytes,
+                    **dataclasses.asdict(one.candidate),
+                }
+                for one in self.weighed
+            ],
+            "refused": [
+                {
+                    "cluster": one.name,
+                    "reason": one.reason,
+                    "lacks_bytes": one.lacks_bytes,
+                }
+                for one in self.refused
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def lines(self, width: int | None) -> list[Line]:
+        """The table, and where there is no plan, in lines.
+
+        Args:
+            width: columns of a line; None breaks none.
+        """
+        check_lines(width, all_rows=False)
+        lines = table(self.head(), self.rows(), width)
+        for one in self.refused:
+            lines += paragraph("no plan", [f"on {one.name}: {one.reason}"], width)
+        for note in self.notes:
+            lines += paragraph("note", [note], width)
+        return lines
+
+    def __str__(self) -> str:
+        return plain(self.lines(page_width()))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def price_text(price: float | None) -> str:
+    """A price with three digits, or a dash.
+
+    >>> price_text(0.012345), price_text(None)
+    ('0.0123', '–')
+    """
+    return "–" if price is None else f"{price:,.3g}"
+
+
+def _price(cluster: Cluster, seconds: float) -> float | None:
+    hour = cluster.price_per_hour
+    return None if hour is None else hour * seconds / 3600

@@ -1,0 +1,45 @@
+"""What ``wh.search`` found, with its pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whalejax.api.search_data import FoundData
+from whalejax.api.search_data import Refused as Refused
+from whalejax.api.search_data import Weighed as Weighed
+from whalejax.display import searches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Found(FoundData):
+    """Plans of one model on several clusters, best first; ``wh.search`` makes it.
+
+    A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
+
+    Attributes:
+        plans: best first.
+        names: of each, the cluster as it was asked for.
+        refused: clusters on which there is no plan, those that lack least first.
+        weighed: every plan that was weighed and is remembered, on all clusters.
+        notes: what keeps the plans from being compared as they are.
+    """
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return searches.bundle(self)
+
+    def chart(self) -> searches.SearchChart:
+        """Step time and peak memory of every plan that was weighed, on all clusters.
+
+        Hovering shows the mesh and the largest costs; a click on a plan that was found
+        leads to it. It needs the extra ``whalejax[notebook]``, and no network.
+
+        Returns:
+            What a notebook draws; ``save`` writes it as ``.html`` or ``.svg``, and its
+            ``altair`` is the chart to be changed.
+
+        Raises:
+            WhaleError: the extra is not installed.
+        """
+        return searches.chart(self)

@@ -1,0 +1,185 @@
+"""State that a step changes and no sample decides, such as a count of steps.
+
+A loss is traced for one micro-batch, and a module that counts its calls would count
+micro-batches. So such state is left alone while micro-batches run, all of which find it
+as the step began, and is brought forward once at the step's end: then it is the same
+for every number of micro-batches, and on every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.adapters.leaves import is_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """State that changes once a step, and how.
+
+    Attributes:
+        leaves: its numbers among what is not trained.
+        advance: from all inputs of the loss, of which it reads parameters and this
+            state alone, to the new values.
+        avals: of these inputs.
+        reads: for each, the numbers of the inputs that it is made of, itself left out.
+    """
+
+    leaves: tuple[int, ...] = ()
+    advance: Callable[..., list[Any]] | None = None
+    avals: tuple[Any, ...] = ()
+    reads: tuple[tuple[int, ...], ...] = ()
+
+    def homes(self, params: Sequence[int]) -> dict[int, int]:
+        """Where arrays of this state lie: with the first parameter they are made of.
+
+        Args:
+            params: where each parameter lies.
+
+        Returns:
+            By the number of the leaf; left out where it is made of no parameter.
+        """
+        found = {}
+        for number, reads in zip(self.leaves, self.reads, strict=True):
+            made_of = [params[i] for i in reads if i < len(params)]
+            if made_of and self.avals[len(params) + number].shape:
+                found[number] = made_of[0]
+        return found
+
+    def after(self, params: Sequence[Any], before: Any, rest: Any) -> Any:
+        """What is not trained, at the end of a step.
+
+        Args:
+            params: flat parameters, as the step began.
+            before, rest: what is not trained, as the step began and as its
+                micro-batches left it.
+        """
+        if self.advance is None:
+            return rest
+        given = [*params, *jax.tree.leaves(before)]
+        others = [_nothing(aval) for aval in self.avals[len(given) :]]
+        structure: Any = jax.tree.structure(rest)
+        leaves = jax.tree.leaves(rest)
+        fresh = self.advance(*given, *others)
+        for number, value in zip(self.leaves, fresh, strict=True):
+            leaves[number] = value
+        return structure.unflatten(leaves)
+
+
+def held_back(
+    jaxpr: Any, rest: Any, first: int, size: int, resized: Callable[[], Any]
+) -> tuple[Any, Steady, tuple[int, ...]]:
+    """A traced loss that leaves alone what changes once a step.
+
+    Args:
+        jaxpr: the traced loss; the last of its outputs are the new leaves.
+        rest: what is not trained.
+        first: number of the input that is its first leaf.
+        size: samples of the micro-batch that was traced.
+        resized: traces the loss with twice as many samples.
+
+    Returns:
+        The loss, what it leaves alone, and the numbers of the other leaves that change:
+        with every micro-batch.
+    """
+    body, _ = _compat.open_jaxpr(jaxpr)
+    leaves = jax.tree.leaves(rest)
+    start = len(body.outvars) - len(leaves)
+    changed = [
+        i
+        for i, leaf in enumerate(leaves)
+        if body.outvars[start + i] is not body.invars[first + i] and not is_key(leaf)
+    ]
+    varying = _varying(jaxpr, leaves, first) if changed else set[int]()
+    steady = [i for i in changed if i not in varying]
+    steady = _of_any_size(jaxpr, steady, start, size, resized)
+    others = tuple(i for i in changed if i not in steady)
+    if not steady:
+        return jaxpr, Steady(), others
+    places = [start + i for i in steady]
+    small = _compat.needed_jaxpr(jaxpr, places)
+    reads = [_compat.read_inputs(small, n) for n in range(len(steady))]
+    found = Steady(
+        leaves=tuple(steady),
+        advance=_compat.needed(jaxpr, places),
+        avals=tuple(v.aval for v in body.invars),
+        reads=tuple(
+            tuple(n for n in numbers if n != first + i)
+            for i, numbers in zip(steady, reads, strict=True)
+        ),
+    )
+    same = {start + i: first + i for i in steady}
+    # What only the new values were made of would be read where they are not.
+    return _compat.pruned(_compat.passing_on(jaxpr, same)), found, others
+
+
+def _varying(jaxpr: Any, leaves: Sequence[Any], first: int) -> set[int]:
+    """Numbers of leaves that depend on samples, on random keys, or on such leaves."""
+    count = len(_compat.open_jaxpr(jaxpr)[0].invars)
+    flags = [not first <= i < first + len(leaves) for i in range(count)]
+    flags[:first] = [False] * first
+    for i, leaf in enumerate(leaves):
+        flags[first + i] = is_key(leaf)
+    while True:
+        after = _compat.depending(jaxpr, flags)[-len(leaves) :]
+        more = [i for i, flag in enumerate(after) if flag and not flags[first + i]]
+        if not more:
+            return {i for i in range(len(leaves)) if flags[first + i]}
+        for i in more:
+            flags[first + i] = True
+
+
+def _of_any_size(
+    jaxpr: Any,
+    steady: list[int],
+    start: int,
+    size: int,
+    resized: Callable[[], Any],
+) -> list[int]:
+    """Those of some leaves that change alike for micro-batches of every size."""
+    places = [start + i for i in steady]
+    if not steady or not _may_hold(_compat.needed_jaxpr(jaxpr, places), size):
+        return steady
+    try:
+        other = resized()
+    except Exception:  # a model that takes no other batch; it may count its samples
+        return []
+    return [
+        i
+        for i in steady
+        if str(_compat.needed_jaxpr(jaxpr, [start + i]).eqns)
+        == str(_compat.needed_jaxpr(other, [start + i]).eqns)
+    ]
+
+
+def _may_hold(jaxpr: Any, size: int) -> bool:
+    """Whether a number of samples may stand in a program."""
+    return any(number and number % size == 0 for number in _numbers(jaxpr))
+
+
+def _numbers(jaxpr: Any) -> Iterator[float]:
+    """Lengths of dimensions, and scalars."""
+    body, _ = _compat.open_jaxpr(jaxpr)
+    for equation in body.eqns:
+        for inner in _compat.inner_jaxprs(equation):
+            yield from _numbers(inner)
+        for atom in (*equation.invars, *equation.outvars):
+            yield from getattr(atom.aval, "shape", ())
+        for atom in filter(_compat.is_literal, equation.invars):
+            value = np.asarray(atom.val)
+            if value.ndim == 0 and np.issubdtype(value.dtype, np.number):
+                yield from (float(value), 1 / float(value) if value else 0.0)
+
+
+def _nothing(aval: Any) -> Any:
+    """Stands for an input that is not read."""
+    if _compat.is_key_dtype(aval.dtype):
+        return jnp.broadcast_to(jax.random.key(0), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)

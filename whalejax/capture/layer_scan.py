@@ -1,0 +1,219 @@
+"""The scan over layers that pipeline stages share out, found in a traced loss.
+
+Stages alike run one program: each holds some turns of the scan over stacked parameters,
+and hands what the scan carries to the next. This says where that scan stands and which
+parameters it slices, or why its turns cannot be shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.adapters.leaves import dtype_of
+from whalejax.capture.counters import advances
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.repeated_layers import stacked_loop
+from whalejax.planner.pipeline.layer_stack import NO_LAYERS
+from whalejax.planner.sharding.offload_candidates import FORMS
+
+
+if TYPE_CHECKING:
+    from whalejax.capture.trace import Captured
+
+
+class Unshared(PlanError):
+    """The layers of a model cannot be shared out among stages alike.
+
+    Attributes:
+        reason: why, in words.
+        remedy: what to do about it, in words that begin a sentence.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}. {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A scan over layers.
+
+    Attributes:
+        position: where it stands.
+        params: numbers of the trained parameters that it slices.
+        frozen: numbers, among what is not trained, of the weights that it slices.
+        length: how many layers.
+        advances: what a micro-batch adds to each leaf of what is not trained.
+    """
+
+    position: tuple[int, ...]
+    params: frozenset[int]
+    length: int
+    frozen: frozenset[int] = frozenset()
+    advances: tuple[int, ...] = ()
+
+
+def stack_of(captured: Captured) -> Stack:
+    """The scan over layers of a traced loss.
+
+    Args:
+        captured: the loss.
+
+    Raises:
+        Unshared: there is none whose turns pipeline stages could share out; why.
+    """
+    position = stacked_loop(captured.graph)
+    if position is None:
+        raise Unshared(*NO_LAYERS)
+    if len(position) != 1:
+        raise Unshared(
+            "the scan over layers stands inside a jit, a remat or another loop; stages "
+            "share out one at the top of the loss",
+            "Take it out of there, or leave the axis stage out",
+        )
+    (place,) = position
+    jaxpr, _ = _compat.open_jaxpr(captured.jaxpr)
+    equation = jaxpr.eqns[place]
+    obstacle = _obstacle(captured, jaxpr, equation)
+    if obstacle:
+        reason, remedy = obstacle
+        raise Unshared(f"stages cannot share out the layers: {reason}", remedy)
+    parts = _compat.scan_parts(equation)
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    first = parts.num_consts + parts.num_carries
+    sources = (_source(v, made) for v in equation.invars[first:])
+    count = len(captured.adapter.param_paths)
+    weights = captured.weights
+    found = {numbers[v] for v in sources if v in numbers and weights[numbers[v]]}
+    return Stack(
+        position=position,
+        params=frozenset(i for i in found if i < count),
+        frozen=frozenset(i - count for i in found if i >= count),
+        length=parts.length,
+        advances=tuple(n or 0 for n in _advances(captured, jaxpr)),
+    )
+
+
+def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] | None:
+    """Why turns of a scan cannot be shared out, and the remedy; None where they can."""
+    parts = _compat.scan_parts(equation)
+    carried = equation.outvars[: parts.num_carries]
+    if equation.params["reverse"]:
+        return "they run from the last to the first", "Turn them round"
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in carried):
+        return (
+            "their scan carries values that are no floating-point numbers beside the "
+            "activations",
+            "Give those as slices",
+        )
+    used = _read_by_loss(captured, jaxpr)
+    given = sum(v in used for v in equation.outvars[parts.num_carries :])
+    if given:
+        return (
+            f"each gives {given} value{'s' if given > 1 else ''} beside what it hands "
+            "to the next (metrics, auxiliary losses, statistics), which the loss reads "
+            "of all",
+            "Let the scan give its values through what it carries: return (x, total + "
+            "aux), None",
+        )
+    weights = _weights(captured, jaxpr)
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    first = parts.num_consts + parts.num_carries
+    for v in equation.invars[first:]:
+        if v in weights and _source(v, made) not in jaxpr.invars:
+            return (
+                "their parameters are stacked or changed in the loss before the scan "
+                "slices them",
+                "Store them stacked",
+            )
+    frozen = {v for v, own in zip(jaxpr.invars, captured.weights, strict=False) if own}
+    if _read_elsewhere(jaxpr, equation, weights | frozen, made):
+        return (
+            "their parameters are read outside the scan too (as a penalty on weights "
+            "does), where no stage has all of them",
+            "Do that inside the layers, or in the optimizer",
+        )
+    changed = next(_changed(captured, jaxpr), "")
+    if changed:
+        return (
+            f"the step changes {changed}, which is not trained: stages would each have "
+            "their own",
+            "Leave it as it is (use running statistics), or drop it",
+        )
+    return None
+
+
+def _source(atom: Any, made: Any) -> Any:
+    """The variable that a value is, but for its type and the form of its layers."""
+    while atom in made and made[atom].primitive.name in FORMS:
+        (before,) = made[atom].invars
+        if before.aval.shape[:1] != atom.aval.shape[:1]:
+            break
+        atom = before
+    return atom
+
+
+def _read_elsewhere(
+    jaxpr: Any, scan: Any, weights: set[Any], made: Mapping[Any, Any]
+) -> bool:
+    """Whether anything but the scan reads a stack of parameters that it slices."""
+    parts = _compat.scan_parts(scan)
+    first = parts.num_consts + parts.num_carries
+    sliced = {v for v in scan.invars[first:] if v in weights}
+    own = set(jaxpr.invars)
+    forms: list[Any] = []
+    wanted = list(sliced)
+    while wanted:
+        atom = wanted.pop()
+        if atom in made and made[atom] not in forms:
+            forms.append(made[atom])
+            sliced.update(made[atom].invars)
+            wanted += made[atom].invars
+    others = (e for e in jaxpr.eqns if e is not scan and e not in forms)
+    atoms = [v for e in others for v in e.invars]
+    # What a step leaves as it is comes out again, and is not read for that.
+    results = [v for v in jaxpr.outvars if not _compat.is_literal(v)]
+    atoms += [*scan.invars[:first], *(v for v in results if v not in own)]
+    return not sliced.isdisjoint(v for v in atoms if not _compat.is_literal(v))
+
+
+def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
+    """Variables made of parameters alone."""
+    found = set(jaxpr.invars[: len(captured.adapter.param_paths)])
+    for equation in jaxpr.eqns:
+        inputs = [v for v in equation.invars if not _compat.is_literal(v)]
+        if inputs and found.issuperset(inputs):
+            found.update(equation.outvars)
+    return found
+
+
+def _changed(captured: Captured, jaxpr: Any) -> Iterator[str]:
+    """Leaves of what is not trained that a step changes, but for keys and counters."""
+    leaves = jax.tree.leaves(captured.adapter.rest)
+    added = _advances(captured, jaxpr)
+    for path, leaf, n in zip(captured.adapter.rest_paths, leaves, added, strict=True):
+        if n is None:
+            yield f"{path} ({dtype_of(leaf)}{list(jnp.shape(leaf))})"
+
+
+def _advances(captured: Captured, jaxpr: Any) -> tuple[int | None, ...]:
+    adapter = captured.adapter
+    return advances(adapter.rest, jaxpr, len(adapter.param_paths))
+
+
+def _read_by_loss(captured: Captured, jaxpr: Any) -> set[Any]:
+    """Variables that the loss, its weight and its metrics depend on."""
+    count = len(jaxpr.outvars) - len(captured.adapter.rest_paths)
+    wanted = {v for v in jaxpr.outvars[:count] if not _compat.is_literal(v)}
+    for equation in reversed(jaxpr.eqns):
+        if not wanted.isdisjoint(equation.outvars):
+            wanted |= {v for v in equation.invars if not _compat.is_literal(v)}
+    return wanted

@@ -1,0 +1,132 @@
+"""Metadata with fewer names than a weight has dimensions: which of them has none.
+
+Flax NNX adds a dimension to all that ``nnx.vmap`` makes, and to its metadata only where
+it is told the name. A reader of the metadata alone would take the first names for the
+first dimensions; the program says which dimension is that of the layers, where it takes
+them one by one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.model.graph import LOOPS, Graph, Op
+
+
+Shape = tuple[int, ...]
+Texts = tuple[str | None, ...]
+
+_INDEXING = ("slice", "dynamic_slice", "split")
+
+
+def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
+    """The graph with such names at the dimensions that they are of.
+
+    Args:
+        graph: the captured loss, whose names stand at the first dimensions.
+        short: how many names are missing, by the paths of weights whose metadata does
+            not name all dimensions.
+
+    Returns:
+        The graph, and what a user should know.
+
+    Raises:
+        WhaleError: nothing tells which dimensions have no name; every such weight.
+    """
+    if not short:
+        return graph, []
+    problems, notes = Problems("model"), list[str]()
+    looped, indexed = _taken_singly(graph)
+    tensors = list(graph.tensors)
+    for t in graph.params:
+        missing = short.get(t.path, 0)
+        if not missing:
+            continue
+        said = (
+            f"{t.path}: its metadata names {len(t.shape) - missing} of its "
+            f"{len(t.shape)} dimensions {t.shape}"
+        )
+        stacks = (looped[t.id], looped[t.id] | indexed[t.id])
+        found = next((dims for dims in stacks if len(dims) == missing), None)
+        if found is None:
+            problems.add(
+                f"{said}, and nothing says which of them has no name, as after "
+                "nnx.vmap without a name for its dimension. Name each dimension, with "
+                "None for one that has no name, or give "
+                "transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
+            )
+            continue
+        tensors[t.id] = replace(
+            t,
+            names=_beside(found, t.names),
+            pinned=_beside(found, t.pinned),
+            called=_beside(found, t.called),
+        )
+        notes.append(
+            f"{said}: they are taken for those beside dimension "
+            f"{' and '.join(map(str, sorted(found)))}, which the model takes one by "
+            "one as layers; name it, or say that it has no name, with "
+            "transform_metadata={nnx.PARTITION_NAME: None}"
+        )
+    problems.raise_if_any()
+    return replace(graph, tensors=tuple(tensors)), notes
+
+
+def _beside(stacks: Collection[int], texts: Texts) -> Texts:
+    """Texts that stand at the first dimensions, at those that are no stacks."""
+    own = iter(texts)
+    return tuple(None if d in stacks else next(own) for d in range(len(texts)))
+
+
+def _taken_singly(
+    graph: Graph,
+) -> tuple[defaultdict[int, set[int]], defaultdict[int, set[int]]]:
+    """Dimensions of parameters of which a loop, or an index, takes one at a time.
+
+    They are followed through casts and transpositions.
+    """
+    # The parameter's dimension that each dimension of a value is; -1 where it is none.
+    origin = {t.id: (t.id, tuple(range(len(t.shape)))) for t in graph.params}
+    looped, indexed = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+    for op in graph.ops:
+        if not op.operands or not op.results or op.operands[0] not in origin:
+            continue
+        leaf, dims = origin[op.operands[0]]
+        before = graph.tensors[op.operands[0]].shape
+        after = graph.tensors[op.results[0]].shape
+        single = len(op.operands) == len(op.results) == 1
+        if single and op.kind in LOOPS and after == before[1:]:
+            looped[leaf].add(dims[0])
+            origin[op.results[0]] = leaf, dims[1:]
+        elif op.kind in _INDEXING:
+            indexed[leaf] |= {dims[d] for d in _indexed(before, after)}
+        elif single and sorted(before) == sorted(after):
+            origin[op.results[0]] = leaf, _through(op, dims)
+    for found in (*looped.values(), *indexed.values()):
+        found.discard(-1)
+    return looped, indexed
+
+
+def _indexed(before: Shape, after: Shape) -> list[int]:
+    """The dimension along which a slice of one is taken of all others."""
+    if len(before) != len(after):
+        return []
+    cut = [
+        d
+        for d, sizes in enumerate(zip(before, after, strict=True))
+        if len({*sizes}) > 1
+    ]
+    return cut if len(cut) == 1 and after[cut[0]] == 1 else []
+
+
+def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Where an operation that keeps all dimensions, in any order, leaves them."""
+    found = [-1] * len(dims)
+    for factor in op.factors:
+        ends = dict(factor.members)
+        if factor.kind == "linked" and ends.keys() == {0, 1}:
+            found[ends[1]] = dims[ends[0]]
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Rewrites of traced programs: mixed precision and rematerialisation."""

@@ -1,0 +1,424 @@
+"""A traced program parts of which compute in 16 bits.
+
+Products of such a part take their float32 operands in the narrow type; what is done to
+their results element by element stays narrow as long as it meets nothing wider, and
+whatever adds up many numbers or bends them steeply (reductions, exponentials,
+logarithms, roots, powers) gets them back in the type that it was traced in. Nothing
+that a loop carries and nothing that a part leaves to one in float32 is narrow there, so
+the program is the model's own but for casts, and gradients come back through these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.drafts import Position
+from whalejax.jaxpr import rebuild
+
+
+DTYPES: Final[Mapping[str, Any]] = {
+    "bf16": np.dtype(jnp.bfloat16),
+    "f16": np.dtype(jnp.float16),
+}
+"""The type of each precision of 16 bits."""
+
+_LEAST: Final[Mapping[Any, float]] = {
+    DTYPES["bf16"]: 2.0**-126,
+    DTYPES["f16"]: 2.0**-14,
+}
+"""The smallest number that each holds in full."""
+
+_WIDE: Final = np.dtype(np.float32)
+
+_PRODUCTS: Final = frozenset(
+    "dot_general conv_general_dilated ragged_dot ragged_dot_general".split()
+)
+
+_KEPT: Final = frozenset(
+    # What moves numbers,
+    "reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev "
+    "concatenate pad copy name sharding_constraint stop_gradient select_n split gather "
+    # and what makes one of one or two and is not steep.
+    "neg abs sign max min add sub mul div add_any tanh logistic clamp".split()
+)
+"""Primitives that compute in 16 bits where all that they are given is."""
+
+_ASIDE: Final = frozenset("eq ne lt le gt ge and or not is_finite".split())
+"""Primitives beside those, inside of a function with derivatives of its own."""
+
+
+_WHERE: Final[Mapping[str, str]] = {
+    "cond": "inside lax.cond",
+    "while": "inside lax.while_loop",
+    "opaque": "inside functions with derivatives of their own",
+}
+"""Calls that are run as they were traced, and what notes say of what is in them."""
+
+_ALGORITHM: Final = "of a chosen algorithm"
+
+
+def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
+    """Float32 products that stay as they are though 16 bits were asked for.
+
+    Args:
+        jaxpr: closed, as captured.
+        precisions: by position, of equations that are to compute in 16 bits.
+
+    Returns:
+        How many, by where they stand, in words.
+    """
+    return Counter(
+        why for position, why in wide_products(jaxpr) if why and position in precisions
+    )
+
+
+def wide_products(
+    jaxpr: Any, position: Position = (), where: str = ""
+) -> Iterator[tuple[Position, str]]:
+    """The products of a program that are of float32, with one operand or both.
+
+    Args:
+        jaxpr: closed, as captured.
+        position: where it stands.
+        where: why nothing in it can compute in 16 bits, in words; or empty.
+
+    Yields:
+        The position of each, and why it cannot compute in 16 bits; empty where it can.
+    """
+    for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+        here = (*position, index)
+        inside = where or _WHERE.get(_compat.recursion(equation) or "", "")
+        for number, inner in enumerate(_compat.inner_jaxprs(equation)):
+            yield from wide_products(inner, (*here, number), inside)
+        if equation.primitive.name in _PRODUCTS:
+            sides = [a.aval.dtype == _WIDE for a in equation.invars[:2]]
+            if any(sides) and equation.outvars[0].aval.dtype == _WIDE:
+                yield here, where or ("" if _takes_any_type(equation) else _ALGORITHM)
+
+
+def narrowed(
+    jaxpr: Any, precisions: Mapping[Position, str], weights: Sequence[bool]
+) -> Any:
+    """A program some of whose equations compute in 16 bits.
+
+    Args:
+        jaxpr: closed, as captured.
+        precisions: by position, of equations that compute in ``bf16`` or ``f16``.
+        weights: which of its inputs are parameters, trained or not.
+
+    Returns:
+        The program; inputs and results have the types that they had.
+    """
+    narrower = _Narrower(precisions)
+    body = _compat.open_jaxpr(jaxpr)[0]
+
+    def program(*leaves: Any) -> list[Any]:
+        found = narrower.run(jaxpr, leaves, (), weights)
+        return _as_traced(found, body.outvars)
+
+    return _compat.trace(program, [v.aval for v in body.invars])
+
+
+@dataclass(slots=True)
+class _Scope:
+    """One jaxpr being run.
+
+    Attributes:
+        values: of its variables, some of them narrower than as traced.
+        weights: variables that depend on parameters alone.
+        numbers: variables all of whose elements are one known number.
+        casts: values in other types, made once for all who read them so.
+    """
+
+    values: dict[Any, Any]
+    weights: set[Any]
+    numbers: dict[Any, Any] = field(default_factory=dict)
+    casts: dict[tuple[Any, Any], Any] = field(default_factory=dict)
+
+    def raw(self, atom: Any) -> Any:
+        """A value in whatever type it is."""
+        return atom.val if _compat.is_literal(atom) else self.values[atom]
+
+    def read(self, atom: Any, dtype: Any = None) -> Any:
+        """A value in a type; where left out, in the one that it was traced in."""
+        wanted = atom.aval.dtype if dtype is None else dtype
+        value = self.raw(atom)
+        if _compat.is_literal(atom):
+            return value if dtype is None else np.asarray(value).astype(dtype)[()]
+        if value.dtype == wanted:
+            return value
+        if (atom, wanted) not in self.casts:
+            cast = jax.lax.convert_element_type(value, wanted)
+            self.casts[atom, wanted] = cast
+        return self.casts[atom, wanted]
+
+    def is_narrow(self, atom: Any, dtype: Any) -> bool:
+        """It was float32 when traced, and is there in another type."""
+        if _compat.is_literal(atom) or atom.aval.dtype != _WIDE:
+            return False
+        return bool(self.values[atom].dtype == dtype)
+
+    def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
+        """It is narrow, or can be made so: parameters, and numbers that fit."""
+        known = not _compat.is_literal(atom) and atom in self.weights
+        if known or self.is_narrow(atom, dtype):
+            return True
+        number = self.number(atom)
+        if number is None:
+            return False
+        with np.errstate(over="ignore", under="ignore"):
+            cast = float(np.asarray(number).astype(dtype).astype(np.float64))
+        if math.isfinite(cast) != math.isfinite(float(number)):
+            return False
+        return number == 0 or abs(cast) >= _LEAST[dtype]
+
+    def number(self, atom: Any) -> Any:
+        """The one number that all elements are, if it is known."""
+        if not _compat.is_literal(atom):
+            return self.numbers.get(atom)
+        return None if np.ndim(atom.val) else atom.val
+
+    def remember(self, equation: Any, results: Sequence[Any]) -> None:
+        """Results, and what is known of them."""
+        self.values.update(zip(equation.outvars, results, strict=True))
+        given = [a for a in equation.invars if not _compat.is_literal(a)]
+        if given and all(a in self.weights for a in given):
+            self.weights.update(equation.outvars)
+        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type"):
+            (source, *_), (result,) = equation.invars, equation.outvars
+            number = self.number(source)
+            if number is not None and result.aval.dtype == _WIDE:
+                self.numbers[result] = number
+
+
+class _Narrower:
+    """Runs a program anew, in 16 bits where that is asked for.
+
+    Args:
+        precisions: by position of an equation.
+    """
+
+    def __init__(self, precisions: Mapping[Position, str]) -> None:
+        self.dtypes: dict[Position, Any] = {}
+        for position, precision in precisions.items():
+            # A call holds equations of that type.
+            for length in range(1, len(position) + 1, 2):
+                self.dtypes.setdefault(position[:length], DTYPES[precision])
+
+    def run(
+        self,
+        jaxpr: Any,
+        values: Sequence[Any],
+        position: Position,
+        weights: Sequence[bool],
+        numbers: Sequence[Any] = (),
+    ) -> list[Any]:
+        """One jaxpr; what it gives may be narrower than as traced."""
+        body, constants = _compat.open_jaxpr(jaxpr)
+        scope = _Scope(
+            dict(zip(body.constvars, constants, strict=True)),
+            {v for v, weight in zip(body.invars, weights, strict=True) if weight},
+        )
+        scope.values.update(zip(body.invars, values, strict=True))
+        known = zip(body.invars, numbers, strict=False)
+        scope.numbers.update((v, number) for v, number in known if number is not None)
+        for index, equation in enumerate(body.eqns):
+            with _compat.equation_context(equation):
+                results = self._equation(scope, equation, (*position, index))
+            scope.remember(equation, results)
+        return [scope.raw(atom) for atom in body.outvars]
+
+    def _equation(
+        self, scope: _Scope, equation: Any, position: Position
+    ) -> Sequence[Any]:
+        dtype = self.dtypes.get(position)
+        if dtype is not None:
+            kind = _compat.recursion(equation)
+            if kind in ("inline", "remat", "scan"):
+                return self._call(scope, equation, position)
+            if kind == "opaque":
+                return _opaque(scope, equation, dtype)
+            if kind is None:
+                return _primitive(scope, equation, dtype)
+        return _compat.bind(equation, [scope.read(atom) for atom in equation.invars])
+
+    def _call(self, scope: _Scope, equation: Any, position: Position) -> list[Any]:
+        inner = _compat.inner_jaxprs(equation)[0]
+        weights = [
+            not _compat.is_literal(a) and a in scope.weights for a in equation.invars
+        ]
+        values = [scope.raw(atom) for atom in equation.invars]
+        numbers = [scope.number(atom) for atom in equation.invars]
+        kind = _compat.recursion(equation)
+        if kind == "scan":
+            return self._scan(scope, equation, position, weights)
+
+        def inside(*arguments: Any) -> list[Any]:
+            return self.run(inner, arguments, (*position, 0), weights, numbers)
+
+        if kind == "remat":
+            return rebuild.around(equation, values, lambda xs: inside(*xs))
+        inside.__name__ = str(equation.params.get("name", "call"))
+        return list(jax.jit(inside)(*values))
+
+    def _scan(
+        self, scope: _Scope, equation: Any, position: Position, weights: Sequence[bool]
+    ) -> list[Any]:
+        """A loop: what it carries stays as traced, parameters are cast before it.
+
+        Cast inside, every turn's would be kept for the backward pass in both types.
+        """
+        inner = _compat.inner_jaxprs(equation)[0]
+        body, parts = _compat.open_jaxpr(inner)[0], _compat.scan_parts(equation)
+        first, end = parts.num_consts, parts.num_consts + parts.num_carries
+        flags = [w and not first <= n < end for n, w in enumerate(weights)]
+        values = [
+            scope.read(atom) if first <= n < end else scope.raw(atom)
+            for n, atom in enumerate(equation.invars)
+        ]
+
+        def turn(arguments: Sequence[Any]) -> list[Any]:
+            found = self.run(inner, arguments, (*position, 0), flags)
+            carried = _as_traced(found, body.outvars[: parts.num_carries])
+            return [*carried, *found[parts.num_carries :]]
+
+        if any(flags):
+            avals = [
+                _compat.abstract(v.aval.shape, getattr(x, "dtype", v.aval.dtype))
+                for v, x in zip(body.invars, values, strict=True)
+            ]
+            traced = _compat.trace(lambda *xs: turn(xs), avals)
+            for place, var in enumerate(_compat.open_jaxpr(traced)[0].invars):
+                dtype = _cast_to(traced, var) if flags[place] else None
+                if dtype is not None:
+                    values[place] = scope.read(equation.invars[place], dtype)
+        return rebuild.scan(equation, values, turn)
+
+
+def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
+    """An operation in 16 bits, if it is one that can be and is given such numbers."""
+    name, atoms = equation.primitive.name, equation.invars
+    floats = [_compat.is_inexact(a.aval.dtype) for a in atoms]
+    wide = [a.aval.dtype == _WIDE for a in atoms]
+    changed = {}
+    if not all(v.aval.dtype == _WIDE for v in equation.outvars):
+        narrow = False
+    elif name in _PRODUCTS:
+        narrow = floats == wide and _takes_any_type(equation)
+        changed = {"preferred_element_type": dtype}
+    elif name == "convert_element_type":
+        if scope.is_narrow(atoms[0], dtype):
+            return [scope.raw(atoms[0])]
+        narrow = False
+    else:
+        given = [a for a, f in zip(atoms, floats, strict=True) if f]
+        narrow = _stays(equation, dtype) and _all_narrow(scope, given, dtype)
+    met = not changed and any(_is_wide(scope, a, dtype) for a in atoms)
+    if not narrow or met:
+        found = _compat.bind(equation, [scope.read(atom) for atom in atoms])
+        if not narrow or dtype == DTYPES["f16"]:
+            return found  # float16 might not hold it: masks are such weights
+        # Gradients of parameters that meet many values are added up in float32.
+        return [jax.lax.convert_element_type(x, dtype) for x in found]
+    values = [
+        scope.read(a, dtype) if f else scope.read(a)
+        for a, f in zip(atoms, floats, strict=True)
+    ]
+    return _compat.bind(equation, values, **changed)
+
+
+def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
+    """It is a parameter in float32 that is met by values in 16 bits."""
+    known = not _compat.is_literal(atom) and atom in scope.weights
+    return known and atom.aval.dtype == _WIDE and not scope.is_narrow(atom, dtype)
+
+
+def _takes_any_type(product: Any) -> bool:
+    """No algorithm was asked for, which would be one for float32."""
+    asked = product.params.get("precision")
+    several = asked if isinstance(asked, tuple) else (asked,)
+    return all(one is None or isinstance(one, jax.lax.Precision) for one in several)
+
+
+def _all_narrow(scope: _Scope, atoms: Sequence[Any], dtype: Any) -> bool:
+    """Some are narrow, and all others can be made so."""
+    return any(scope.is_narrow(a, dtype) for a in atoms) and all(
+        scope.may_be_narrow(a, dtype) for a in atoms
+    )
+
+
+def _stays(equation: Any, dtype: Any) -> bool:
+    """Whether an operation may compute in a type of 16 bits.
+
+    Squares are what variances are made of; float16 ends at the cube of 40.
+    """
+    name = equation.primitive.name
+    if name == "integer_pow":
+        return bool(equation.params["y"] == 3 and dtype == DTYPES["bf16"])
+    if name == "mul" and equation.invars[0] is equation.invars[1]:
+        return False
+    return name in _KEPT
+
+
+def _opaque(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
+    """A function with derivatives of its own, which it has in its own types alone."""
+    results = _compat.bind(equation, [scope.read(atom) for atom in equation.invars])
+    given = [a for a in equation.invars if _compat.is_inexact(a.aval.dtype)]
+    tame = _is_tame(_compat.inner_jaxprs(equation)[0], dtype)
+    if not (tame and _all_narrow(scope, given, dtype)):
+        return results
+    return [
+        jax.lax.convert_element_type(x, dtype) if v.aval.dtype == _WIDE else x
+        for x, v in zip(results, equation.outvars, strict=True)
+    ]
+
+
+def _is_tame(jaxpr: Any, dtype: Any) -> bool:
+    """All of a function would stay narrow, as a rectifier does."""
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if _compat.recursion(equation) == "inline":
+            if not _is_tame(_compat.inner_jaxprs(equation)[0], dtype):
+                return False
+        elif equation.primitive.name not in _ASIDE and not _stays(equation, dtype):
+            return False
+    return True
+
+
+def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    """Values in the types that they were traced in."""
+    return [
+        x
+        if getattr(x, "dtype", a.aval.dtype) == a.aval.dtype
+        else jax.lax.convert_element_type(x, a.aval.dtype)
+        for x, a in zip(values, atoms, strict=False)
+    ]
+
+
+def _cast_to(jaxpr: Any, variable: Any) -> Any:
+    """The one type that a program casts one of its inputs to; None if it reads it."""
+    body = _compat.open_jaxpr(jaxpr)[0]
+    found: set[Any] = set()
+    if any(v is variable for v in body.outvars):
+        return None
+    for equation in body.eqns:
+        for place, atom in enumerate(equation.invars):
+            if atom is not variable:
+                continue
+            dtype = None
+            if equation.primitive.name == "convert_element_type":
+                dtype = equation.params["new_dtype"]
+            elif _compat.recursion(equation) in ("inline", "remat", "scan"):
+                inner = _compat.inner_jaxprs(equation)[0]
+                dtype = _cast_to(inner, _compat.open_jaxpr(inner)[0].invars[place])
+            found.add(dtype)
+    (dtype,) = found if len(found) == 1 else (None,)
+    return dtype if dtype in DTYPES.values() else None

@@ -1,0 +1,1 @@
+"""Patterns in traced programs: attention, softmax and large logits."""

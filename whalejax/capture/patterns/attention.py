@@ -1,0 +1,302 @@
+"""Finds attention in a traced program.
+
+Attention is two products with a softmax between: of queries and keys, and of what the
+softmax gives and values. Nothing is matched by name or by size, so any function that
+computes it this way is found: Flax's, ``jax.nn``'s, one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax import _compat
+from whalejax.capture.patterns.scores import NotScoresError, Reader, Scores
+from whalejax.capture.patterns.softmax import Softmax, softmax_behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One attention, as equations of a jaxpr.
+
+    Dimensions are those of the traced values; ``batch`` dimensions are shared by
+    queries, keys and values, ``rows`` are those of queries alone.
+
+    Attributes:
+        query, key, value: variables.
+        outside: other variables that the scores are made of.
+        first, second: the two products.
+        scores: from the first product to what the softmax is given.
+        batch: for each shared dimension its places in query, key and value, and its
+            number in the scores.
+        rows: place in the query and number in the scores.
+        depth: contracted places in query and key.
+        column: place of the keys in key and value, and its number in the scores.
+        width: places of the value's own dimensions.
+        weights_dtype: in which the second product reads what the softmax gives.
+        turned: the value is the left operand of the second product.
+        keys_first: the keys are the left operand of the first.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    outside: tuple[Any, ...]
+    first: Any
+    second: Any
+    scores: Scores
+    batch: tuple[tuple[int, int, int, int], ...]
+    rows: tuple[tuple[int, int], ...]
+    depth: tuple[tuple[int, int], ...]
+    column: tuple[int, int, int]
+    width: tuple[int, ...]
+    weights_dtype: Any
+    weights: tuple[int, ...]
+    turned: bool
+    keys_first: bool
+
+    @property
+    def output(self) -> Any:
+        """The variable that it gives."""
+        return self.second.outvars[0]
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Query, key, value and the others."""
+        return (self.query, self.key, self.value, *self.outside)
+
+    @property
+    def output_dims(self) -> tuple[tuple[str, int], ...]:
+        """What each dimension of the output is.
+
+        ``("scores", n)`` is dimension ``n`` of the scores, ``("width", n)`` dimension
+        ``n`` of the value.
+        """
+        (left, right), (left_batch, right_batch) = _numbers(self.second)
+        inside, batch = (right, right_batch) if self.turned else (left, left_batch)
+        kept = [
+            ("scores", tag)
+            for place, tag in enumerate(self.weights)
+            if place not in (*inside, *batch)
+        ]
+        shared = [("scores", self.weights[place]) for place in batch]
+        own = [("width", place) for place in self.width]
+        return (*shared, *((own + kept) if self.turned else (kept + own)))
+
+
+def attention_of(jaxpr: Any) -> Attention:
+    """The attention that the body of a call that is attention is.
+
+    Args:
+        jaxpr: its one inner jaxpr.
+    """
+    body = _compat.open_jaxpr(jaxpr)[0]
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    second = maker[body.outvars[0]]
+    found = _recognised(second, maker, trained_in(body, [True] * 3))
+    assert isinstance(found, Attention)  # a call is only made of one
+    return found
+
+
+def trained_in(body: Any, flags: Sequence[bool]) -> set[Any]:
+    """Variables of a jaxpr through which a gradient flows from some of its inputs."""
+    found = {v for v, flag in zip(body.invars, flags, strict=False) if flag}
+    for equation in body.eqns:
+        if equation.primitive.name == "stop_gradient":
+            continue
+        if any(not _compat.is_literal(a) and a in found for a in equation.invars):
+            found.update(v for v in equation.outvars if _inexact(v))
+    return found
+
+
+def _inexact(variable: Any) -> bool:
+    return _compat.is_inexact(variable.aval.dtype)
+
+
+def _numbers(
+    product: Any,
+) -> tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]:
+    inside, batch = product.params["dimension_numbers"]
+    return inside, batch
+
+
+def recognised(body: Any, trained: set[Any]) -> tuple[list[Attention], list[str]]:
+    """The attentions of one jaxpr, and why others are none that can be cut up.
+
+    Args:
+        body: open, without calls that could be inlined.
+        trained: its variables through which a gradient flows.
+    """
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    found: list[Attention] = []
+    reasons: list[str] = []
+    for equation in body.eqns:
+        if equation.primitive.name == "dot_general":
+            one = _recognised(equation, maker, trained)
+            why = _leaks(body, one, maker) if isinstance(one, Attention) else one
+            if isinstance(one, Attention) and not why:
+                found.append(one)
+            elif why:
+                place = _compat.scope_text(equation)
+                reasons.append(f"attention in {place or 'the loss'}: {why}")
+    return found, reasons
+
+
+def _recognised(
+    second: Any,
+    maker: Mapping[Any, Any],
+    trained: set[Any],
+) -> Attention | str:
+    """The attention that ends in a product, why it is none, or "" for other products.
+
+    Args:
+        second: the product.
+        maker: the equation that makes each variable.
+        trained: variables through which a gradient flows.
+    """
+    for side in (0, 1):
+        weights = second.invars[side]
+        softmax = softmax_behind(weights, maker)
+        if softmax is None or _numbers(second)[0] == ((), ()):
+            continue
+        if isinstance(softmax, str):
+            return softmax
+        reader = Reader(maker, trained)
+        try:
+            scores = reader.read(softmax.source)
+            return _assembled(second, side, softmax, reader.product, scores)
+        except NotScoresError as error:
+            return str(error)
+    return ""
+
+
+def _assembled(
+    second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
+) -> Attention:
+    """Both products and the softmax between them, dimension by dimension.
+
+    Raises:
+        NotScoresError: they do not fit together as attention does.
+    """
+    (left_in, right_in), (left_batch, right_batch) = _numbers(first)
+    inside, batch = _numbers(second)
+    tags = _product_tags(first, scores, [softmax.tags[p] for p in batch[side]])
+    column = softmax.axis
+    if [softmax.tags[place] for place in inside[side]] != [column]:
+        raise NotScoresError("its weights are not summed over what the softmax is over")
+    place = tags.index(column)
+    num_batch = len(left_batch)
+    shapes = [a.aval.shape for a in first.invars]
+    free = [
+        [d for d in range(len(shapes[0])) if d not in (*left_in, *left_batch)],
+        [d for d in range(len(shapes[1])) if d not in (*right_in, *right_batch)],
+    ]
+    ends = num_batch + len(free[0])
+    if place < num_batch:
+        raise NotScoresError("its softmax is over a dimension that keys share")
+    keys = 0 if place < ends else 1
+    if len(free[keys]) != 1:
+        raise NotScoresError("its keys have more than one dimension of their own")
+    if shapes[keys][free[keys][0]] == 1:
+        raise NotScoresError("it attends to one key")
+    if not free[1 - keys]:
+        raise NotScoresError("its queries have no sequence of their own")
+    query_side = 1 - keys
+    own = tags[num_batch:ends] if query_side == 0 else tags[ends:]
+    ways = ((left_batch, right_batch), (right_batch, left_batch))[query_side]
+    depth = ((left_in, right_in), (right_in, left_in))[query_side]
+    shared = (softmax.tags[p] for p in batch[side])
+    values = dict(zip(shared, batch[1 - side], strict=True))
+    if set(values) != set(tags[:num_batch]):
+        raise NotScoresError("keys and values do not share the same dimensions")
+    value = second.invars[1 - side]
+    (value_column,) = inside[1 - side]
+    taken = (*values.values(), value_column)
+    return Attention(
+        query=first.invars[query_side],
+        key=first.invars[keys],
+        value=value,
+        outside=tuple(scores.outside),
+        first=first,
+        second=second,
+        scores=scores,
+        batch=tuple(
+            (q, k, values[tag], tag)
+            for q, k, tag in zip(*ways, tags[:num_batch], strict=True)
+        ),
+        rows=tuple(zip(free[query_side], own, strict=True)),
+        depth=tuple(zip(*depth, strict=True)),
+        column=(free[keys][0], value_column, column),
+        width=tuple(d for d in range(len(value.aval.shape)) if d not in taken),
+        weights_dtype=softmax.dtype,
+        weights=softmax.tags,
+        turned=side == 1,
+        keys_first=keys == 0,
+    )
+
+
+def product_tags(one: Attention) -> list[int]:
+    """For each dimension of an attention's first product, its number in the scores."""
+    shared, own = [t for *_, t in one.batch], [t for _, t in one.rows]
+    column = [one.column[2]]
+    return [*shared, *(column + own if one.keys_first else own + column)]
+
+
+def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int]:
+    """The same, where dimensions of size 1 may be any; some are shared by values."""
+    tags = scores.nodes[scores.product].tags
+    shape = first.outvars[0].aval.shape
+    absent = sorted(set(range(len(shape))) - {tag for tag in tags if tag is not None})
+    # Those that are shared come first in a product.
+    absent.sort(key=lambda tag: tag not in shared)
+    rest = iter(absent)
+    found = [next(rest) if tag is None else tag for tag in tags]
+    if sorted(found) != list(range(len(shape))):
+        raise NotScoresError("its scores have dimensions that the product has not")
+    return found
+
+
+def _leaks(body: Any, one: Attention, maker: Mapping[Any, Any]) -> str:
+    """Why an attention's equations cannot be set apart; empty if they can."""
+    inside = equations_of(one, maker)
+    scores = [v for e in inside for v in e.outvars if v is not one.output]
+    grown = {v for v in scores if _depends(v, one, inside)}
+    for equation in body.eqns:
+        if not any(equation is e for e in inside):
+            if any(not _compat.is_literal(a) and a in grown for a in equation.invars):
+                return "its scores or weights are used elsewhere too"
+    if any(not _compat.is_literal(v) and v in grown for v in body.outvars):
+        return "its scores or weights are used elsewhere too"
+    return ""
+
+
+def _depends(variable: Any, one: Attention, inside: Sequence[Any]) -> bool:
+    """Whether a variable is made of the first product."""
+    made = {one.first.outvars[0]}
+    for equation in inside:
+        if any(not _compat.is_literal(a) and a in made for a in equation.invars):
+            made.update(equation.outvars)
+    return variable in made
+
+
+def equations_of(one: Attention, maker: Mapping[Any, Any]) -> list[Any]:
+    """The equations of an attention, in an order in which they can run."""
+    order: list[Any] = []
+    done = set(one.inputs)
+
+    def visit(variable: Any) -> None:
+        if variable in done:
+            return
+        done.add(variable)
+        equation = maker.get(variable)
+        if equation is None:
+            return
+        for atom in equation.invars:
+            if not _compat.is_literal(atom):
+                visit(atom)
+        if not any(equation is e for e in order):
+            order.append(equation)
+
+    visit(one.output)
+    return order

@@ -1,0 +1,160 @@
+"""Equations of which any block of the result can be computed alone.
+
+Elementwise equations, added and turned dimensions, positions (``iota``), and reductions
+over a dimension that is there whole: a block of their result is made of blocks of their
+operands. What is computed in blocks (scores of attention, logits of a loss) is written
+down as such equations, every dimension of every value tagged with the dimension of the
+whole that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax.numpy as jnp
+from jax import lax
+
+from whalejax import _compat
+from whalejax.capture.rules.elementwise import SAME_SHAPE
+
+
+Tags = tuple[int | None, ...]
+"""For every dimension of a value the dimension of the whole that it is, or None where
+its size is 1."""
+
+REDUCTIONS: Final = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax "
+    "argmin".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A value on the way to the scores.
+
+    Attributes:
+        equation: what makes it; None for the product and for values from outside.
+        inputs: numbers of the nodes that it is made of; None for a literal.
+        tags: its dimensions.
+        outside: number of the value from outside, or None.
+    """
+
+    equation: Any
+    inputs: tuple[int | None, ...]
+    tags: Tags
+    outside: int | None = None
+
+
+def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
+    """Tags of the operands of an equation whose result has some; None for literals.
+
+    None as a whole where blocks of the result are not made of blocks of the operands.
+    """
+    name = equation.primitive.name
+    if len(equation.outvars) != 1:
+        return None
+    if name in SAME_SHAPE:
+        return [
+            None if _compat.is_literal(a) else _where_above_one(a.aval.shape, tags)
+            for a in equation.invars
+        ]
+    (source, *rest) = equation.invars
+    if rest or _compat.is_literal(source):
+        return [None] if name == "broadcast_in_dim" and not rest else None
+    shape = source.aval.shape
+    if name == "transpose":
+        found: list[int | None] = [None] * len(shape)
+        for place, dim in enumerate(equation.params["permutation"]):
+            found[dim] = tags[place]
+        return [tuple(found)]
+    if name == "broadcast_in_dim":
+        places = equation.params["broadcast_dimensions"]
+        pairs = zip(shape, places, strict=True)
+        return [tuple(None if n == 1 else tags[place] for n, place in pairs)]
+    if name in ("reshape", "squeeze", "expand_dims"):
+        result = equation.outvars[0].aval.shape
+        if [n for n in shape if n > 1] == [n for n in result if n > 1]:
+            kept = iter([t for t, n in zip(tags, result, strict=True) if n > 1])
+            return [tuple(None if n == 1 else next(kept) for n in shape)]
+    return None
+
+
+def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
+    """Tags of an operand, a scalar or of size 1 where the result is longer."""
+    return tuple(
+        None if size == 1 else tag for size, tag in zip(shape, tags, strict=False)
+    )
+
+
+def computed(
+    node: Node,
+    shape: tuple[int, ...],
+    values: Sequence[Any],
+    offsets: Mapping[int, Any],
+) -> Any:
+    """One equation on a block."""
+    equation = node.equation
+    operands = [
+        atom.val if number is None else values[number]
+        for atom, number in zip(equation.invars, node.inputs, strict=True)
+    ]
+    name, params = equation.primitive.name, equation.params
+    if name == "iota":
+        dim = params["dimension"]
+        places = lax.broadcasted_iota(jnp.int32, shape, dim)
+        tag = node.tags[dim]
+        start = 0 if tag is None else offsets.get(tag, 0)
+        # Counted first: a narrow type would round twice.
+        return (places + jnp.asarray(start, jnp.int32)).astype(params["dtype"])
+    if name == "broadcast_in_dim":
+        places = params["broadcast_dimensions"]
+        return lax.broadcast_in_dim(operands[0], shape, places)
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return lax.reshape(operands[0], shape)
+    return _compat.bind(equation, operands)[0]
+
+
+def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
+    """Tags of the operands of a reduction or a lookup over a dimension that is whole.
+
+    Args:
+        equation: whose result has tags.
+        tags: of its result.
+        whole: the dimension over which it may reduce.
+
+    Returns:
+        None if it is neither, or over another dimension.
+    """
+    name, params = equation.primitive.name, equation.params
+    shape = equation.invars[0].aval.shape
+    if name in REDUCTIONS:
+        kept = iter(tags)
+        axes = {axis % len(shape) for axis in params["axes"]}
+        inside = tuple(
+            (whole if size > 1 else None) if dim in axes else next(kept)
+            for dim, size in enumerate(shape)
+        )
+        return [inside] if inside.count(whole) == 1 else None
+    if name == "gather":
+        return _looked_up(equation, tags, whole)
+    return None
+
+
+def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | None:
+    """One element for each place, as ``take_along_axis`` looks up."""
+    numbers = equation.params["dimension_numbers"]
+    table, indices = (atom.aval.shape for atom in equation.invars)
+    batch = tuple(numbers.operand_batching_dims)
+    single = tuple(numbers.collapsed_slice_dims)
+    if numbers.offset_dims or single != tuple(numbers.start_index_map):
+        return None
+    if len(single) != 1 or len(batch) != len(table) - 1 or indices[-1] != 1:
+        return None
+    places = dict(zip(batch, numbers.start_indices_batching_dims, strict=True))
+    inside = tuple(
+        whole if dim == single[0] else tags[places[dim]] if size > 1 else None
+        for dim, size in enumerate(table)
+    )
+    return [inside, (*tags, None)]

@@ -1,0 +1,297 @@
+"""Marks parts of a traced program that can be computed in blocks as calls by name.
+
+That is the same program still; the lowering may run the call in another way: attention
+in blocks of scores, logits of some tokens at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.patterns.attention import equations_of, recognised, trained_in
+from whalejax.capture.patterns.logits import Logits, logits_in, logits_of
+from whalejax.capture.patterns.row_scales import holds_rescaled, rescaled
+from whalejax.jaxpr import rebuild
+
+
+CALL: Final = "whalejax_attention"
+"""Name of a call that is attention and nothing else."""
+
+LOGITS: Final = "whalejax_logits_"
+"""Name of a call that makes logits, and of them a few numbers for each token; behind it
+stands how many of its inputs, the first ones, have gradients."""
+
+
+Found = Callable[[Any, set[Any]], tuple[list[rebuild.Call], list[str]]]
+"""From an open jaxpr and its trained variables to calls, and why others are none."""
+
+
+def is_attention(equation: Any) -> bool:
+    """Whether an equation is a call that is attention."""
+    return bool(equation.params.get("name") == CALL)
+
+
+def calls_attention(jaxpr: Any) -> bool:
+    """Whether a program holds any such call."""
+    equations = _compat.open_jaxpr(jaxpr)[0].eqns
+    return any(
+        is_attention(e) or any(map(calls_attention, _compat.inner_jaxprs(e)))
+        for e in equations
+    )
+
+
+def makes_logits(equation: Any) -> bool:
+    """Whether an equation is a call that makes logits."""
+    return str(equation.params.get("name", "")).startswith(LOGITS)
+
+
+def called_logits(equation: Any) -> Logits:
+    """The logits that a call makes."""
+    trained = int(equation.params["name"].removeprefix(LOGITS))
+    return logits_of(_compat.inner_jaxprs(equation)[0], trained)
+
+
+def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...]]:
+    """A program in which every attention that can be cut up is one call.
+
+    Args:
+        jaxpr: closed, as captured.
+        trained: of its inputs, those with gradients.
+
+    Returns:
+        The program, without other calls that could be inlined; and for each attention
+        that was left as it is the reason.
+    """
+    return _rebuilt(jaxpr, trained, _attentions)
+
+
+def with_logits(jaxpr: Any, trained: Sequence[bool]) -> Any:
+    """The same of logits, and of what stands between them and a loss."""
+    return _rebuilt(jaxpr, trained, _losses)[0]
+
+
+def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
+    """How much attention, and how many logits, can be calls of a program.
+
+    Args:
+        jaxpr, trained: as ``with_calls`` takes them.
+    """
+
+    def count(program: Any, kind: Callable[[Any], bool]) -> int:
+        return sum(
+            1 if kind(e) else sum(count(x, kind) for x in _compat.inner_jaxprs(e))
+            for e in _compat.open_jaxpr(program)[0].eqns
+        )
+
+    attention, logits = with_calls(jaxpr, trained)[0], with_logits(jaxpr, trained)
+    return count(attention, is_attention), count(logits, makes_logits)
+
+
+def most_tokens(jaxpr: Any) -> int:
+    """The most tokens that one call of a program makes logits of; 0 where none does.
+
+    Args:
+        jaxpr: what ``with_logits`` gave, or some of it.
+    """
+    found = 0
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if makes_logits(equation):
+            one = called_logits(equation)
+            shape = one.hidden.aval.shape
+            found = max(found, math.prod(shape[place] for place in one.tokens))
+        else:
+            inner = _compat.inner_jaxprs(equation)
+            found = max([found, *map(most_tokens, inner)])
+    return found
+
+
+def _rebuilt(
+    jaxpr: Any, trained: Sequence[bool], find: Found
+) -> tuple[Any, tuple[str, ...]]:
+    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
+    flat = _compat.trace(lambda *xs: _inlined(jaxpr, xs), avals)
+    if find is _attentions and holds_rescaled(flat):
+        plain, scaling = flat, _Builder(lambda body, _: (rescaled(body), []))
+        flat = _compat.trace(lambda *xs: scaling.run(plain, xs, trained), avals)
+    builder = _Builder(find)
+    program = _compat.trace(lambda *xs: builder.run(flat, xs, trained), avals)
+    return program, tuple(dict.fromkeys(builder.reasons))
+
+
+def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Run a program without its calls; loops and checkpointed regions stay."""
+
+    def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
+        kind = _compat.recursion(equation)
+        called = is_attention(equation) or makes_logits(equation)
+        if kind not in ("inline", "remat", "scan") or called:
+            return _compat.bind(equation, operands)
+        inner = _compat.inner_jaxprs(equation)[0]
+        if kind == "inline":
+            return _inlined(inner, operands)
+        return rebuild.around(equation, operands, lambda xs: _inlined(inner, xs))
+
+    return rebuild.run(jaxpr, values, each, constant=_counted)
+
+
+def _counted(value: Any) -> Any:
+    """Positions that a program holds as an array, counted instead."""
+    shape: Any = getattr(value, "shape", ())
+    dtype: Any = getattr(value, "dtype", None)
+    known = _compat.is_concrete(value) or isinstance(value, np.ndarray)
+    if not known or len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
+        return value
+    same = np.array_equal(np.asarray(value), np.arange(shape[0]))
+    return jax.lax.iota(dtype, shape[0]) if same else value
+
+
+class _Builder:
+    """Runs a program anew with calls in it; remembers why some things are none."""
+
+    def __init__(self, find: Found) -> None:
+        self.find = find
+        self.reasons: list[str] = []
+
+    def run(
+        self, jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
+    ) -> list[Any]:
+        """One jaxpr, of whose inputs some have gradients."""
+        body = _compat.open_jaxpr(jaxpr)[0]
+        flows = trained_in(body, trained)
+        calls, reasons = self.find(body, flows)
+        self.reasons += reasons
+
+        def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
+            flags = [not _compat.is_literal(a) and a in flows for a in equation.invars]
+            kind = _compat.recursion(equation)
+            if kind in ("remat", "scan"):
+                inner = _compat.inner_jaxprs(equation)[0]
+                inside = _flowing(equation, flags) if kind == "scan" else flags
+                return rebuild.around(
+                    equation, operands, lambda xs: self.run(inner, xs, inside)
+                )
+            return _compat.bind(equation, operands)
+
+        items = rebuild.arranged(body, calls)
+        return rebuild.run(jaxpr, values, each, items=items)
+
+
+def _flowing(scan: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which inputs of a scan's body have gradients: carries may come to have them."""
+    body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
+    parts, found = _compat.scan_parts(scan), list(flags)
+    while True:
+        trained = trained_in(body, found)
+        before = list(found)
+        for place, out in enumerate(body.outvars[: parts.num_carries]):
+            if not _compat.is_literal(out) and out in trained:
+                found[parts.num_consts + place] = True
+        if found == before:
+            return found
+
+
+def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:
+    found, reasons = recognised(body, trained)
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    calls = [
+        _call(CALL, one.inputs, (one.output,), equations_of(one, maker), one.second)
+        for one in found
+    ]
+    return calls, reasons
+
+
+def _losses(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:
+    calls = [
+        _call(
+            f"{LOGITS}{2 + sum(one.trained)}",
+            one.inputs,
+            one.exits,
+            _behind(body, one),
+            one.product,
+        )
+        for one in logits_in(body, trained)
+    ]
+    return calls, []
+
+
+def _behind(body: Any, one: Logits) -> list[Any]:
+    """The equations from the inputs of logits to their exits, in program order."""
+    needed, given = set(one.exits), set(one.inputs)
+    found = []
+    for equation in reversed(body.eqns):
+        if any(v in needed and v not in given for v in equation.outvars):
+            found.append(equation)
+            needed.update(a for a in equation.invars if not _compat.is_literal(a))
+    return found[::-1]
+
+
+def _call(
+    name: str,
+    inputs: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+    equations: Sequence[Any],
+    scope: Any,
+) -> rebuild.Call:
+    """A call by name of some equations."""
+
+    def body(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        for equation in equations:
+            operands = [
+                a.val if _compat.is_literal(a) else env[a] for a in equation.invars
+            ]
+            results = _compat.bind(equation, operands)
+            env.update(zip(equation.outvars, results, strict=True))
+        return [env[v] for v in outputs]
+
+    body.__name__ = name
+    return rebuild.Call(
+        inputs=inputs, outputs=outputs, function=jax.jit(body), equation=scope
+    )
+
+
+def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """A scan whose attention keeps for its backward pass what it does in blocks.
+
+    That is queries, keys and values as they are dealt out, and the output.
+
+    Args:
+        scan: as traced.
+        calls: ids of the calls in it that run in blocks.
+    """
+
+    def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
+        if id(equation) in calls:
+            return [_keeping(equation)(*operands)]
+        if _compat.recursion(equation) not in ("remat", "scan"):
+            return _compat.bind(equation, operands)
+        inner = _compat.inner_jaxprs(equation)[0]
+        return rebuild.around(
+            equation, operands, lambda xs: rebuild.run(inner, xs, each)
+        )
+
+    return lambda values: each(scan, values)
+
+
+def _keeping(equation: Any) -> Any:
+    @jax.custom_vjp
+    def attention(*values: Any) -> Any:
+        return _compat.bind(equation, values)[0]
+
+    def forward(*values: Any) -> Any:
+        output = attention(*values)
+        return output, (output, *map(jnp.copy, values[:3]), values[3:])
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        # Only what is kept is looked at.
+        return tuple(jnp.zeros_like(x) for x in (*kept[1:4], *kept[4]))
+
+    attention.defvjp(forward, backward)
+    return attention

@@ -1,0 +1,252 @@
+"""Attention weights times a number for each row: the output times that number instead.
+
+A mask of heads multiplies what the softmax gives, after which nothing could be computed
+in blocks. A factor that is the same for all keys commutes with the sum over them, and
+multiplies the output of the product just as well; so do several, and what divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from whalejax import _compat
+from whalejax.capture.patterns.blockwise import Tags, operand_tags
+from whalejax.capture.patterns.softmax import CASTS, SPREADS, Softmax, softmax_behind
+from whalejax.jaxpr import rebuild
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factor:
+    """What weights are multiplied with, or divided by.
+
+    Attributes:
+        atom: a variable or a literal.
+        tags: for each of its dimensions, which of the weights it is.
+        divides: it does.
+    """
+
+    atom: Any
+    tags: Tags
+    divides: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scaled:
+    """Weights and factors.
+
+    Attributes:
+        weights: a variable.
+        factors: in the order in which they follow.
+        order: for each dimension of the scaled weights, which of the weights it is.
+    """
+
+    weights: Any
+    factors: tuple[_Factor, ...]
+    order: tuple[int, ...]
+
+
+def rescaled(body: Any) -> list[rebuild.Call]:
+    """The products of one jaxpr that read scaled weights, with a scaled output instead.
+
+    Args:
+        body: open, without calls that could be inlined.
+    """
+    chains = _Chains({v: e for e in body.eqns for v in e.outvars})
+    found = []
+    for equation in body.eqns:
+        if equation.primitive.name == "dot_general":
+            calls = (_instead(equation, side, chains) for side in (0, 1))
+            found += [call for call in calls if call is not None][:1]
+    return found
+
+
+def holds_rescaled(jaxpr: Any) -> bool:
+    """Whether a program has any such product."""
+    body = _compat.open_jaxpr(jaxpr)[0]
+    return bool(rescaled(body)) or any(
+        holds_rescaled(inner) for e in body.eqns for inner in _compat.inner_jaxprs(e)
+    )
+
+
+def _instead(product: Any, side: int, chains: _Chains) -> rebuild.Call | None:
+    """A product whose output is scaled, if its weights are."""
+    scaled = chains.behind(product.invars[side])
+    if scaled is None or not scaled.factors:
+        return None
+    places = dict(zip(scaled.order, _output_places(product, side), strict=True))
+    wheres = [
+        [
+            (places[tag], dim)
+            for dim, (tag, size) in enumerate(zip(f.tags, _shape(f.atom), strict=True))
+            if tag is not None and size > 1
+        ]
+        for f in scaled.factors
+    ]
+    if any(place is None for where in wheres for place, _ in where):
+        return None
+    weights, values = product.invars[side], product.invars[1 - side]
+    given = [f.atom for f in scaled.factors if not _compat.is_literal(f.atom)]
+
+    def run(*operands: Any) -> list[Any]:
+        raw, other, *rest = operands
+        one = lax.transpose(raw, scaled.order).astype(weights.aval.dtype)
+        pair = (one, other) if side == 0 else (other, one)
+        (found,) = _compat.bind(product, pair)
+        read = iter(rest)
+        for factor, where in zip(scaled.factors, wheres, strict=True):
+            atom = factor.atom
+            value = atom.val if _compat.is_literal(atom) else next(read)
+            more = _spread(value, where, found)
+            found = found / more if factor.divides else found * more
+        return [found]
+
+    return rebuild.Call(
+        inputs=(scaled.weights, values, *given),
+        outputs=tuple(product.outvars),
+        function=run,
+        equation=product,
+    )
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return () if _compat.is_literal(atom) else tuple(atom.aval.shape)
+
+
+def _output_places(product: Any, side: int) -> list[int | None]:
+    """Where each dimension of an operand lies in the output; None where summed over."""
+    inside, batch = product.params["dimension_numbers"]
+    ranks = [len(atom.aval.shape) for atom in product.invars]
+    own = [
+        [d for d in range(rank) if d not in (*inside[n], *batch[n])]
+        for n, rank in enumerate(ranks)
+    ]
+    before = len(batch[0]) + (len(own[0]) if side == 1 else 0)
+    found: list[int | None] = [None] * ranks[side]
+    for place, dim in enumerate(batch[side]):
+        found[dim] = place
+    for place, dim in enumerate(own[side]):
+        found[dim] = before + place
+    return found
+
+
+def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
+    """A factor in the shape of an output.
+
+    Args:
+        factor: its value.
+        places: for each of its dimensions above 1 that of the output, and its own.
+        like: the output.
+    """
+    factor = lax.convert_element_type(factor, like.dtype)
+    order = sorted(places)
+    sizes = [np.shape(factor)[d] for _, d in places]
+    flat = lax.reshape(factor, sizes)
+    flat = lax.transpose(flat, [places.index(pair) for pair in order])
+    return lax.broadcast_in_dim(flat, like.shape, [place for place, _ in order])
+
+
+class _Chains:
+    """Finds the softmax and the factors behind variables, each once.
+
+    Args:
+        maker: the equation that makes each variable.
+    """
+
+    def __init__(self, maker: Mapping[Any, Any]) -> None:
+        self.maker = maker
+        self._known: dict[Any, _Scaled | None] = {}
+
+    def behind(self, atom: Any) -> _Scaled | None:
+        """What is behind weights, perhaps turned or cast; None for other values."""
+        if _compat.is_literal(atom):
+            return None
+        if atom not in self._known:
+            self._known[atom] = self._behind(atom)
+        return self._known[atom]
+
+    def _behind(self, variable: Any) -> _Scaled | None:
+        if isinstance(softmax_behind(variable, self.maker), Softmax):
+            dims = range(len(variable.aval.shape))
+            return _Scaled(weights=variable, factors=(), order=tuple(dims))
+        equation = self.maker.get(variable)
+        if equation is None:
+            return None
+        name = equation.primitive.name
+        if name in {*CASTS, "transpose"}:
+            found = self.behind(equation.invars[0])
+            if found is None or name != "transpose":
+                return found
+            turned = equation.params["permutation"]
+            return replace(found, order=tuple(found.order[d] for d in turned))
+        places = {"mul": (0, 1), "dot_general": (0, 1), "div": (0,)}.get(name, ())
+        either = (self._scaled(equation, place) for place in places)
+        return next((found for found in either if found is not None), None)
+
+    def _scaled(self, equation: Any, place: int) -> _Scaled | None:
+        """What is behind an operand of an equation, and the other operand."""
+        lying = _factors(equation, place)
+        found = None if lying is None else self.behind(equation.invars[place])
+        if lying is None or found is None:
+            return None
+        own, tags = lying
+        atom, tags = _narrowest(equation.invars[1 - place], tags, self.maker)
+        factor = _Factor(
+            atom=atom,
+            tags=tuple(None if t is None else found.order[t] for t in tags),
+            divides=equation.primitive.name == "div",
+        )
+        return _Scaled(
+            weights=found.weights,
+            factors=(*found.factors, factor),
+            order=tuple(found.order[d] for d in own),
+        )
+
+
+def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
+    """Of a product element by element: how weights and factor lie in the result.
+
+    Args:
+        equation: a multiplication, a division, or a product that sums over nothing.
+        place: of the weights among the operands.
+
+    Returns:
+        For each dimension of the result which of the weights it is, and for each of the
+        factor which of the weights.
+    """
+    weights, factor = equation.invars[place], equation.invars[1 - place]
+    if _compat.is_literal(weights):
+        return None
+    shape = _shape(factor)
+    if equation.primitive.name in ("mul", "div"):
+        if weights.aval.shape != equation.outvars[0].aval.shape:
+            return None
+        dims = range(len(weights.aval.shape))
+        return tuple(dims), tuple(
+            None if size == 1 else dim for dim, size in enumerate(shape)
+        )
+    inside, batch = equation.params["dimension_numbers"]
+    mine, theirs = batch[place], batch[1 - place]
+    if any(inside) or len(theirs) != len(shape):
+        return None
+    own = [d for d in range(len(weights.aval.shape)) if d not in mine]
+    known = dict(zip(theirs, mine, strict=True))
+    return (*mine, *own), tuple(known[d] for d in range(len(shape)))
+
+
+def _narrowest(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Tags]:
+    """What a factor was spread from, with its tags."""
+    while not _compat.is_literal(atom):
+        equation = maker.get(atom)
+        if equation is None or equation.primitive.name not in CASTS | SPREADS:
+            break
+        found = operand_tags(equation, tags)
+        if found is None:
+            break
+        (atom,) = equation.invars
+        tags = found[0] or ()
+    return atom, tags

@@ -1,0 +1,284 @@
+"""What a model does to attention scores before the softmax, block by block.
+
+Scores are a product of queries and keys, scaled, capped, masked or shifted by
+equations of the user's own. Here these become a small program of which any block of
+rows and columns can be computed alone: positions (``iota``) are counted from where the
+block begins, and what comes from outside is cut. Run on intervals instead of numbers,
+the same program says which blocks a mask hides whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.patterns.blockwise import Node, Tags, computed, operand_tags
+from whalejax.capture.patterns.score_bounds import ANY, BOOL, Interval, interval
+
+
+HIDDEN: Final = -1e9
+"""Scores below it are masked: no other score of a row is as low."""
+
+_HALF: Final = -1e4
+"""The same where numbers end at 65,504."""
+
+
+class NotScoresError(Exception):
+    """The equations before a softmax are none that blocks can be computed of."""
+
+
+@dataclass(slots=True)
+class Scores:
+    """The program from a product to the scores.
+
+    Attributes:
+        nodes: in an order in which they can be computed; the last is the scores.
+        product: the node that is the product, whose tags say how its dimensions lie.
+        outside: variables that come from outside, each once.
+        tags: of those, one for each way in which they are read.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    product: int = -1
+    outside: list[Any] = field(default_factory=list)
+
+    @property
+    def tags(self) -> list[set[Tags]]:
+        """How each value from outside is read."""
+        found: list[set[Tags]] = [set() for _ in self.outside]
+        for node in self.nodes:
+            if node.outside is not None:
+                found[node.outside].add(node.tags)
+        return found
+
+    def block(
+        self,
+        product: Any,
+        sizes: Mapping[int, int],
+        offsets: Mapping[int, Any],
+        outside: Callable[[int, Tags], Any],
+    ) -> Any:
+        """The scores of one block.
+
+        Args:
+            product: its products, laid out as the traced product is.
+            sizes: of the dimensions of the scores in this block.
+            offsets: where each of them begins; what is absent begins at 0.
+            outside: the part of a value from outside that the block reads.
+        """
+        values: list[Any] = []
+        for number, node in enumerate(self.nodes):
+            if number == self.product:
+                values.append(product)
+            elif node.outside is not None:
+                values.append(outside(node.outside, node.tags))
+            else:
+                shape = tuple(1 if t is None else sizes[t] for t in node.tags)
+                values.append(computed(node, shape, values, offsets))
+        return values[-1]
+
+    def hidden(self, rows: int, columns: int, row: int, column: int) -> Any:
+        """Which blocks need not be computed, whatever is in the product.
+
+        They hold masked scores alone, and each row sees some other score; or, where a
+        row may see none, they all hold one number, whose weight ``filled`` tells of.
+
+        Args:
+            rows, columns: how many equal blocks there are of each.
+            row, column: dimensions of the scores that are cut into them.
+
+        Returns:
+            ``bool[rows, columns]``.
+        """
+        if len(self.nodes) == 1:
+            return np.zeros((rows, columns), bool)
+        low, high = self._bounds(rows, columns, row, column)
+        masked: Any = high < self._hidden
+        ends = np.concatenate([low[masked], high[masked]])
+        if np.unique(ends).size <= 1 or self._all_see(row, column):
+            return masked
+        return np.zeros_like(masked)
+
+    def filled(self, rows: int, columns: int, row: int, column: int) -> float | None:
+        """The score in all blocks that are hidden, where it may have a weight.
+
+        A softmax of equal scores is a mean, so a row all of whose scores are masked
+        looks at hidden blocks too.
+
+        Args:
+            rows, columns, row, column: as ``hidden`` takes them.
+
+        Returns:
+            None where each row is known to see a score beside which masked ones are
+            nothing.
+        """
+        hidden = self.hidden(rows, columns, row, column)
+        if not hidden.any() or self._all_see(row, column):
+            return None
+        low, _ = self._bounds(rows, columns, row, column)
+        return float(low[hidden][0])
+
+    @property
+    def _hidden(self) -> float:
+        """Scores below it are masked."""
+        aval = self.nodes[-1].equation.outvars[0].aval
+        narrow = _compat.dtype_name(aval.dtype) == "float16"
+        return _HALF if narrow else HIDDEN
+
+    def _bounds(self, rows: int, columns: int, row: int, column: int) -> Interval:
+        """Between which numbers the scores of each block are."""
+        shape = self.nodes[-1].equation.outvars[0].aval.shape
+        extents = {
+            row: _edges(shape[row], rows)[:, :, None],
+            column: _edges(shape[column], columns)[:, None, :],
+        }
+        low, high = self._run(extents, ANY)
+        whole = rows, columns
+        return np.broadcast_to(low, whole), np.broadcast_to(high, whole)
+
+    def _all_see(self, row: int, column: int) -> bool:
+        """Whether each row is known to see a score, whatever comes from outside.
+
+        Looked for on the diagonal, which starts at the first or ends at the last column
+        where there are more columns than rows, and at both ends.
+        """
+        shape = self.nodes[-1].equation.outvars[0].aval.shape
+        rows, columns = shape[row], shape[column]
+        places = np.arange(rows, dtype=np.float64)
+        tried = np.stack(
+            [places, places + columns - rows, 0 * places, 0 * places + columns - 1]
+        )
+        tried = np.clip(tried, 0, columns - 1)
+        extents = {row: (places, places), column: (tried, tried)}
+        low, _ = self._run(extents, _USUAL)
+        seen = np.broadcast_to(low > self._hidden / 10, tried.shape)
+        return bool(seen.any(axis=0).all())
+
+    def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
+        """Bounds of the scores, by those of the product.
+
+        Args:
+            extents: first and last place of each part of dimensions that are cut.
+            product: its bounds. Beside ``_USUAL`` what is made of it by equations
+                without a rule (a cap) is taken to be usual too.
+        """
+        found: list[Interval] = []
+        made: set[int | None] = {self.product}
+        for number, node in enumerate(self.nodes):
+            if node.outside is not None:
+                dtype = self.outside[node.outside].aval.dtype
+                found.append(BOOL if np.dtype(dtype).kind == "b" else ANY)
+            elif number == self.product:
+                found.append(product)
+            else:
+                bounds = interval(node, found, extents)
+                if not made.isdisjoint(node.inputs):
+                    made.add(number)
+                    if bounds is ANY and product is _USUAL:
+                        bounds = self._usual(
+                            [found[n] for n in node.inputs if n is not None]
+                        )
+                found.append(bounds)
+        return found[-1]
+
+    def _usual(self, operands: Sequence[Interval]) -> Interval:
+        """Usual numbers where all operands are such, else any."""
+        limit = -self._hidden
+        every: Any = True
+        for low, high in operands:
+            every = every & (np.asarray(low) > -limit) & (np.asarray(high) < limit)
+        return np.where(every, -1.0, -math.inf), np.where(every, 1.0, math.inf)
+
+
+_USUAL: Final[Interval] = (-1.0, 1.0)
+"""Of a product: what is beside it less than any score that is not masked is masked."""
+
+
+def _edges(length: int, count: int) -> Any:
+    """First and last place of equal blocks, ``float[2, count]``."""
+    first = np.arange(count) * (length // count)
+    return np.array([first, first + length // count - 1], dtype=np.float64)
+
+
+class Reader:
+    """Reads the equations before a softmax.
+
+    Args:
+        maker: the equation that makes each variable of a jaxpr.
+        trained: variables through which a gradient flows.
+    """
+
+    def __init__(self, maker: Mapping[Any, Any], trained: set[Any]) -> None:
+        self.maker = maker
+        self.trained = trained
+        self.scores = Scores()
+        self.product: Any = None
+        self._known: dict[tuple[Any, Tags], int] = {}
+
+    def read(self, variable: Any) -> Scores:
+        """The program that ends in a variable.
+
+        Raises:
+            NotScoresError: it cannot be computed in blocks; the text says why.
+        """
+        shape = variable.aval.shape
+        self._pull(variable, tuple(None if n == 1 else i for i, n in enumerate(shape)))
+        if self.product is None:
+            raise NotScoresError("no product of queries and keys stands before it")
+        return self.scores
+
+    def _pull(self, variable: Any, tags: Tags) -> int:
+        known = self._known.get((variable, tags))
+        if known is not None:
+            return known
+        equation: Any = self.maker.get(variable)
+        name = "" if equation is None else equation.primitive.name
+        if name == "dot_general" and variable in self.trained:
+            node = self._product(equation, tags)
+        elif equation is not None and name == "iota":
+            node = Node(equation=equation, inputs=(), tags=tags)
+        else:
+            wanted = None
+            if equation is not None and not self._stops(equation, variable):
+                wanted = operand_tags(equation, tags)
+            if equation is None or wanted is None:
+                node = self._outside(variable, tags)
+            else:
+                inputs = tuple(
+                    None if t is None else self._pull(atom, t)
+                    for atom, t in zip(equation.invars, wanted, strict=True)
+                )
+                node = Node(equation=equation, inputs=inputs, tags=tags)
+        self.scores.nodes.append(node)
+        number = len(self.scores.nodes) - 1
+        if node.equation is None and node.outside is None:
+            self.scores.product = number
+        self._known[variable, tags] = number
+        return number
+
+    def _stops(self, equation: Any, variable: Any) -> bool:
+        """A gradient goes into an equation, and none through its result."""
+        atoms = (a for a in equation.invars if not _compat.is_literal(a))
+        return variable not in self.trained and any(a in self.trained for a in atoms)
+
+    def _product(self, equation: Any, tags: Tags) -> Node:
+        if self.product is not None:
+            raise NotScoresError("its scores are made of more than one product")
+        self.product = equation
+        return Node(equation=None, inputs=(), tags=tags)
+
+    def _outside(self, variable: Any, tags: Tags) -> Node:
+        if variable in self.trained:
+            raise NotScoresError(
+                "its scores are shifted or scaled by a trained value, whose gradient "
+                "would have to travel round the ring too"
+            )
+        if variable not in self.scores.outside:
+            self.scores.outside.append(variable)
+        number = self.scores.outside.index(variable)
+        return Node(equation=None, inputs=(), tags=tags, outside=number)

@@ -1,0 +1,225 @@
+"""One loss and the programs that plans make of it, each of which is traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from whalejax.adapters.base import Adapter
+from whalejax.capture import Captured, capture
+from whalejax.capture.assemble import model_hash
+from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
+from whalejax.capture.batch_reductions import batch_reductions
+from whalejax.capture.passes.remat import checkpoint_names
+from whalejax.capture.reported.values import check_clear
+from whalejax.meshes.progress_events import tell
+from whalejax.planner.model.graph import BatchReduction, Graph
+from whalejax.planner.model.rebatch import resized
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.batched.space import Spaces
+from whalejax.planner.search.spmd import Known
+from whalejax.planner.sharding.precision_regions import checked_precisions
+from whalejax.planner.terms import ALL, Chosen, Remat
+from whalejax.runtime.mixed_precision import at_precision
+
+
+class Programs:
+    """A loss as it was written, and with attention, logits or layers run otherwise.
+
+    Args:
+        adapter: the model and its loss.
+        capture: traces the loss as it was written.
+
+    Attributes:
+        adapter: the model and its loss.
+        known: what searches have found of the programs.
+        blocks: the loss with attention in blocks, by (TaskGraph, ``"ring"`` or
+            ``"gather"``) pairs.
+        cut: the same, and the tokens cut into so many parts where logits are made.
+        again: the graph of that, where the backward pass computes some again, by
+            (TaskGraph, policy) pairs that come first.
+    """
+
+    def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
+        self.adapter = adapter
+        self.known: Known = {}
+        self._capture = capture
+        self.blocks = functools.cache(self._blocks)
+        self.cut = functools.cache(self._cut)
+        self.again = functools.cache(self._again)
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """The loss as it was written; traced when it is first asked for."""
+        return self._capture()
+
+    @functools.cached_property
+    def traced(self) -> Programs:
+        """The same loss, perhaps with another batch, that is traced in any case.
+
+        What does not depend on the batch is read there.
+        """
+        return self
+
+    @functools.cached_property
+    def spaces(self) -> Spaces:
+        """What wide searches have ranged over; the same for all that are told alike."""
+        return Spaces() if self.traced is self else self.traced.spaces
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The loss as it was written, as plain data."""
+        return self.captured.graph
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """What the model names for checkpointing."""
+        return checkpoint_names(self.captured.jaxpr)
+
+    @functools.cached_property
+    def reductions(self) -> tuple[BatchReduction, ...]:
+        """What a part of the batch would compute differently from the whole."""
+        return batch_reductions(self.captured)
+
+    def _blocks(self, attention: Chosen) -> Captured:
+        return self.captured.with_attention(attention)
+
+    def _cut(self, attention: Chosen, chunks: int) -> Captured:
+        return self.blocks(attention).with_chunks(chunks)
+
+    def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
+        return self.cut(attention, chunks).with_remat(remat).graph
+
+
+class Resized(Programs):
+    """A loss with another batch than one that was traced.
+
+    Args:
+        like: with the batch that was traced.
+        capture: traces it with this batch; called only where nothing else will do.
+        leaves: the batch.
+        num_micro_batches: into how many parts it is cut.
+    """
+
+    def __init__(
+        self,
+        like: Programs,
+        capture: Callable[[], Captured],
+        leaves: Sequence[BatchLeaf],
+        num_micro_batches: int,
+    ) -> None:
+        super().__init__(like.adapter, capture)
+        self._like = like
+        self._size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
+        self._count = num_micro_batches
+        self._hash = model_hash(like.graph, leaves)
+        self._known: dict[int, tuple[Graph, Graph | None]] = {}
+
+    @functools.cached_property
+    def traced(self) -> Programs:
+        """The one that it is like, if its graph can be told from that."""
+        return self if self._resized(self._like.graph) is None else self._like
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The loss as it was written, as plain data."""
+        return self._resized(self._like.graph) or self.captured.graph
+
+    def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
+        found = None
+        if self.traced is self._like:
+            found = self._resized(self._like.again(remat, attention, chunks))
+        return found or super()._again(remat, attention, chunks)
+
+    def _resized(self, graph: Graph) -> Graph | None:
+        """One of the other's graphs with this batch; None where it cannot be told."""
+        if id(graph) not in self._known:
+            found = resized(graph, self._size)
+            if found is not None:
+                found = dataclasses.replace(
+                    found, num_micro_batches=self._count, model_hash=self._hash
+                )
+            self._known[id(graph)] = graph, found
+        return self._known[id(graph)][1]
+
+
+class Traces:
+    """Programs of one loss by what they depend on; it is traced as seldom as can be."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], Programs] = {}
+
+    def of(
+        self,
+        adapter: Adapter,
+        batch: Any,
+        *,
+        batch_axes: Any,
+        num_micro_batches: int,
+        precision: str | Mapping[str, str],
+    ) -> Programs:
+        """The programs of a batch.
+
+        Args:
+            adapter: the model and its loss; always the same.
+            batch: the GLOBAL batch, abstract.
+            batch_axes: the batch dimension of its leaves; always the same.
+            num_micro_batches: into how many parts it is cut.
+            precision: of the whole model, or of each TaskGraph.
+
+        Raises:
+            WhaleError: the batch cannot be cut so, or the loss cannot be traced.
+        """
+        cast = at_precision(adapter, precision if isinstance(precision, str) else "f32")
+
+        def captured() -> Captured:
+            tell("tracing the model")
+            found = capture(
+                cast,
+                batch,
+                num_micro_batches=num_micro_batches,
+                batch_axes=batch_axes,
+            )
+            if isinstance(precision, str):
+                return found
+            return found.with_precisions(checked_precisions(precision, found.graph))
+
+        shapes = [str(aval_of(leaf)) for leaf in jax.tree.leaves(batch)]
+        key = str(precision), str(num_micro_batches), *shapes
+        if key not in self._known:
+            like = next((p for k, p in self._known.items() if k[0] == key[0]), None)
+            found = Programs(cast, captured)
+            if like is not None:
+                leaves, _ = batch_leaves(batch, batch_axes, num_micro_batches)
+                found = Resized(like.traced, captured, leaves, num_micro_batches)
+            found.graph  # noqa: B018  What cannot be traced is not kept.
+            self._known[key] = found
+        return self._known[key]
+
+
+def check_reports(programs: Programs, plan: Plan) -> None:
+    """Refuse what micro-batches of a plan report and cannot be put together.
+
+    Args:
+        programs: of the loss, perhaps traced with another number of them.
+        plan: that may be run.
+    """
+    if plan.runnable and (count := plan.num_micro_batches) > 1:
+        captured = programs.traced.captured
+        size = captured.graph.batch_size * captured.graph.num_micro_batches // count
+        chosen = None if programs.graph.num_micro_batches == count else count
+        check_clear(captured.apart().unclear, size, chosen=chosen)
+
+
+def attention_note(found: Plan, programs: Programs) -> list[str]:
+    """Why keys and values are gathered that might go round, where any are."""
+    if not found.runnable or found.axis_sizes.get("context", 1) == 1:
+        return []
+    reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole
+    return [
+        f"keys and values are gathered over context: {reason}" for reason in reasons
+    ]

@@ -1,0 +1,1 @@
+"""How values that a loss reports are combined over micro-batches."""

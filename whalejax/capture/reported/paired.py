@@ -1,0 +1,339 @@
+"""Two traces of one loss, with fewer and with more samples, side by side.
+
+What a program says of the number of samples (a dimension that grows with it, a number
+that it is divided by) is seen by comparison alone. Programs of one loss differ where
+the loss asks for the number of samples, as a slice of the first four does; what cannot
+be paired there is told apart from the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.drafts import Position, Value
+from whalejax.capture.walk import Walk
+from whalejax.planner.model.graph import LOOPS, Graph, Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A program and what was read of it.
+
+    Attributes:
+        program: its jaxpr.
+        graph: of it.
+        walk: by which that was made.
+        results: of the program, as tensors of the graph.
+    """
+
+    program: Any
+    graph: Graph
+    walk: Walk
+    results: Sequence[Value]
+
+
+@dataclass(slots=True)
+class Pairing:
+    """Which values of two traces are the same of fewer and of more samples.
+
+    Attributes:
+        small, large: the traces.
+        times: how many times the samples of the first the second has.
+        pairs: by tensor of the first, that of the second.
+        torn: tensors of the first that the second makes of others.
+        lost: numbers of results that are other tensors in the second.
+        grown: by tensor of the first, its dimensions that grow with the samples.
+        makers: for each trace, the operations that make each tensor.
+        literals: for each trace, its results that are scalars in the program.
+    """
+
+    small: Trace
+    large: Trace
+    times: int
+    pairs: dict[int, int] = field(default_factory=dict)
+    torn: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    grown: dict[int, frozenset[int]] = field(default_factory=dict)
+    makers: tuple[Mapping[int, list[int]], ...] = ()
+    literals: tuple[Sequence[Any], ...] = ()
+    _scalars: tuple[Mapping[Position, _Here], ...] = ()
+
+    def run(self, wanted: Sequence[int]) -> None:
+        """Pair all that some results are made of.
+
+        Args:
+            wanted: their numbers.
+        """
+        traces = self.small, self.large
+        self.makers = tuple(_makers(trace.graph) for trace in traces)
+        found = [scalars(trace.program) for trace in traces]
+        self._scalars = tuple(here for here, _ in found)
+        self.literals = tuple(results for _, results in found)
+        backs = [_backs(trace.walk) for trace in traces]
+        todo: list[tuple[Value, Value, set[int], int]] = [
+            (self.small.results[n], self.large.results[n], self.lost, n) for n in wanted
+        ]
+        while todo:
+            a, b, torn, user = todo.pop()
+            if a in (None, UNKNOWN) or self.pairs.get(a) == b:
+                continue
+            again = a in self.pairs and self.small.graph.tensors[a].kind != "const"
+            if b in (None, UNKNOWN) or again or not self._alike(a, b):
+                # What else uses it may be alike: a slice of all is no operation.
+                torn.add(user)
+                continue
+            self.pairs[a] = b
+            behind: list[tuple[Value, Value]] = []
+            for one, other in zip(self.makers[0][a], self.makers[1][b], strict=True):
+                ops = self.small.graph.ops[one], self.large.graph.ops[other]
+                behind += zip(ops[0].operands, ops[1].operands, strict=True)
+                behind.append((decides(traces[0], ops[0]), decides(traces[1], ops[1])))
+            if a in backs[0] and b in backs[1]:
+                behind.append((backs[0][a], backs[1][b]))
+            todo += [(x, y, self.torn, a) for x, y in behind]
+
+    def operands(self, op: Op) -> list[int | tuple[Any, Any]]:
+        """Operands of an operation in order: tensors, and scalars of both programs."""
+        here = self._scalars[0].get(op.position)
+        large = self._made_like(op)
+        there = None if large is None else self._scalars[1].get(large.position)
+        if here is None or there is None or op.kind in LOOPS:
+            return list(op.operands)
+        if not _matches(here, there, op):
+            return list(op.operands)
+        tensors = iter(op.operands)
+        found: list[int | tuple[Any, Any]] = []
+        for a, b in zip(here.values, there.values, strict=True):
+            found.append(next(tensors) if a is None else (a, b))
+        return found
+
+    def equation(self, op: Op) -> Any:
+        """The equation of an operation in the smaller program."""
+        here = self._scalars[0].get(op.position)
+        return None if here is None else here.equation
+
+    def other_equation(self, op: Op) -> Any:
+        """The same in the larger."""
+        large = self._made_like(op)
+        there = None if large is None else self._scalars[1].get(large.position)
+        return None if there is None else there.equation
+
+    def _made_like(self, op: Op) -> Op | None:
+        for a in op.results:
+            b = self.pairs.get(a)
+            if b is not None:
+                place = next(
+                    i
+                    for i, n in enumerate(self.makers[0][a])
+                    if self.small.graph.ops[n] is op
+                )
+                return self.large.graph.ops[self.makers[1][b][place]]
+        return None
+
+    def _alike(self, a: int, b: int) -> bool:
+        one, other = self.small.graph.tensors[a], self.large.graph.tensors[b]
+        if (one.kind, one.dtype) != (other.kind, other.dtype):
+            return False
+        if len(one.shape) != len(other.shape):
+            return False
+        grown = set()
+        for dim, (x, y) in enumerate(zip(one.shape, other.shape, strict=True)):
+            if x != y and x * self.times != y:
+                return False
+            if x != y:
+                grown.add(dim)
+        self.grown[a] = frozenset(grown)
+        if one.kind == "const":
+            return _same(_constant(self.small, a), _constant(self.large, b))
+        makers = self.makers[0][a], self.makers[1][b]
+        if not makers[0] and not makers[1]:
+            return a == b  # Inputs, which come first.
+        return len(makers[0]) == len(makers[1]) and all(
+            self._same_op(x, y, a, b) for x, y in zip(*makers, strict=True)
+        )
+
+    def _same_op(self, x: int, y: int, a: int, b: int) -> bool:
+        one, other = self.small.graph.ops[x], self.large.graph.ops[y]
+        return (
+            one.kind == other.kind
+            and one.results.index(a) == other.results.index(b)
+            and (len(one.operands), len(one.results))
+            == (len(other.operands), len(other.results))
+        )
+
+
+def power_of(a: Any, b: Any, times: int) -> int | None:
+    """Of which power of the samples' number a scalar is a multiple.
+
+    Args:
+        a, b: with fewer and with more samples.
+        times: how many times as many.
+
+    Returns:
+        None of zero, which is a multiple of each.
+
+    Raises:
+        ValueError: of none.
+
+    >>> power_of(4, 16, 4), power_of(0.5, 0.25, 2), power_of(3, 3, 8)
+    (1, -1, 0)
+    """
+    if bool(a == b) or (a != a and b != b):
+        return None if bool(a == 0) else 0
+    if not (a and b) or isinstance(a, bool | np.bool_):
+        raise ValueError
+    ratio = abs(complex(b) / complex(a))
+    power = round(math.log(ratio, times)) if 0 < ratio < math.inf else 0
+    if not math.isclose(ratio, float(times) ** power, rel_tol=1e-5):
+        raise ValueError
+    return power
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Here:
+    """An equation, and for each operand its value where the program holds that."""
+
+    equation: Any
+    values: tuple[Any, ...]
+
+
+def scalars(program: Any) -> tuple[dict[Position, _Here], list[Any]]:
+    """Every equation by position, with the scalars that stand in its operands.
+
+    Returns:
+        These, and the results that are scalars in the program; None of the others.
+    """
+    found: dict[Position, _Here] = {}
+    return found, _scalars_of(program, (), {}, found)
+
+
+UNKNOWN: Final = -1
+"""In place of a tensor that was not found."""
+
+
+def decides(trace: Trace, op: Op) -> Value:
+    """The tensor by which a loop ends, or a branch is chosen.
+
+    Returns:
+        None where the program itself says it, and ``UNKNOWN``.
+    """
+    if op.kind not in ("while", "cond"):
+        return None
+    body, prefix = _around(trace.program, op.position)
+    equation = body.eqns[op.position[-1]]
+    atom = equation.invars[0]
+    if op.kind == "while":
+        body, _ = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])
+        prefix, atom = (*op.position, 0), body.outvars[0]
+    while not _compat.is_literal(atom):
+        for number, one in enumerate(body.eqns):
+            if atom in one.outvars:
+                found = trace.walk.outputs[*prefix, number]
+                return found[list(one.outvars).index(atom)]
+        if not prefix:
+            inputs = list(body.invars)
+            return inputs.index(atom) if atom in inputs else UNKNOWN
+        outer, around = _around(trace.program, prefix[:-1])
+        call = outer.eqns[prefix[-2]]
+        if _compat.recursion(call) not in ("inline", "remat", "opaque"):
+            return UNKNOWN
+        inputs = list(body.invars)
+        if atom not in inputs:
+            return UNKNOWN
+        atom, body, prefix = call.invars[inputs.index(atom)], outer, around
+    return None
+
+
+def _around(program: Any, position: Position) -> tuple[Any, Position]:
+    """The jaxpr in which an equation stands, and where that stands."""
+    body, _ = _compat.open_jaxpr(program)
+    for number, place in zip(position[:-1:2], position[1::2], strict=False):
+        body, _ = _compat.open_jaxpr(_compat.inner_jaxprs(body.eqns[number])[place])
+    return body, position[:-1]
+
+
+def _scalars_of(
+    jaxpr: Any, prefix: Position, given: Mapping[Any, Any], found: dict[Any, _Here]
+) -> list[Any]:
+    body, _ = _compat.open_jaxpr(jaxpr)
+    env = dict(given)
+
+    def value(atom: Any) -> Any:
+        if not _compat.is_literal(atom):
+            return env.get(atom)
+        return None if atom.aval.shape else atom.val
+
+    for index, equation in enumerate(body.eqns):
+        position = (*prefix, index)
+        values = tuple(map(value, equation.invars))
+        found[position] = _Here(equation=equation, values=values)
+        for place, inner in enumerate(_compat.inner_jaxprs(equation)):
+            variables = _compat.open_jaxpr(inner)[0].invars
+            inside = _inside(equation, values, place, len(variables))
+            known = {
+                v: x for v, x in zip(variables, inside, strict=True) if x is not None
+            }
+            results = _scalars_of(inner, (*position, place), known, found)
+            if _compat.recursion(equation) in ("inline", "remat", "opaque"):
+                pairs = zip(equation.outvars, results, strict=True)
+                env.update((v, x) for v, x in pairs if x is not None)
+    return [value(atom) for atom in body.outvars]
+
+
+def _inside(
+    equation: Any, values: tuple[Any, ...], place: int, count: int
+) -> tuple[Any, ...]:
+    """What the inputs of an inner jaxpr are; None where it is not a scalar."""
+    kind = _compat.recursion(equation)
+    if kind == "cond":
+        return values[1:]
+    if kind == "scan":
+        consts = _compat.scan_parts(equation).num_consts
+        return (*values[:consts], *[None] * (count - consts))
+    if kind == "while":
+        first, second = _compat.while_parts(equation)
+        own = values[:first] if place == 0 else values[first : first + second]
+        return (*own, *[None] * (count - len(own)))
+    return values
+
+
+def _matches(here: _Here, there: _Here, op: Op) -> bool:
+    holes = [[v is None for v in one.values] for one in (here, there)]
+    return holes[0] == holes[1] and sum(holes[0]) == len(op.operands)
+
+
+def _makers(graph: Graph) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {t.id: [] for t in graph.tensors}
+    for index, op in enumerate(graph.ops):
+        for t in op.results:
+            found[t].append(index)
+    return found
+
+
+def _backs(walk: Walk) -> dict[int, int]:
+    """By carry as a turn of a loop consumes it, the one that it produces."""
+    return {back: out for out, back in walk.loops}
+
+
+def _constant(trace: Trace, tensor: int) -> Any:
+    return trace.walk.constant(tensor)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=False))
+    except Exception:  # Of another process, or of no type that compares.
+        return False
+
+
+def avals(trace: Trace) -> list[Any]:
+    """The type of every result of a program."""
+    return [atom.aval for atom in _compat.open_jaxpr(trace.program)[0].outvars]

@@ -1,0 +1,267 @@
+"""Which dimension of what a loss reports is the batch.
+
+With several micro-batches a reported value with a row for each sample has to be put
+together in the order of the global batch, while any other is a mean or a sum. This
+module follows the samples of the batch forward through the graph's operations and says
+of each reported value where its rows stand, or why that cannot be told. It is apart
+from ``batch_reductions`` because that one asks what the loss mixes, not where rows are.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from whalejax.planner.model.graph import LOOKUPS, LOOPS, Graph, Op
+from whalejax.planner.model.reshape_factors import groups, slots_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Where the samples stand in one dimension.
+
+    Attributes:
+        axis: the dimension.
+        outer: how often all samples are repeated in it.
+        inner: how many elements in a row are of one sample.
+    """
+
+    axis: int = 0
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unclear:
+    """A value of which it cannot be told how micro-batches are put together.
+
+    Attributes:
+        shape: of one micro-batch's.
+        why: what is known of it.
+    """
+
+    shape: tuple[int, ...]
+    why: str
+
+
+class _Mark(enum.Enum):
+    """What a dimension is, where it is not ``Rows``."""
+
+    OTHER = "comes from a dimension that is no batch"
+    MIXED = "holds some samples, or samples in another order"
+
+
+_Where = Rows | _Mark | None
+"""None of a dimension that no operand has, such as that of a constant."""
+
+_FRESH = frozenset(("broadcast_in_dim", "iota", "zeros_like", "empty", "empty2"))
+"""Operations that make dimensions of their own."""
+
+_CUTS = frozenset(("slice", "dynamic_slice"))
+"""Operations that take a piece of a dimension."""
+
+
+def reported_rows(graph: Graph, values: Sequence[int]) -> list[Rows | Unclear | None]:
+    """Where the samples stand in each value that a loss reports.
+
+    Args:
+        graph: of the loss, traced with more than one sample.
+        values: ids of tensors that are no scalars.
+
+    Returns:
+        For each: its rows, why they cannot be told, or None where it has none.
+    """
+    follow = _Follow(graph)
+    follow.run()
+    return [follow.said(value) for value in values]
+
+
+def rows_of(graph: Graph) -> set[int]:
+    """All tensors of which it is known in which one dimension the samples stand."""
+    follow = _Follow(graph)
+    follow.run()
+    return {t.id for t in graph.tensors if isinstance(follow.said(t.id), Rows)}
+
+
+class _Follow:
+    """Follows each dimension of the inputs through the program."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.where: dict[tuple[int, int], _Where] = {}
+        self.single: set[int] = set()
+        batch = set(graph.batch_dims)
+        for tensor in graph.tensors:
+            if tensor.kind in ("param", "state", "batch"):
+                for dim in range(len(tensor.shape)):
+                    key = tensor.id, dim
+                    self.where[key] = Rows() if key in batch else _Mark.OTHER
+
+    def run(self) -> None:
+        """Go through the program until nothing changes, as carries of loops may."""
+        loops = any(op.kind in LOOPS for op in self.graph.ops)
+        before = -1, -1
+        while before != (now := self._known()):
+            before = now
+            for op in self.graph.ops:
+                self._op(op)
+            if not loops:
+                return
+
+    def _known(self) -> tuple[int, int]:
+        ranks = sum(_rank(where) for where in self.where.values())
+        return ranks, len(self.single)
+
+    def said(self, value: int) -> Rows | Unclear | None:
+        """What is known of a value."""
+        shape = self.graph.tensors[value].shape
+        dims = [self.where.get((value, dim)) for dim in range(len(shape))]
+        rows = [
+            Rows(axis=axis, outer=x.outer, inner=x.inner)
+            for axis, x in enumerate(dims)
+            if isinstance(x, Rows)
+        ]
+        if _Mark.MIXED in dims:
+            why = "holds some of the samples, or mixes them along a dimension"
+            return Unclear(shape=shape, why=why)
+        if len(rows) > 1:
+            return Unclear(shape=shape, why="has samples along several dimensions")
+        if rows:
+            return rows[0]
+        if value in self.single:
+            return Unclear(shape=shape, why="is of one sample of the micro-batch")
+        return None
+
+    def _set(self, tensor: int, dim: int, found: _Where) -> None:
+        key = tensor, dim
+        self.where[key] = _stronger(self.where.get(key), found)
+
+    def _op(self, op: Op) -> None:
+        if op.reshape and op.operands:
+            self._reshape(op)
+        else:
+            self._factors(op)
+        if any(t in self.single for t in op.operands) and not any(
+            self._samples(t) for t in slots_of(op)
+        ):
+            self.single.update(op.results)
+
+    def _samples(self, tensor: int) -> list[int]:
+        """The dimensions of a tensor that hold samples."""
+        rank = len(self.graph.tensors[tensor].shape)
+        found = ((dim, self.where.get((tensor, dim))) for dim in range(rank))
+        return [d for d, x in found if isinstance(x, Rows) or x is _Mark.MIXED]
+
+    def _factors(self, op: Op) -> None:
+        slots, count = slots_of(op), len(op.operands)
+        tied: set[tuple[int, int]] = set()
+        for factor in op.factors:
+            given = [(s, d) for s, d in factor.members if s < count]
+            onward = [(s, d) for s, d in factor.members if s >= count]
+            if not (given and onward):
+                continue
+            found: _Where = None
+            for slot, dim in given:
+                found = _stronger(found, self.where.get((slots[slot], dim)))
+            if factor.whole and isinstance(found, Rows):
+                found = _Mark.MIXED
+            for slot, dim in onward:
+                self._set(slots[slot], dim, found)
+            tied.update(factor.members)
+        if not op.unknown and op.kind not in _FRESH and count:
+            self._untied(op, tied)
+
+    def _untied(self, op: Op, tied: set[tuple[int, int]]) -> None:
+        """Dimensions that are made of a piece of others, or of several of them."""
+        lost = [
+            (slot, dim)
+            for slot, tensor in enumerate(op.operands)
+            for dim in self._samples(tensor)
+            if (slot, dim) not in tied
+        ]
+        whole = {m for f in op.factors if f.whole for m in f.members}
+        picks = op.kind in _CUTS or op.kind in LOOKUPS
+        cut = [m for m in lost if m in whole or picks]
+        for slot, tensor in enumerate(op.results, len(op.operands)):
+            for dim, size in enumerate(self.graph.tensors[tensor].shape):
+                if size == 1:
+                    continue
+                here = self.where.get((tensor, dim))
+                if (slot, dim) not in tied:
+                    self._set(tensor, dim, _Mark.MIXED if cut else self._made(op))
+                elif op.kind == "gather" and cut and not isinstance(here, Rows):
+                    self._set(tensor, dim, _Mark.MIXED)
+        if op.kind in _CUTS and any(m not in whole for m in lost):
+            self.single.update(op.results)
+
+    def _made(self, op: Op) -> _Where:
+        """What an untied dimension is where no samples are lost."""
+        known = any(
+            isinstance(self.where.get((t, d)), (Rows, _Mark))
+            for t in op.operands
+            for d in range(len(self.graph.tensors[t].shape))
+        )
+        return _Mark.OTHER if known else None
+
+    def _reshape(self, op: Op) -> None:
+        source, result = op.operands[0], op.results[0]
+        shapes = [self.graph.tensors[t].shape for t in (source, result)]
+        before, after = shapes
+        for ins, outs in groups(before, after):
+            given = [self.where.get((source, dim)) for dim in ins]
+            sizes = [before[dim] for dim in ins], [after[dim] for dim in outs]
+            for dim, found in zip(outs, _regrouped(given, *sizes), strict=True):
+                self._set(result, dim, found)
+
+
+def _rank(where: _Where) -> int:
+    if isinstance(where, Rows):
+        return 2
+    return {None: 0, _Mark.OTHER: 1, _Mark.MIXED: 3}[where]
+
+
+def _stronger(a: _Where, b: _Where) -> _Where:
+    """What a dimension is that two are tied to; rows that differ are mixed."""
+    if isinstance(a, Rows) and isinstance(b, Rows) and a != b:
+        return _Mark.MIXED
+    return a if _rank(a) >= _rank(b) else b
+
+
+def _regrouped(
+    given: Sequence[_Where], before: Sequence[int], after: Sequence[int]
+) -> Iterator[_Where]:
+    """What dimensions are that hold the same elements as others, in the same order.
+
+    Args:
+        given: what the others are.
+        before, after: sizes of the others, and of those.
+    """
+    rows = [dim for dim, x in enumerate(given) if isinstance(x, Rows)]
+    if _Mark.MIXED in given or len(rows) > 1:
+        yield from [_Mark.MIXED] * len(after)
+        return
+    if not rows:
+        known = _Mark.OTHER if _Mark.OTHER in given else None
+        yield from [known] * len(after)
+        return
+    place = rows[0]
+    found = given[place]
+    assert isinstance(found, Rows)
+    samples = before[place] // (found.outer * found.inner)
+    low = found.inner * math.prod(before[place + 1 :])
+    high = low * samples
+    strides = [math.prod(after[dim + 1 :]) for dim in range(len(after))]
+    ends = [stride * size for stride, size in zip(strides, after, strict=True)]
+    inside = [
+        low % stride == 0 and end % high == 0 and stride <= low and high <= end
+        for stride, end in zip(strides, ends, strict=True)
+    ]
+    for stride, end, holds in zip(strides, ends, inside, strict=True):
+        if holds:
+            yield Rows(outer=end // high, inner=low // stride)
+        elif any(inside):
+            yield _Mark.OTHER
+        else:
+            yield _Mark.MIXED

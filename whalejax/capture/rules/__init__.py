@@ -1,0 +1,1 @@
+"""How each primitive treats the dimensions of its operands."""

@@ -1,0 +1,118 @@
+"""How one primitive treats dimensions, as plain data, and helpers to say it.
+
+Rules (``rules_*.py``) look at an ``Equation`` and return a ``Behaviour``. Slots count
+the equation's operands first, literals included, and then its results; the walk
+renumbers them once literals are left out. It is apart from the rules because all of
+them, and the walk, share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.planner.model.graph import Factor, FactorKind
+
+
+Shape = tuple[int, ...]
+Member = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equation:
+    """What a rule may look at.
+
+    Attributes:
+        name: the primitive's name.
+        params: its parameters.
+        inputs: shapes of the operands.
+        outputs: shapes of the results.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+
+    def shape(self, slot: int) -> Shape:
+        """Shape of an operand or result by its slot."""
+        count = len(self.inputs)
+        return self.inputs[slot] if slot < count else self.outputs[slot - count]
+
+    def size(self, member: Member) -> int:
+        """Size of one dimension of one slot."""
+        return self.shape(member[0])[member[1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """What a rule says of one equation.
+
+    Attributes:
+        factors: index letters.
+        reshape: see ``planner.model.graph.Op``.
+        elementwise: see ``planner.model.graph.Op``.
+        flops: see ``planner.model.graph.Op``.
+        matmul: see ``planner.model.graph.Op``.
+        saves: (slot, operand) pairs: the backward pass reads the slot where that
+            operand is differentiable.
+        stops_gradient: no gradient passes it.
+        parts: (dimension, count) where the operation cuts or joins operand 0 or
+            result 0 into equal parts; the walk writes it as a reshape and a split.
+        unknown: no rule is known.
+        share, zigzag: see ``planner.model.graph.Op``.
+    """
+
+    factors: tuple[Factor, ...] = ()
+    reshape: bool = False
+    elementwise: bool = False
+    flops: int = 0
+    matmul: tuple[int, int, int, int] | None = None
+    saves: tuple[tuple[int, int], ...] = ()
+    stops_gradient: bool = False
+    parts: tuple[int, int] | None = None
+    unknown: bool = False
+    share: float = 1.0
+    zigzag: bool = False
+
+
+Rule = Callable[[Equation], Behaviour]
+
+
+class Letters:
+    """Collects the factors of one equation; size-1 dimensions never enter."""
+
+    def __init__(self, equation: Equation) -> None:
+        self._equation = equation
+        self._factors: list[Factor] = []
+
+    def link(self, *members: Member, kind: FactorKind = "linked") -> None:
+        """Tie dimensions that are one and the same."""
+        above_one = tuple(m for m in members if self._equation.size(m) > 1)
+        if above_one:
+            self._factors.append(Factor(members=above_one, kind=kind))
+
+    def whole(self, *members: Member) -> None:
+        """Tie dimensions that every device needs whole."""
+        self.link(*members, kind="unshardable")
+
+    def each_whole(self, members: Iterable[Member]) -> None:
+        """Say of several unrelated dimensions that each is needed whole."""
+        for member in members:
+            self.whole(member)
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """The letters so far."""
+        return tuple(self._factors)
+
+
+def unknown(equation: Equation) -> Behaviour:
+    """Every dimension of every operand and result stays whole."""
+    letters = Letters(equation)
+    slots = len(equation.inputs) + len(equation.outputs)
+    letters.each_whole(
+        (slot, dim) for slot in range(slots) for dim in range(len(equation.shape(slot)))
+    )
+    return Behaviour(factors=letters.factors, unknown=True)

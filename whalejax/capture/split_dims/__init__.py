@@ -1,0 +1,1 @@
+"""Dimensions made of several, taken apart."""

@@ -1,0 +1,223 @@
+"""Dimensions made of several taken apart: `[embed, 3 · heads]` as `[embed, 3, heads]`.
+
+A kernel that makes query, key and value in one product holds the heads as the minor
+part of a dimension, and so does every value on the way to where the three part. Where a
+program reshapes ``[batch, heads, ...]`` into ``[batch · heads, ...]``, or rows of a
+time-major batch into one dimension, what it does next holds a minor part too. No
+``PartitionSpec`` can name it there. The program is run again with such parameters
+reshaped and such reshapes put off, and every operation that can carries the parts along
+as dimensions of their own; what cannot gets the value as it was. Nothing is computed
+that was not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat
+from whalejax.capture.split_dims.rules import RULES, merged, spread
+from whalejax.capture.split_dims.view import (
+    View,
+    array_of,
+    flat_of,
+    like,
+    pattern_of,
+    recut,
+)
+from whalejax.jaxpr import rebuild
+
+
+Position = tuple[int, ...]
+
+_PLACING: Final = ("sharding", "out_sharding")
+"""Parameters by which the user places a result, in the dimensions that it has."""
+
+
+def taken_apart(
+    jaxpr: Any,
+    fused: Mapping[int, Mapping[int, int]],
+    merges: frozenset[Position] = frozenset(),
+) -> Any:
+    """A program whose fused parameters are reshaped first, and some reshapes put off.
+
+    Args:
+        jaxpr: closed, as traced.
+        fused: number of an input to its cuts: dimension to the number of parts.
+        merges: positions of reshapes whose results keep apart what they merge.
+    """
+    body, _ = _compat.open_jaxpr(jaxpr)
+    avals = [v.aval for v in body.invars]
+    # What a step leaves as it is has to be seen to be so.
+    numbers = {v: i for i, v in enumerate(body.invars)}
+    own = [None if _compat.is_literal(v) else numbers.get(v) for v in body.outvars]
+    runner = _Runner(merges)
+
+    def program(*leaves: Any) -> list[Any]:
+        values = [
+            _cut(leaf, fused[i]) if i in fused else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        results = runner.run(jaxpr, values, ())
+        pairs = zip(results, own, strict=True)
+        return [flat_of(v) if i is None else leaves[i] for v, i in pairs]
+
+    return _compat.pruned(_compat.trace(program, avals))
+
+
+def _cut(value: Any, parts: Mapping[int, int]) -> View:
+    shape = tuple(value.shape)
+    cuts = {d: (n, shape[d] // n) for d, n in parts.items()}
+    return recut(value, shape, cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Runs a program with views for some of its values.
+
+    Attributes:
+        merges: positions of the reshapes that are put off.
+    """
+
+    merges: frozenset[Position]
+
+    def run(self, jaxpr: Any, values: Sequence[Any], prefix: Position) -> list[Any]:
+        """One jaxpr, whose equations have positions behind a prefix."""
+        body, constants = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
+        env.update(zip(body.invars, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        for index, equation in enumerate(body.eqns):
+            operands = [read(atom) for atom in equation.invars]
+            with _compat.equation_context(equation):
+                results = self._step(equation, operands, (*prefix, index))
+            env.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    def _step(
+        self, equation: Any, operands: list[Any], position: Position
+    ) -> list[Any]:
+        carrying = any(isinstance(v, View) for v in operands)
+        if carrying or self._merges_inside(position):
+            kind = _compat.recursion(equation)
+            if kind == "inline":
+                inner = _compat.inner_jaxprs(equation)[0]
+                return self.run(inner, operands, (*position, 0))
+            if kind == "remat":
+                return self._remat(equation, operands, position)
+            if kind == "scan":
+                return self._scan(equation, operands, position)
+            if equation.primitive.name == "custom_jvp_call" and carrying:
+                return self._with_rule(equation, operands)
+        name = equation.primitive.name
+        found: list[Any] | None = None
+        if position in self.merges:
+            found = merged(equation, operands)
+        elif not carrying:
+            found = spread(equation, operands)
+        elif all(equation.params.get(n) is None for n in _PLACING) and name in RULES:
+            found = RULES[name](equation, operands)
+        if found is None:
+            return _compat.bind(equation, [flat_of(v) for v in operands])
+        return found
+
+    def _merges_inside(self, position: Position) -> bool:
+        depth = len(position)
+        return any(len(m) > depth and m[:depth] == position for m in self.merges)
+
+    def _remat(
+        self, equation: Any, operands: list[Any], position: Position
+    ) -> list[Any]:
+        inner = _compat.inner_jaxprs(equation)[0]
+        outside: list[Any] = []
+
+        def region(arguments: Sequence[Any]) -> list[Any]:
+            values = [*map(like, arguments, operands)]
+            found = self.run(inner, values, (*position, 0))
+            outside[:] = map(pattern_of, found)
+            return [array_of(v) for v in found]
+
+        arrays = [array_of(v) for v in operands]
+        results = rebuild.remat(equation, arrays, region, equation.params["policy"])
+        return [*map(like, results, outside)]
+
+    def _scan(
+        self, equation: Any, operands: list[Any], position: Position
+    ) -> list[Any]:
+        inner = _compat.inner_jaxprs(equation)[0]
+        parts = _compat.scan_parts(equation)
+        first, last = parts.num_consts, parts.num_consts + parts.num_carries
+        patterns: list[Any] = []
+        arrays: list[Any] = []
+        for place, value in enumerate(operands):
+            stacked = place >= last
+            if not isinstance(value, View) or (stacked and 0 in value.cuts):
+                patterns.append(None)
+                arrays.append(flat_of(value))
+            else:
+                patterns.append(value.inside() if stacked else value)
+                arrays.append(value.value)
+        carried = patterns[first:last]
+        outside: list[Any] = []
+
+        def body(arguments: Sequence[Any]) -> list[Any]:
+            values = [*map(like, arguments, patterns)]
+            found = self.run(inner, values, (*position, 0))
+            stacked = found[len(carried) :]
+            outside[:] = map(pattern_of, stacked)
+            return [*map(_as_carried, found, carried), *map(array_of, stacked)]
+
+        results = rebuild.scan(equation, arrays, body)
+        turned = [*map(like, results, carried)]
+        for value, pattern in zip(results[len(carried) :], outside, strict=True):
+            turned.append(value if pattern is None else pattern.outside(value))
+        return turned
+
+    def _with_rule(self, equation: Any, operands: list[Any]) -> list[Any]:
+        """A call with a rule of its own for tangents, which runs with views too."""
+        if not all(_compat.is_inexact(v.aval.dtype) for v in equation.invars):
+            return _compat.bind(equation, [flat_of(v) for v in operands])
+        inner = _compat.inner_jaxprs(equation)[0]
+        avals = [v.aval for v in equation.invars]
+        outside: list[Any] = []
+        plain = _Runner(frozenset())
+
+        def ruled(*arguments: Any) -> Any:
+            def run(*values: Any) -> tuple[Any, ...]:
+                return tuple(_compat.bind(equation, values))
+
+            half = len(avals)
+            found = jax.jvp(run, arguments[:half], arguments[half:])
+            return jax.tree.leaves(found)
+
+        @jax.custom_jvp
+        def call(*arrays: Any) -> tuple[Any, ...]:
+            found = plain.run(inner, [*map(like, arrays, operands)], ())
+            outside[:] = map(pattern_of, found)
+            return tuple(map(array_of, found))
+
+        @call.defjvp
+        def _rule(primals: Any, tangents: Any) -> Any:
+            both = _compat.trace(ruled, [*avals, *avals])
+            values = [*map(like, primals, operands), *map(like, tangents, operands)]
+            found = plain.run(both, values, ())
+            made = [*map(_as_carried, found, [*outside, *outside])]
+            return tuple(made[: len(outside)]), tuple(made[len(outside) :])
+
+        results = call(*map(array_of, operands))
+        return [*map(like, results, outside)]
+
+
+def _as_carried(value: Any, pattern: Any) -> Any:
+    """The array of a value in the form of a pattern."""
+    if not isinstance(pattern, View):
+        return flat_of(value)
+    if isinstance(value, View) and value.cuts == pattern.cuts:
+        return value.value
+    return recut(flat_of(value), pattern.shape, pattern.cuts).value

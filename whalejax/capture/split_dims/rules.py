@@ -1,0 +1,269 @@
+"""What carries parts of dimensions along, primitive by primitive.
+
+Each rule is given an equation and operands some of which are views, and gives the
+results, or None where it cannot: then the equation gets values as the program has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from whalejax import _compat
+from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.split_dims.view import (
+    Cuts,
+    Shape,
+    Spread,
+    View,
+    expanded,
+    flat_of,
+    recut,
+)
+from whalejax.planner.model.reshape_factors import groups
+
+
+Rule = Callable[[Any, list[Any]], "list[Any] | None"]
+
+
+def _views(operands: Sequence[Any]) -> list[View]:
+    return [v for v in operands if isinstance(v, View)]
+
+
+def _view(value: Any) -> View:
+    """Any value as a view, without cuts where it has none."""
+    if isinstance(value, View):
+        return value
+    return View(flat_of(value), tuple(np.shape(flat_of(value))), {})
+
+
+def _viewed(value: Any, shape: Shape, cuts: Cuts) -> Any:
+    return View(value, shape, cuts) if cuts else value
+
+
+def _shape_of(value: Any) -> Shape:
+    return value.shape if isinstance(value, View) else tuple(np.shape(flat_of(value)))
+
+
+def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
+    """The cuts of values of one shape, or None where they contradict each other."""
+    cuts: dict[int, Shape] = {}
+    for view in _views(operands):
+        if any(cuts.get(d, c) != c for d, c in view.cuts.items()):
+            return None
+        cuts.update(view.cuts)
+    return cuts
+
+
+def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
+    """Remember of a value that is repeated what it is made of."""
+    if equation.primitive.name != "broadcast_in_dim" or len(operands) != 1:
+        return None
+    operand = flat_of(operands[0])
+    (value,) = _compat.bind(equation, [operand])
+    dims = tuple(equation.params["broadcast_dimensions"])
+    return [Spread(value, jnp.asarray(operand, value.dtype), dims)]
+
+
+def merged(equation: Any, operands: list[Any]) -> list[Any] | None:
+    """A reshape whose result keeps apart what it merges."""
+    return _regrouped(equation, [_view(operands[0])], merges=True)
+
+
+def _elementwise(equation: Any, operands: list[Any]) -> list[Any] | None:
+    out = tuple(equation.outvars[0].aval.shape)
+    cuts = _together(operands)
+    if cuts is None or any(len(_shape_of(v)) not in (0, len(out)) for v in operands):
+        return None
+    arrays = [
+        recut(value, shape, cuts).value if shape else flat_of(value)
+        for value, shape in ((v, _shape_of(v)) for v in operands)
+    ]
+    (result,) = _compat.bind(equation, arrays)
+    return [View(result, out, cuts)]
+
+
+def _dot_general(equation: Any, operands: list[Any]) -> list[Any] | None:
+    inside, batch = equation.params["dimension_numbers"]
+    left, right = (_view(v) for v in operands)
+    for a, b in (*zip(*inside, strict=True), *zip(*batch, strict=True)):
+        cut = left.cuts.get(a) or right.cuts.get(b)
+        if cut is not None:
+            left = recut(left, left.shape, {**left.cuts, a: cut})
+            right = recut(right, right.shape, {**right.cuts, b: cut})
+    numbers = tuple(
+        tuple(
+            tuple(place for d in dims for place in side.places[d])
+            for side, dims in zip((left, right), pair, strict=True)
+        )
+        for pair in (inside, batch)
+    )
+    (result,) = _compat.bind(
+        equation, [left.value, right.value], dimension_numbers=numbers
+    )
+    free = [
+        (side, d)
+        for side, *taken in zip((left, right), inside, batch, strict=True)
+        for d in range(len(side.shape))
+        if d not in itertools.chain(*taken)
+    ]
+    sources = [*((left, d) for d in batch[0]), *free]
+    cuts = {i: s.cuts[d] for i, (s, d) in enumerate(sources) if d in s.cuts}
+    return [_viewed(result, tuple(equation.outvars[0].aval.shape), cuts)]
+
+
+def _broadcast(equation: Any, operands: list[Any]) -> list[Any] | None:
+    if len(operands) != 1:
+        return None
+    (view,) = operands
+    shape, onto = equation.params["shape"], equation.params["broadcast_dimensions"]
+    cuts = {onto[d]: c for d, c in view.cuts.items()}
+    target = View(None, tuple(shape), cuts)
+    dims = [place for d in range(len(view.shape)) for place in target.places[onto[d]]]
+    value = lax.broadcast_in_dim(view.value, expanded(target.shape, cuts), dims)
+    return [View(value, target.shape, cuts)]
+
+
+def _transpose(equation: Any, operands: list[Any]) -> list[Any]:
+    (view,) = operands
+    order = equation.params["permutation"]
+    places = view.places
+    value = lax.transpose(view.value, [p for d in order for p in places[d]])
+    shape = tuple(view.shape[d] for d in order)
+    cuts = {new: view.cuts[d] for new, d in enumerate(order) if d in view.cuts}
+    return [View(value, shape, cuts)]
+
+
+def _reshape(equation: Any, operands: list[Any]) -> list[Any] | None:
+    turned = equation.params.get("dimensions") is not None
+    return None if turned else _regrouped(equation, operands)
+
+
+def _regrouped(
+    equation: Any, operands: list[Any], *, merges: bool = False
+) -> list[Any]:
+    """Any regrouping serves; what was one dimension stays in its parts.
+
+    Args:
+        equation: the reshape.
+        operands: a view.
+        merges: what comes to be one dimension stays apart too.
+    """
+    (view,) = operands
+    shape = tuple(equation.outvars[0].aval.shape)
+    owner = [d for d, places in enumerate(view.places) for _ in places]
+    before = tuple(view.value.shape)
+    cuts = {}
+    for ins, outs in groups(before, shape):
+        one = len({owner[i] for i in ins}) == 1
+        if len(outs) == 1 and len(ins) > 1 and (one or merges):
+            cuts[outs[0]] = tuple(before[i] for i in ins)
+    value = lax.reshape(view.value, expanded(shape, cuts))
+    return [_viewed(value, shape, cuts)]
+
+
+def _split(equation: Any, operands: list[Any]) -> list[Any] | None:
+    (view,) = operands
+    axis, sizes = equation.params["axis"], equation.params["sizes"]
+    place = view.places[axis][0]
+    if axis not in view.cuts:
+        values = lax.split(view.value, sizes, axis=place)
+        shapes = [_with(view.shape, axis, size) for size in sizes]
+        return [View(v, s, view.cuts) for v, s in zip(values, shapes, strict=True)]
+    count, *rest = view.cuts[axis]
+    if len(sizes) != count or len(set(sizes)) > 1:
+        return None
+    values = lax.split(view.value, (1,) * count, axis=place)
+    cuts = {d: c for d, c in view.cuts.items() if d != axis}
+    if len(rest) > 1:
+        cuts[axis] = tuple(rest)
+    shape = _with(view.shape, axis, sizes[0])
+    return [_viewed(lax.squeeze(v, (place,)), shape, cuts) for v in values]
+
+
+def _slice(equation: Any, operands: list[Any]) -> list[Any] | None:
+    (view,) = operands
+    if any(step != 1 for step in equation.params["strides"] or ()):
+        return None
+    starts: list[int] = []
+    limits: list[int] = []
+    cuts: dict[int, Shape] = {}
+    bounds = zip(
+        equation.params["start_indices"], equation.params["limit_indices"], strict=True
+    )
+    for dim, (start, limit) in enumerate(bounds):
+        _, *rest = view.cuts.get(dim, (1,))
+        part = math.prod(rest)
+        if start % part or limit % part:
+            return None
+        starts += [start // part, *(0 for _ in rest)]
+        limits += [limit // part, *rest]
+        left = ((limit - start) // part, *rest)
+        left = left[1:] if left[0] == 1 else left
+        if dim in view.cuts and len(left) > 1:
+            cuts[dim] = left
+    value = lax.slice(view.value, starts, limits)
+    shape = tuple(equation.outvars[0].aval.shape)
+    return [_viewed(lax.reshape(value, expanded(shape, cuts)), shape, cuts)]
+
+
+def _reduce(equation: Any, operands: list[Any]) -> list[Any] | None:
+    (view,) = operands
+    axes = tuple(equation.params["axes"])
+    arg = equation.primitive.name.startswith("arg")
+    if arg and any(d in view.cuts for d in axes):
+        return None
+    places = tuple(place for d in axes for place in view.places[d])
+    (result,) = _compat.bind(equation, [view.value], axes=places)
+    kept = [d for d in range(len(view.shape)) if d not in axes]
+    cuts = {i: view.cuts[d] for i, d in enumerate(kept) if d in view.cuts}
+    return [_viewed(result, tuple(equation.outvars[0].aval.shape), cuts)]
+
+
+def _along(name: str) -> Rule:
+    """Operations along one dimension, which a parameter names and none cuts."""
+
+    def rule(equation: Any, operands: list[Any]) -> list[Any] | None:
+        cuts = _together(operands)
+        along = equation.params[name]
+        if cuts is None or along in cuts:
+            return None
+        views = [recut(v, _shape_of(v), cuts) for v in operands]
+        place = views[0].places[along][0]
+        results = _compat.bind(equation, [v.value for v in views], **{name: place})
+        shapes = [tuple(v.aval.shape) for v in equation.outvars]
+        return [View(r, s, cuts) for r, s in zip(results, shapes, strict=True)]
+
+    return rule
+
+
+def _with(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+RULES: Final[dict[str, Rule]] = {
+    **dict.fromkeys(SAME_SHAPE, _elementwise),
+    "dot_general": _dot_general,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _regrouped,
+    "slice": _slice,
+    "split": _split,
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax "
+        "argmin".split(),
+        _reduce,
+    ),
+    **dict.fromkeys(
+        "cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")
+    ),
+    "sort": _along("dimension"),
+    "concatenate": _along("dimension"),
+}

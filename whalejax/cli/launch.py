@@ -1,0 +1,52 @@
+"""``whalejax launch``: its options, read into what ``distributed.launcher`` starts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from whalejax.cli.options import LaunchCommand
+from whalejax.distributed import launcher
+from whalejax.meshes.errors import WhaleError
+
+
+def launch(command: LaunchCommand) -> int:
+    """Run a script as several processes.
+
+    Args:
+        command: the options.
+
+    Returns:
+        0, or the status of the first process that failed.
+
+    Raises:
+        WhaleError: there is no such script, or options contradict each other.
+    """
+    if not command.script.is_file():
+        raise WhaleError(
+            f"SCRIPT.py is {str(command.script)!r}; there is no such file "
+            f"({command.script.absolute()})"
+        )
+    return launcher.run(
+        launcher.Launch(
+            command=(sys.executable, str(command.script), *command.arguments),
+            processes=command.processes,
+            hosts=tuple(command.hosts.split(",")),
+            quotas=_percents(command.cpu_quota),
+            logs=command.logs,
+            port=command.port,
+            remote_shell=tuple(shlex.split(command.remote_shell)),
+            json=command.json,
+            exit_seconds=command.exit_timeout,
+        )
+    )
+
+
+def _percents(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(",")) if text else ()
+    except ValueError:
+        raise WhaleError(
+            f"--cpu-quota is {text!r}; expected percents of a core with commas "
+            "between, as in 100,33"
+        ) from None

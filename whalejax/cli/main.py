@@ -1,0 +1,599 @@
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
+``verify``, ``estimate``, ``calibrate``, ``launch``, ``doctor``.
+
+It reads options, finds the model that was named, and hands over; what a command does
+stands in modules that scripts can import too. Nothing heavy is imported before a
+command needs it, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import inspect
+import io
+import json
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from tyro import conf
+
+from whalejax._version import __version__
+from whalejax.cli.option_checks import check_words, checked
+from whalejax.cli.options import (
+    CalibrateCommand,
+    Command,
+    CompletionCommand,
+    DiffCommand,
+    DoctorCommand,
+    EstimateCommand,
+    LaunchCommand,
+    PlanCommand,
+    SearchCommand,
+    ShowCommand,
+    TrainCommand,
+    VerifyCommand,
+    WhyCommand,
+    by_task_graph,
+    compiler_options,
+    mesh_sizes,
+    named_values,
+    prices,
+    share_counts,
+)
+from whalejax.distributed.standard_streams import (
+    Unwritten,
+    drop_stdout,
+    say,
+    standard_output,
+)
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.texts import quoted
+
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from whalejax.api.losses import Job
+    from whalejax.meshes.cluster import Cluster
+
+
+_DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
+how to spread it, says why in numbers, and runs it."""
+_USER_ERROR = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the words after the program's name.
+
+    Returns:
+        0; 1 where a plan that was verified does not fit, or a host has a problem; 2
+        where something the user gave cannot be used, or standard output cannot be
+        written, with the reason on standard error; 130 where the user interrupted.
+    """
+    started = time.monotonic()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what has no bars or arrows gets "?"
+        sys.stdout.reconfigure(errors="replace")
+    closed = sys.stdout is None
+    with standard_output():
+        try:
+            status = _answered(argv, started, closed=closed)
+            sys.stdout.flush()
+            return status
+        except WhaleError as error:
+            if isinstance(error, Unwritten):
+                drop_stdout()
+            say(f"whalejax: {error}")
+            return _USER_ERROR
+        except KeyboardInterrupt:
+            say("whalejax: interrupted")
+            return _INTERRUPTED
+        except BrokenPipeError:  # Who reads our output has seen enough.
+            drop_stdout()
+            return 0
+
+
+def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
+    """Run a command, or print what was asked of the program itself."""
+    if list(argv) == ["--version"]:
+        print(f"whalejax {__version__}")
+        return 0
+    try:
+        command = _parse(argv)
+    except SystemExit as stop:  # after --help, or an error that was printed
+        return stop.code if isinstance(stop.code, int) else _USER_ERROR
+    if closed and getattr(command, "json", False):
+        raise WhaleError(
+            "--json prints to standard output, which is closed. Send it to a file, or "
+            "leave --json out"
+        )
+    return _run(command, started)
+
+
+def _parse(argv: Sequence[str]) -> Command:
+    if argv[:1] == ["launch"]:
+        from whalejax.distributed.launcher import words_after
+
+        argv = ["launch", *words_after(argv[1:])]
+    check_words(argv)
+    parsed: Command = tyro.cli(
+        Command,
+        prog="whalejax",
+        description=_DESCRIPTION,
+        args=list(argv),
+        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+    )
+    return parsed
+
+
+def _run(command: Command, started: float) -> int:
+    checked(command)
+    match command:
+        case TrainCommand():
+            from whalejax.cli import train_session
+
+            train_session.check_options(command)  # before the model's file is run
+            job = find_job(command.model, named_values(_settings(command)))
+            train_session.run(job, command, started=started)
+        case PlanCommand():
+            _plan(command)
+        case ShowCommand():
+            _show(command)
+        case WhyCommand():
+            _why(command)
+        case DiffCommand():
+            _diff(command)
+        case SearchCommand():
+            _search(command)
+        case EstimateCommand():
+            return _estimate(command)
+        case VerifyCommand():
+            return _verify(command)
+        case CalibrateCommand():
+            _calibrate(command)
+        case CompletionCommand():
+            _complete(command.shell)
+        case LaunchCommand():
+            from whalejax.cli import launch
+
+            return launch.launch(command)
+        case DoctorCommand():
+            from whalejax.distributed import doctor
+
+            return doctor.doctor(command)
+    return 0
+
+
+def _plan(command: PlanCommand) -> None:
+    from whalejax import jobs
+    from whalejax.cli import show
+    from whalejax.cli.progress import Working, make_console
+
+    _check_output(command.output)
+    xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
+    mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
+    job = find_job(command.model, named_values(command.set))
+    with Working("planning", quiet=command.quiet):
+        plan = jobs.make_plan(
+            job,
+            jobs.abstract_model(job),
+            jobs.first_batch(job, command.batch),
+            jobs.machine(command.cluster),
+            mesh=mesh,
+            micro_batches=command.micro_batches,
+            shares=shares,
+            runnable=not command.estimate,
+            allow_idle=command.allow_idle,
+            offload=command.offload,
+            loss_chunks=command.loss_chunks,
+            compiler_options=xla,
+            source=(_lasting(command.model), *command.set),
+            **asked,
+        )
+    if command.output is not None:
+        plan.save(command.output)
+    if command.json:
+        print(json.dumps(plan.document()))
+        return
+    console = make_console()
+    show.print_plan(plan, console)
+    if command.output is not None:
+        console.print(f"\nwritten to {command.output}", markup=False)
+
+
+def _show(command: ShowCommand) -> None:
+    from whalejax.cli import show
+    from whalejax.cli.progress import make_console
+    from whalejax.planner.plan.plan import Plan
+
+    if command.json and command.describe:
+        raise WhaleError(
+            "--describe and --json are two ways to print; give one of them"
+        )
+    plan = Plan.load(command.plan)
+    if command.json:
+        print(json.dumps(plan.document()))
+    elif command.describe:
+        print(plan.describe())
+    else:
+        show.print_plan(plan, make_console(), all_rows=command.all)
+
+
+def _search(command: SearchCommand) -> None:
+    from whalejax import jobs
+    from whalejax.cli import show
+    from whalejax.cli.progress import Working, make_console
+
+    if not command.on:
+        raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
+    given, asked = prices(command.price), by_task_graph(command)
+    job = find_job(command.model, named_values(command.set))
+    with Working("planning", quiet=command.quiet):
+        found = jobs.search_plans(
+            job,
+            command.on,
+            batch=command.batch,
+            prices=given,
+            each=command.each,
+            micro_batches=command.micro_batches,
+            runnable=not command.estimate,
+            **asked,
+        )
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(show.Lines(found.lines))
+
+
+def _why(command: WhyCommand) -> None:
+    from whalejax.planner.plan.plan import Plan
+
+    plan = Plan.load(command.plan)
+    if not command.json:
+        print(plan.why(command.path))
+        return
+    leaf, candidates = plan.leaf(command.path), plan.candidates
+    document = {
+        "whalejax_why": 1,
+        "parameter": dataclasses.asdict(leaf),
+        "why": plan.why(command.path).splitlines(),
+        "weighed": [dataclasses.asdict(candidate) for candidate in candidates],
+    }
+    print(json.dumps(document))
+
+
+def _diff(command: DiffCommand) -> None:
+    from whalejax.cli import show
+    from whalejax.cli.progress import make_console
+    from whalejax.planner.plan.plan import Plan
+
+    found = Plan.load(command.before).diff(Plan.load(command.after))
+    if command.json:
+        print(json.dumps(found.document()))
+        return
+    lines = functools.partial(found.lines, all_rows=command.all)
+    make_console().print(show.Lines(lines))
+
+
+def _settings(command: TrainCommand) -> tuple[str, ...]:
+    """Options of the model to train; those of its plan, unless others are given."""
+    from whalejax.cli.plan_source import check_source
+    from whalejax.planner.plan.plan import Plan
+
+    path, found = command.plan, tuple[str, ...]()
+    if command.set or path is None or not path.is_file():
+        return command.set
+    with contextlib.suppress(WhaleError):  # which is said where the plan is read
+        model, *words = Plan.load(path).source or ("",)
+        if model == _lasting(command.model):
+            found = tuple(words)
+    if found and not _is_file(command.model):
+        check_source(Plan.load(path), str(path))
+    return found
+
+
+def _lasting(model: str) -> str:
+    """A model's name that holds in other folders too: files by their whole path."""
+    path, colon, function = model.rpartition(":")
+    return f"{Path(path).resolve()}{colon}{function}" if colon else model
+
+
+def _is_file(model: str) -> bool:
+    """Whether a model's name is that of a file, and no reference model's."""
+    return ":" in model or model.endswith(".py")
+
+
+def _set_words(words: Sequence[str]) -> list[str]:
+    """Options of a model as a shell takes them."""
+    return ["--set", *map(shlex.quote, words)] if words else []
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None and not output.absolute().parent.is_dir():
+        raise WhaleError(
+            f"--output {output}: there is no directory {output.absolute().parent}. "
+            "Make it first"
+        )
+
+
+def _verify(command: VerifyCommand) -> int:
+    from whalejax import jobs
+    from whalejax.cli.plan_source import check_source
+    from whalejax.cli.progress import Working, make_console
+    from whalejax.planner.plan.plan import Plan
+    from whalejax.verification import gpu, report
+
+    _check_output(command.output)
+    if command.setup_gpu:
+        say(f"the GPU compiler is installed in {gpu.set_up()}")
+        if command.plan is None:
+            return 0
+    if command.plan is None:
+        raise WhaleError(
+            "PLAN.json is missing; expected a file that whalejax plan wrote"
+        )
+    if command.set and command.model is None:
+        raise WhaleError("--set changes --model; give both, or neither")
+    plan = Plan.load(command.plan)
+    source = plan.source if command.model is None else (command.model, *command.set)
+    if not source:
+        raise WhaleError(
+            f"{command.plan} does not say which model it is for, because it was made "
+            "from Python. Name the model with --model (and --set), or call "
+            "plan.verify(...) where the plan is made"
+        )
+    if command.model is None and _is_file(source[0]):
+        raise WhaleError(
+            f"{command.plan} says that its model is made by {quoted(source[0])}. A "
+            "plan file does not choose which code runs: if that file is yours, name "
+            f"it, with --model {shlex.quote(source[0])}"
+            + "".join(f" {word}" for word in _set_words(source[1:]))
+        )
+    if command.model is None:
+        check_source(plan, str(command.plan))
+    question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
+    with Working("verifying", quiet=command.quiet):
+        found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
+    if command.output is not None and found.better is not None:
+        found.better.save(command.output)
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        console = make_console()
+        console.print(report.table(found))
+        if command.output is not None and found.better is not None:
+            console.print(f"written to {command.output}", markup=False)
+    return 0 if found.fits else 1
+
+
+def _estimate(command: EstimateCommand) -> int:
+    from whalejax.estimates.table import write_estimates
+
+    found = write_estimates(command.table, command.output, strict=command.strict)
+    if command.json:
+        print(json.dumps({**asdict(found), "output": str(command.output)}))
+    else:
+        print(
+            f"{found.predicted} of {found.runs} runs predicted, written to "
+            f"{command.output}"
+        )
+    if found.unread and not command.json:
+        print(f"{found.unread} rows could not be read; their note says why")
+    return min(found.unread, MOST_STATUS)
+
+
+MOST_STATUS = 100
+"""Rows that an exit status tells apart; shells take larger ones for signals."""
+
+
+def _complete(shell: str) -> None:
+    """Print what makes a shell complete our words."""
+    with contextlib.suppress(SystemExit):  # it ends the process when it has printed
+        _parse(["--tyro-print-completion", shell])
+
+
+def _described(path: Path) -> Cluster | None:
+    """What a file describes that would be written over; None for an empty one."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    try:
+        return Cluster.load(path)
+    except WhaleError as error:
+        raise WhaleError(
+            f"{path} is there, and is no description of a cluster ({error}). Remove "
+            "it first, or give another --output"
+        ) from None
+
+
+def _calibrate(command: CalibrateCommand) -> None:
+    from whalejax.cli.progress import Working
+    from whalejax.meshes.calibration.calibrate import local_network, measured
+    from whalejax.meshes.merge import joined
+
+    _check_output(command.output)
+    if command.output.suffix.lower() != ".toml":
+        raise WhaleError(
+            f"--output {command.output}: clusters are described in TOML, and read by "
+            f"that ending. Name it {command.output.with_suffix('.toml').name}"
+        )
+    if command.model is None and (command.set or command.samples or command.precision):
+        raise WhaleError(
+            "--set, --samples and --precision are of --model; it is missing"
+        )
+    job = None
+    beside = Cluster.load(command.output) if command.append else None
+    instead = None if command.append else _described(command.output)
+    if command.model is not None:
+        job = find_job(command.model, named_values(command.set))
+    words = []
+    with Working("calibrating"):
+        cluster = Cluster.of(
+            measured(command.seconds, kind=command.kind, beside=beside, instead=instead)
+        )
+        if job is not None:
+            from whalejax.cli.measure_model import timing_words, with_timing
+
+            cluster, timed = with_timing(
+                cluster, job, command.samples, by_task_graph(command)["precision"]
+            )
+            words.append(timing_words(timed))
+    words.append(f"{cluster.describe()}, measured and written to {command.output}")
+    if beside is not None:
+        cluster = Cluster.of(joined(beside, cluster, local_network()))
+    cluster.save(command.output)
+    if beside is not None:
+        outer = cluster.levels[-1]
+        words.append(
+            f"which holds {cluster.describe()} now. What joins the kinds is not "
+            f"measured: {outer.name} at {outer.bandwidth_bytes_per_second / 1e9:.3g} "
+            "GB/s is taken; the last [[levels]] of the file says so"
+        )
+    if command.json:
+        print(json.dumps({"output": str(command.output), **cluster.to_json()}))
+    else:
+        print("\n".join(words))
+
+
+# Finding the job.
+
+
+SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
+"""Words of tables of runs for what the reference models call otherwise."""
+
+
+def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
+    """The job that the command line names.
+
+    Args:
+        name: a reference model, or ``file.py:function``.
+        options: of the model, or arguments of the function.
+
+    Raises:
+        WhaleError: there is no such model, file or function, or it makes no job.
+
+    >>> find_job("mlp").name
+    'mlp'
+    """
+    path, colon, function = name.rpartition(":")
+    if _is_file(name):
+        return _job_from_file(Path(path or name), function if colon else "", options)
+    from whalejax import models
+
+    if name in models.available():
+        words = {SYNONYMS.get(key, key): v for key, v in (options or {}).items()}
+        if wider := models.widened(name, words):
+            sizes = " ".join(f"{key}={value}" for key, value in wider.items())
+            text = f"{sizes}, in proportion to hidden as in {name}; --set fixes others"
+            say(f"whalejax: {text}")
+        return models.job(name, **words, **wider)
+    near = difflib.get_close_matches(name, models.available(), n=3, cutoff=0.5)
+    raise WhaleError(
+        f"no reference model is named {name!r}"
+        f"{'; nearest: ' + ', '.join(near) if near else ''}. There are: "
+        f"{', '.join(models.available())}. A model of your own: file.py:function, "
+        "whose function returns a wh.Job"
+    )
+
+
+def _job_from_file(
+    path: Path, function: str, options: Mapping[str, Any] | None = None
+) -> Job:
+    from whalejax.api.losses import Job
+
+    if not path.is_file():
+        raise WhaleError(
+            f"MODEL is {str(path)!r} and {function!r}; there is no such file "
+            f"({path.absolute()}). Give file.py:function"
+        )
+    module = _load(path)
+    make = _function(module, path, function)
+    parameters = inspect.signature(make).parameters.values()
+    given = dict(options or {})
+    known = [p.name for p in parameters]
+    stray = [name for name in given if name not in known]
+    if stray:
+        raise WhaleError(
+            f"--set {', '.join(stray)}: {path}:{function} takes "
+            f"{', '.join(known) or 'no argument'}"
+        )
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind < 2 and p.name not in given
+    ]
+    if needed:
+        raise WhaleError(
+            f"{path}:{function} takes {', '.join(needed)}; expected a function of no "
+            "argument that returns a wh.Job. Give its parameters default values"
+        )
+    job = _of_the_user(path, functools.partial(make, **given))
+    if not isinstance(job, Job):
+        raise WhaleError(
+            f"{path}:{function} returned {type(job).__name__}; expected "
+            "wh.Job(loss_fn, make_model, batch, optimizer)"
+        )
+    return job
+
+
+def _load(path: Path) -> ModuleType:
+    """Run a file as a module; its neighbours can be imported, as in a script."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise WhaleError(f"{path} is no Python file; expected a name that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.path.insert(0, str(path.absolute().parent))
+    _of_the_user(path, functools.partial(spec.loader.exec_module, module))
+    return module
+
+
+def _of_the_user(path: Path, call: Callable[[], Any]) -> Any:
+    """Run code of the user's file; what it raises is said with its place."""
+    try:
+        return call()
+    except WhaleError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+        if isinstance(error, SyntaxError):
+            places = [f"{error.filename}:{error.lineno}"]
+        own = [p for p in places if p.startswith(str(path.absolute().parent))]
+        raise WhaleError(
+            f"{path} raised {type(error).__name__}: {error} (at {(own or places)[-1]})"
+        ) from error
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
+    own = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    found: Callable[..., Any] | None = getattr(module, name, None) if name else None
+    if callable(found):
+        return found
+    if not name:
+        raise WhaleError(
+            f"MODEL is {str(path)!r} and names no function in it; expected "
+            f"file.py:function. It has {', '.join(own) or 'none'}"
+        )
+    near = difflib.get_close_matches(name, own, n=3, cutoff=0.4)
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    raise WhaleError(
+        f"{path} has no function {name!r}{nearest}. It has {', '.join(own) or 'none'}"
+    )

@@ -1,0 +1,142 @@
+"""What a micro-batch of a model takes on this machine's first device, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from whalejax.api.losses import Job
+from whalejax.jobs import abstract_model, make_plan
+from whalejax.meshes import Cluster, WhaleError
+from whalejax.meshes.device_kinds import TimedModel
+from whalejax.planner.balance.measured_speed import weights_hash
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.train_step import compile as compile_step
+
+
+FEW, MANY = 1, 3
+"""Micro-batches of the two steps whose difference is timed: neither the update nor what
+a step costs beside its micro-batches counts."""
+
+ROUNDS = 7
+
+
+def with_timing(
+    cluster: Cluster,
+    job: Job,
+    samples: int | None = None,
+    precision: str | Mapping[str, str] | None = None,
+) -> tuple[Cluster, TimedModel]:
+    """Time a micro-batch of a job, and write it down beside what the planner expects.
+
+    Args:
+        cluster: this machine, of devices of one kind, as ``calibrate`` describes it.
+        job: the model and its batches.
+        samples: of the micro-batch; None is the job's own batch.
+        precision: as for ``wh.plan``.
+
+    Returns:
+        The cluster, whose kind has the timing instead of an older one of this model;
+        and the timing.
+
+    Raises:
+        WhaleError: fewer than one sample, or a measurement that says nothing.
+        PlanError: one device does not hold the model with so many samples.
+    """
+    if samples is not None and samples < 1:
+        raise WhaleError(f"samples is {samples}; expected 1 or more, or nothing")
+    count = samples or jax.tree.leaves(job.batch_at(0, None))[0].shape[0]
+    model = abstract_model(job)
+    plans = {
+        n: make_plan(
+            job,
+            model,
+            job.batch_at(0, count * n),
+            cluster.part(1),
+            precision=precision,
+            micro_batches=n,
+            offload=("none",),
+        )
+        for n in (FEW, MANY)
+    }
+    predicted = _micro_batch({n: plan.time.step_seconds for n, plan in plans.items()})
+    measured = _micro_batch(
+        {n: _step(job, model, p, n * count) for n, p in plans.items()}
+    )
+    if measured <= 0:
+        raise WhaleError(
+            f"{MANY} micro-batches of {count} samples took no longer than {FEW}; the "
+            "machine is too busy, or they are too small. Give more --samples"
+        )
+    timed = TimedModel(
+        weights=weights_hash(plans[FEW].leaves),
+        samples=count,
+        seconds=measured,
+        predicted_seconds=predicted,
+        title=job.name,
+    )
+    (kind,) = cluster.kinds
+    others = (one for one in kind.timed_models if one.weights != timed.weights)
+    kind = dataclasses.replace(kind, timed_models=(*others, timed))
+    nodes = tuple(dataclasses.replace(node, kind=kind) for node in cluster.nodes)
+    return dataclasses.replace(cluster, nodes=nodes), timed
+
+
+FAR = 1.5
+"""Times its prediction, or the other way round, from which a timing is worth a word."""
+
+
+def timing_words(timed: TimedModel) -> str:
+    """A timing beside its prediction, and what it means where they are far apart.
+
+    Args:
+        timed: the timing.
+
+    Example:
+        >>> one = TimedModel(weights="", samples=4, seconds=0.02,
+        ...     predicted_seconds=0.018, title="gpt")
+        >>> timing_words(one)
+        'gpt: 20 ms for a micro-batch of 4, 18 ms predicted'
+    """
+    words = (
+        f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
+        f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
+    )
+    ratio = timed.seconds / timed.predicted_seconds
+    if max(ratio, 1 / ratio) <= FAR:
+        return words
+    return (
+        f"{words}; that is {ratio:.2g} times as long: step times that plans of this "
+        "model predict are off by about as much, and what is shared out between kinds "
+        "follows the measured time, where all of them have one"
+    )
+
+
+def _micro_batch(steps: Mapping[int, float]) -> float:
+    return (steps[MANY] - steps[FEW]) / (MANY - FEW)
+
+
+def _step(job: Job, model: Any, plan: Plan, samples: int) -> float:
+    """Seconds of a step of a plan for one device; the median of several."""
+    batch = job.batch_at(0, samples)
+    step = compile_step(
+        plan,
+        job.loss_fn,
+        model,
+        optimizer=job.optimizer,
+        batch=batch,
+        devices=jax.local_devices()[:1],
+    )
+    state = step.init(job.make_model, rng=jax.random.key(0))
+    found = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])

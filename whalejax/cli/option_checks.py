@@ -1,0 +1,159 @@
+"""What the options of a command may be, checked before anything is imported or read.
+
+Types are the command line's own affair; here are the limits of numbers, and texts that
+no terminal should show. What an option means is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.cli.options import CalibrateCommand, TrainCommand, VerifyCommand
+from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.texts import is_shown_as_written
+
+
+LONGEST_WORD: Final = 4096
+"""Characters of one word; the longest path that Linux takes."""
+
+LONGEST_SECONDS: Final = 10**6
+PRECISIONS: Final = ("f32", "bf16", "f16")
+
+_WHOLE: Final = {
+    "batch": (1, MOST_SAMPLES),
+    "each": (1, 10**6),
+    "loss_chunks": (1, LARGEST),
+    "micro_batches": (1, MOST_SAMPLES),
+    "port": (1, 65535),
+    "processes": (1, 2**20),
+    "replay": (0, LARGEST),
+    "samples": (1, MOST_SAMPLES),
+    "save_every": (1, LARGEST),
+    "seed": (-LARGEST, LARGEST),
+    "steps": (1, LARGEST),
+}
+"""Options that are whole numbers: the least and the most."""
+
+_SECONDS: Final = ("exit_timeout", "seconds", "timeout")
+_MAY_BE_EMPTY: Final = ("cpu_quota", "arguments")
+_NO_FOLDER: Final = ("output", "plan", "before", "after", "table", "script")
+
+_POSITIONAL: Final = {
+    "after": "B.json",
+    "before": "A.json",
+    "path": "PATH",
+    "script": "SCRIPT.py",
+    "table": "TABLE.csv",
+}
+"""Options without dashes, as the help calls them."""
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """Refuse words that no terminal shows as they are, or of absurd length.
+
+    What stands behind the script of ``whalejax launch`` is the script's own.
+
+    Args:
+        argv: the words after the program's name.
+
+    Raises:
+        WhaleError: the first such word, and the option that it stands behind.
+
+    >>> check_words(["plan", "gpt", "--cluster", "h100:8"])
+    """
+    before = "a word"
+    for word in argv[: argv.index("--") + 2 if "--" in argv else len(argv)]:
+        if len(word) > LONGEST_WORD or not is_shown_as_written(word):
+            raise WhaleError(
+                f"{before} is {shown(word)}; expected no control characters, and at "
+                f"most {LONGEST_WORD} characters"
+            )
+        before = word if word.startswith("--") else before
+
+
+def check_command(command: Any, problems: Problems) -> None:
+    """Record options that no command can run with.
+
+    Args:
+        command: one of the classes of ``options``.
+        problems: where to record them.
+    """
+    for field in dataclasses.fields(command):
+        value, name = getattr(command, field.name), field.name
+        if value is None or isinstance(value, bool):
+            continue
+        problem = _problem(name, value)
+        if name == "precision" and isinstance(command, CalibrateCommand):
+            wrong = [w for w in value if w.rpartition("=")[2] not in PRECISIONS]
+            if wrong:  # seen before anything is measured
+                problem = f"{shown(wrong[0])}; expected {', '.join(PRECISIONS)}"
+        if problem:
+            problems.add(f"{word_of(type(command), name)} is {problem}")
+
+
+def checked(command: Any) -> None:
+    """Refuse a command with options that it cannot run with.
+
+    Args:
+        command: one of the classes of ``options``.
+
+    Raises:
+        WhaleError: every such option.
+    """
+    if isinstance(command, TrainCommand):
+        return  # its session says these beside what contradicts each other
+    problems = Problems("options")
+    check_command(command, problems)
+    if len(problems) == 1:
+        raise WhaleError(problems.messages[0])
+    problems.raise_if_any()
+
+
+def word_of(command: type, name: str) -> str:
+    """What the help calls an option.
+
+    Args:
+        command: the class of the command.
+        name: of its field.
+    """
+    if name == "model" and command not in (CalibrateCommand, VerifyCommand):
+        return "MODEL"
+    if name == "plan" and command is not TrainCommand:
+        return "PLAN.json"
+    if name in _POSITIONAL:
+        return _POSITIONAL[name]
+    return f"--{name.replace('_', '-')}"
+
+
+def _problem(name: str, value: Any) -> str:
+    """What is wrong with the value of an option, or nothing."""
+    if name in _WHOLE:
+        least, most = _WHOLE[name]
+        if is_whole(value, least, most):
+            return ""
+        limit = f"at most {most}" if value > most else f"{least} or more"
+        limit = "64 bits" if least < 0 else limit
+        return f"{shown(value)}; expected {limit}"
+    if name in _SECONDS:
+        if is_number(value) and 0 < value <= LONGEST_SECONDS:
+            return ""
+        said = f"{value:g}" if isinstance(value, float) else shown(value)
+        return f"{said}; expected more than 0 s, at most {LONGEST_SECONDS}"
+    if name == "hosts" and any(
+        host.strip().startswith("-") for host in value.split(",")
+    ):
+        return (
+            f"{shown(value)}; expected names of hosts, which do not begin with a dash"
+        )
+    if name in _NO_FOLDER and Path(value).is_dir():
+        return f"{shown(str(value))}, which is a folder; expected a file"
+    words = [value] if isinstance(value, str) else value
+    if isinstance(words, tuple) and name not in _MAY_BE_EMPTY and not all(words):
+        return "''; expected a word"
+    if isinstance(value, str) and name not in _MAY_BE_EMPTY and not value.strip():
+        return f"{shown(value)}; expected a word"
+    return ""

@@ -1,0 +1,579 @@
+"""The options of every command, as data; their docstrings are the help texts.
+
+They stand apart from ``main`` so that what runs a command can name its options without
+importing the command line. Where a help text needs more than a line, it stands with the
+type of the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from tyro import conf
+
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]
+PlanFile = Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
+OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
+OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
+Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
+Precision = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="[NAME=]f32|bf16|f16",
+        help="f32: the model's own types, as if left out; bf16 or f16, with float32 "
+        "masters; or one for each TaskGraph, * for all others: '*=bf16' split=f32",
+    ),
+]
+Remat = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="[NAME=]POLICY",
+        help="what layers compute again: none; all but dots; all but what is named; "
+        "full; or one of them for each TaskGraph, as in --precision",
+    ),
+]
+Attention = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="[NAME=]ring|gather",
+        help="ring: in blocks, keys going round; gather: as the model does; or one of "
+        "them for each TaskGraph, as in --precision",
+    ),
+]
+Mesh = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="AXIS=N",
+        help="sizes of mesh axes that are fixed, one or several: stage=2 tensor=4; the "
+        "planner chooses those left out, but for stage",
+    ),
+]
+Shares = Annotated[
+    str | None,
+    conf.arg(
+        metavar="N,N",
+        help="micro-batches of each replica (a rank of data, or a pipeline), such as "
+        "5,3; or even: as many of each; by speed if left out",
+    ),
+]
+Offload = Annotated[
+    tuple[Literal["optimizer", "activations", "params", "none"], ...],
+    conf.arg(
+        metavar="optimizer|activations|params|none",
+        help="in host memory, one or several: state of the optimizer, activations of "
+        "layers that are computed again, params of scans over layers; or none; if "
+        "left out what must be",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCommand:
+    """Train a model on the devices of this machine.
+
+    Plans, compiles, trains, and compares with one device if asked to. --plan takes the
+    place of --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
+    --remat, --offload, --attention, --loss-chunks and --compiler-options.
+    """
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=96 hidden=12288; those that
+    --plan was made with, if left out"""
+    plan: Annotated[Path | None, conf.arg(metavar="PLAN.json")] = None
+    """run this plan, which whalejax plan made, instead of making one"""
+    cluster: OptionalText = None
+    """what the devices are, if not to be measured: h100:8, h100:4x8, a .toml file"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    steps: int = 100
+    """steps to be done in all, those before a resumption counted"""
+    save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
+    """write checkpoints into this directory"""
+    save_every: int = 100
+    """steps between checkpoints; there is one after the last step too"""
+    resume: bool = False
+    """go on from the latest whole checkpoint in the directory of --save, if any"""
+    mesh: Mesh = ()
+    precision: Precision = ()
+    micro_batches: OptionalNumber = None
+    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    shares: Shares = None
+    remat: Remat = ()
+    offload: Offload = ()
+    attention: Attention = ()
+    loss_chunks: OptionalNumber = None
+    """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
+    compiler_options: Settings = ()
+    """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    seed: int = 0
+    """of the model's initial values and of dropout"""
+    replay: Annotated[int, conf.arg(metavar="N")] = 0
+    """then do the first N steps (at most all) on one device and compare the losses"""
+    json: bool = False
+    """print the results as one JSON object in the last line"""
+    quiet: bool = False
+    """print no plan and no progress"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand:
+    """Choose how to train a model on a cluster; needs no device of it."""
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=96 hidden=12288"""
+    cluster: OptionalText = None
+    """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
+    """write the plan to this file"""
+    mesh: Mesh = ()
+    precision: Precision = ()
+    micro_batches: OptionalNumber = None
+    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    shares: Shares = None
+    remat: Remat = ()
+    offload: Offload = ()
+    attention: Attention = ()
+    loss_chunks: OptionalNumber = None
+    """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
+    compiler_options: Settings = ()
+    """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    allow_idle: bool = False
+    """accept a plan that leaves devices idle where none uses all"""
+    estimate: bool = False
+    """weigh what cannot be run, too; a plan that does not run says so"""
+    json: bool = False
+    """print the plan as one line of JSON and nothing else"""
+    quiet: bool = False
+    """show no progress on the terminal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowCommand:
+    """Show a plan: its mesh, time, memory, parameters and traffic."""
+
+    plan: PlanFile
+    """a file that whalejax plan wrote"""
+    all: bool = False
+    """show every kind of parameter, not only the largest"""
+    describe: bool = False
+    """say instead what is parallel, who is synchronous, and what is exchanged"""
+    json: bool = False
+    """print the plan as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffCommand:
+    """Show what changes from one plan to another: settings, parameters, traffic, cost.
+
+    Prints only what differs.
+    """
+
+    before: Annotated[conf.Positional[Path], conf.arg(metavar="A.json")]
+    """a file that whalejax plan wrote"""
+    after: Annotated[conf.Positional[Path], conf.arg(metavar="B.json")]
+    """another such file, of the same model or not"""
+    all: bool = False
+    """show every parameter that differs, not only those that change most"""
+    json: bool = False
+    """print the differences as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyCommand:
+    """Say why a parameter is laid out as it is."""
+
+    plan: PlanFile
+    """a file that whalejax plan wrote"""
+    path: Annotated[conf.Positional[str], conf.arg(metavar="PATH")]
+    """dotted path of a parameter, such as head.kernel"""
+    json: bool = False
+    """print the answer as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCommand:
+    """Plan a model on several clusters and rank them; needs no device of any.
+
+    Prints the plans, fastest step first, and what lacks where nothing fits.
+    """
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    on: Annotated[
+        conf.UseAppendAction[tuple[str, ...]], conf.arg(metavar="CLUSTER")
+    ] = ()
+    """a cluster: h100:8, h100:4x8, v5p:4x4x4, a .toml file; give it once for each"""
+    price: Annotated[
+        conf.UseAppendAction[tuple[str, ...]], conf.arg(metavar="KIND=PRICE")
+    ] = ()
+    """of one device for an hour, such as h100=2.5; once for each kind, one currency"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=96 hidden=12288"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    each: Annotated[int, conf.arg(metavar="N")] = 1
+    """at most so many plans of each cluster, on different meshes"""
+    precision: Precision = ()
+    remat: Remat = ()
+    attention: Attention = ()
+    micro_batches: OptionalNumber = None
+    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    estimate: bool = False
+    """weigh what cannot be run, too; a plan that does not run says so"""
+    json: bool = False
+    """print plans, candidates and refusals as one line of JSON and nothing else"""
+    quiet: bool = False
+    """show no progress on the terminal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCommand:
+    """Compile a plan with the real compiler of its hardware, which need not be here.
+
+    Prints memory, traffic and products, predicted and compiled. TPUs need the extra
+    whalejax[tpu-compile]; GPUs need --setup-gpu once. Ends with status 1 where the
+    plan does not fit.
+    """
+
+    plan: Annotated[conf.Positional[Path | None], conf.arg(metavar="PLAN.json")] = None
+    """a file that whalejax plan wrote"""
+    topology: OptionalText = None
+    """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
+    model: OptionalText = None
+    """the model: gpt, or file.py:function. Only a reference model is taken from the
+    plan itself: a file of code is run if it is named here"""
+    set: Settings = ()
+    """options of --model"""
+    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 1800.0
+    """stop the compiler after so long"""
+    output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
+    """if the plan does not fit, write the next one that is expected to"""
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""
+    setup_gpu: bool = False
+    """first install the GPU compiler, about 5 GB, into a folder of its own"""
+    quiet: bool = False
+    """show no progress on the terminal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateCommand:
+    """Measure the devices of this machine and write a description of them."""
+
+    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="CLUSTER.toml")]
+    """where to write the description, which --cluster takes"""
+    kind: OptionalText = None
+    """the name of this kind of device; what JAX calls it if left out"""
+    append: bool = False
+    """keep the kinds that the file holds, and add this one on nodes behind them"""
+    seconds: float = 18.0
+    """stop measuring after about this long"""
+    model: OptionalText = None
+    """also time a micro-batch of this model: gpt, file.py:function"""
+    set: Settings = ()
+    """options of --model: layers=96 hidden=12288"""
+    samples: OptionalNumber = None
+    """of that micro-batch; the job's whole batch if left out"""
+    precision: Precision = ()
+    json: bool = False
+    """print the description as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateCommand:
+    """Predict the runs of a table whose layouts are given.
+
+    The table is CSV with a header: layers, hidden, seq, global_batch, num_devices and
+    device are needed; what else a row leaves out is inferred and said in its note. A
+    row that cannot be read stays without a prediction, its note says why, and the exit
+    status is how many there were (at most 100).
+    """
+
+    table: Annotated[conf.Positional[Path], conf.arg(metavar="TABLE.csv")]
+    """the runs, one a line"""
+    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="OUT.csv")]
+    """where to write the same table with step time, memory and notes appended"""
+    strict: bool = False
+    """refuse a table that has rows which cannot be read, and write nothing"""
+    json: bool = False
+    """print how many runs were predicted as one line of JSON"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCommand:
+    """Print what makes a shell complete the words of this command.
+
+    For bash: eval "$(whalejax completion bash)" in ~/.bashrc.
+    """
+
+    shell: conf.Positional[Literal["bash", "zsh", "fish"]]
+    """which shell it is for: bash, zsh or fish"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """Start a script as several processes, and stop them together.
+
+    What stands behind the script is its own. It calls wh.init_distributed() first.
+    """
+
+    script: Annotated[conf.Positional[Path], conf.arg(metavar="SCRIPT.py")]
+    """what each process runs"""
+    arguments: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="ARG")] = ()
+    """what the script is given, options and all that stands behind it"""
+    processes: Annotated[int, conf.arg(metavar="N")] = 2
+    """how many, over all hosts"""
+    hosts: Annotated[str, conf.arg(metavar="A,B")] = "localhost"
+    """where; others than this one by ssh, in this folder, with this Python"""
+    cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
+    """percent of a core for each process, to try mixed speeds: 100,33"""
+    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    """one file per rank, rank-0.log and so on"""
+    port: OptionalNumber = None
+    """where process 0 listens; a free one, or 8476 on other hosts"""
+    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
+    """what is given a host and a command"""
+    exit_timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 300.0
+    """a rank that says nothing for so long when others have ended is stopped"""
+    json: bool = False
+    """print how every rank ended as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorCommand:
+    """Look for what would keep this host, or several, from running a program together.
+
+    Versions, devices, addresses, clocks and control groups, each with its remedy. Ends
+    with status 1 where there is a problem.
+    """
+
+    hosts: Annotated[str | None, conf.arg(metavar="A,B")] = None
+    """start it on these too, by ssh as whalejax launch does, and compare them"""
+    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
+    """meet others there that were started with the same words, and compare"""
+    processes: OptionalNumber = None
+    """how many meet at --coordinator; under Slurm all tasks if left out"""
+    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
+    """those that have not come after so long are missing"""
+    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
+    """what is given a host and a command"""
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""
+
+
+Command = (
+    Annotated[TrainCommand, conf.subcommand("train")]
+    | Annotated[PlanCommand, conf.subcommand("plan")]
+    | Annotated[ShowCommand, conf.subcommand("show")]
+    | Annotated[DiffCommand, conf.subcommand("diff")]
+    | Annotated[WhyCommand, conf.subcommand("why")]
+    | Annotated[SearchCommand, conf.subcommand("search")]
+    | Annotated[EstimateCommand, conf.subcommand("estimate")]
+    | Annotated[VerifyCommand, conf.subcommand("verify")]
+    | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
+    | Annotated[CompletionCommand, conf.subcommand("completion")]
+    | Annotated[LaunchCommand, conf.subcommand("launch")]
+    | Annotated[DoctorCommand, conf.subcommand("doctor")]
+)
+
+
+def named_values(
+    words: Sequence[str], option: str = "--set", example: str = "layers=24"
+) -> dict[str, Any]:
+    """What ``NAME=VALUE`` words say.
+
+    Values are numbers, ``true`` and ``false``, or text.
+
+    Args:
+        words: as given.
+        option: of the command line, for the message.
+        example: of a word, for the message.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
+    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
+    """
+    problems = Problems(option)
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier() and text):
+            problems.add(f"{word!r} is no NAME=VALUE, such as {example}")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = _value(text)
+    problems.raise_if_any()
+    return found
+
+
+def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
+    """Sizes of mesh axes from the words of ``--mesh``; None where none is fixed.
+
+    Args:
+        words: as given; whether there are such axes, ``wh.plan`` says.
+
+    Raises:
+        WhaleError: a word without ``=``, an axis twice, or a size that is no whole
+            number of 1 or more; all of them.
+
+    >>> mesh_sizes(["stage=2", "tensor=4"])
+    {'stage': 2, 'tensor': 4}
+    """
+    problems = Problems("--mesh")
+    found = named_values(words, "--mesh", "stage=2")
+    for axis, size in found.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            problems.add(f"{axis} is {size}; expected a whole number of 1 or more")
+    problems.raise_if_any()
+    return found or None
+
+
+def share_counts(words: str | None) -> str | tuple[int, ...] | None:
+    """Micro-batches of each replica from the words of ``--shares``.
+
+    Args:
+        words: as given; whether a plan can have such, ``wh.plan`` says.
+
+    Raises:
+        WhaleError: neither ``even`` nor numbers with commas between them.
+
+    >>> share_counts("5,3")
+    (5, 3)
+    """
+    if words is None or words == "even":
+        return words
+    parts = [part.strip() for part in words.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise WhaleError(
+            f"--shares is {words!r}; expected even, or the micro-batches of each "
+            "replica, such as 5,3"
+        )
+    return tuple(map(int, parts))
+
+
+BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring"}
+"""Options that take one word, or one for each TaskGraph; a word of each."""
+
+
+def prices(words: Sequence[str]) -> dict[str, float]:
+    """Prices from the words of ``--price``, by the kind of device.
+
+    Args:
+        words: as given; whether there are such kinds, ``wh.search`` says.
+
+    Raises:
+        WhaleError: a word without ``=``, a kind twice, or a price that is no number;
+            all of them.
+
+    >>> prices(["h100=2.5", "v100-32=1"])
+    {'h100': 2.5, 'v100-32': 1.0}
+    """
+    problems = Problems("--price")
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        price = _value(text)
+        if not name or isinstance(price, bool | str):
+            problems.add(f"{word!r} is no KIND=PRICE, such as h100=2.5")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = float(price)
+    problems.raise_if_any()
+    return found
+
+
+def by_task_graph(
+    command: TrainCommand | PlanCommand | SearchCommand | CalibrateCommand,
+) -> dict[str, Any]:
+    """What ``--precision``, ``--remat`` and ``--attention`` say, as for ``wh.plan``.
+
+    Args:
+        command: whose options may be single words or ``NAME=WORD`` entries.
+
+    Returns:
+        For each option a word, a dictionary by TaskGraph, or None if it was left out.
+
+    Raises:
+        WhaleError: a word without ``NAME=`` beside others, or a name twice; all.
+
+    >>> command = PlanCommand(model="gpt", precision=("*=bf16", "split=f32"))
+    >>> by_task_graph(command)["precision"]
+    {'*': 'bf16', 'split': 'f32'}
+    """
+    return {
+        option: _word_or_words(getattr(command, option, ()), f"--{option}", example)
+        for option, example in BY_TASK_GRAPH.items()
+    }
+
+
+def _word_or_words(
+    words: Sequence[str], option: str, example: str
+) -> str | dict[str, str] | None:
+    if not words:
+        return None
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0]
+    problems = Problems(option)
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        if not (name and text):
+            problems.add(
+                f"{word!r} names no TaskGraph; expected one word for the whole model, "
+                f"such as {example}, or NAME=WORD for each TaskGraph, '*' for all "
+                f"others, such as '*={example}'"
+            )
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = text
+    problems.raise_if_any()
+    return found
+
+
+def compiler_options(words: Sequence[str]) -> dict[str, Any]:
+    """Options of XLA from the words of ``--compiler-options``.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> compiler_options(["xla_a=true", "xla_b=007", "xla_c=12"])
+    {'xla_a': True, 'xla_b': '007', 'xla_c': 12}
+    """
+    example = "xla_tpu_enable_async_collective_fusion=true"
+    found = named_values(words, "--compiler-options", example)
+    texts = dict(word.split("=", 1) for word in words)
+    # A number only where it is written as one: texts reach the compiler as they are.
+    return {
+        name: value
+        if isinstance(value, bool) or str(value) == texts[name]
+        else texts[name]
+        for name, value in found.items()
+    }
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text

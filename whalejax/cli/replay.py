@@ -1,0 +1,120 @@
+"""The same first steps again on one device, to compare the losses.
+
+The plan of one device computes what the plan of many does, with nothing to exchange:
+if their losses agree, the spreading changed nothing. The command line does it after a
+training run; it is a module of its own because it needs nothing of the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from whalejax.api.losses import Job
+from whalejax.jobs import make_plan
+from whalejax.meshes import Cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
+from whalejax.runtime.train_step import compile as compile_step
+
+
+def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
+    """The step of a job on the first device alone.
+
+    Args:
+        job: what is trained.
+        model: its model, abstract or real.
+        batch: a global batch of it.
+        plan: of many devices; precision and micro-batches are taken from it.
+
+    Raises:
+        WhaleError: the model does not fit on one device.
+    """
+    alone = make_plan(
+        job,
+        model,
+        batch,
+        one_device(plan.cluster),
+        precision=plan.asked_precision,
+        micro_batches=plan.num_micro_batches,
+    )
+    return compile_step(
+        alone,
+        job.loss_fn,
+        model,
+        optimizer=job.optimizer,
+        batch=batch,
+        devices=jax.devices()[:1],
+    )
+
+
+def one_device(cluster: Cluster) -> Cluster:
+    """The first device of a cluster alone.
+
+    Virtual CPU devices share one memory; a single one may take all of it.
+
+    >>> from whalejax.meshes import cluster
+    >>> one_device(cluster("h100:4x8")).num_devices
+    1
+    """
+    node = dataclasses.replace(cluster.nodes[0], count=1)
+    level = dataclasses.replace(cluster.levels[0], size=1, torus=False)
+    alone = dataclasses.replace(cluster, nodes=(node,), levels=(level,))
+    if cluster.platform != "cpu":
+        return alone
+    return alone.with_memory(cluster.memory_bytes * cluster.nodes[0].count)
+
+
+def replay(
+    step: TrainStep,
+    state: TrainState,
+    batches: Callable[[int], Any],
+    *,
+    steps: int,
+    on_step: Callable[[int], None] | None = None,
+) -> tuple[float, ...]:
+    """The losses of a few steps.
+
+    Args:
+        step: from ``one_device_step``.
+        state: is consumed; begins where the run that is compared began.
+        batches: gives the global batch of a step, counted from 0.
+        steps: how many.
+        on_step: called with the number of steps replayed.
+
+    Raises:
+        WhaleError: a loss is not finite.
+    """
+    first = int(state.step)
+    losses = []
+    for index in range(first, first + steps):
+        state, metrics = step(state, batches(index))
+        losses.append(float(metrics["loss"]))
+        if not math.isfinite(losses[-1]):
+            raise WhaleError(
+                f"step {index + 1} on one device: the loss is {losses[-1]}; on "
+                "several it was finite. The two do not compute the same"
+            )
+        if on_step is not None:
+            on_step(len(losses))
+    return tuple(losses)
+
+
+def max_relative_difference(
+    losses: Sequence[float], references: Sequence[float]
+) -> float:
+    """The largest |loss - reference| / |reference| over the steps that both have.
+
+    >>> max_relative_difference([2.0, 1.0, 0.5], [2.0, 1.25])
+    0.2
+    """
+    return max(
+        abs(loss - reference) / max(abs(reference), 1e-30)
+        for loss, reference in zip(losses, references, strict=False)
+    )

@@ -1,0 +1,357 @@
+"""A training session of the command line: plan, compile, train, replay, report.
+
+Each part stands in a module of its own; this one puts them in order and turns what
+happened into words and one JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from whalejax import jobs
+from whalejax.api.losses import Job
+from whalejax.cli import replay, train_loop
+from whalejax.cli.option_checks import check_command
+from whalejax.cli.options import (
+    TrainCommand,
+    by_task_graph,
+    compiler_options,
+    mesh_sizes,
+    share_counts,
+)
+from whalejax.cli.progress import Meter, Working, make_console, progress_words, remark
+from whalejax.cli.show import print_plan
+from whalejax.cli.train_report import Report, units_of, words_of
+from whalejax.distributed.standard_streams import say
+from whalejax.meshes.errors import Problems
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.resume import batches_from, held, resumed
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.runtime.validate import devices_of
+
+
+def run(job: Job, options: TrainCommand, *, started: float) -> Report:
+    """Train a job as the command line says.
+
+    Args:
+        job: what to train.
+        options: of the command.
+        started: ``time.monotonic()`` when the command began.
+
+    Raises:
+        WhaleError: the options contradict each other, no plan fits, the plan is for
+            another machine, or the loss is not finite.
+    """
+    check_options(options)
+    with held(options.save):
+        return _run(job, options, started)
+
+
+def _run(job: Job, options: TrainCommand, started: float) -> Report:
+    # Of several processes the first one speaks.
+    speaks = jax.process_index() == 0
+    console = make_console(quiet=options.quiet or not speaks)
+    model = jobs.abstract_model(job)
+    session = _Session(
+        job=job,
+        options=options,
+        console=console,
+        model=model,
+        plan=_plan(job, model, options, console),
+    )
+    print_plan(session.plan, console)
+    losses, step_seconds, checkpoint = session.train()
+    difference = None
+    if losses and options.replay:
+        again = session.replay(min(options.replay, len(losses)), checkpoint)
+        difference = replay.max_relative_difference(losses, again)
+    report = session.report(losses, step_seconds, difference, started)
+    for line in words_of(report):
+        console.print(line, markup=False)
+    if options.json and speaks:
+        print(json.dumps(dataclasses.asdict(report)), flush=True)
+    return report
+
+
+# Before anything runs.
+
+
+def check_options(options: TrainCommand) -> None:
+    """Find what contradicts itself, before anything takes time.
+
+    Raises:
+        WhaleError: every problem, at once.
+    """
+    problems = Problems("whalejax train")
+    check_command(options, problems)
+    if options.plan is not None:
+        for name, given in (
+            ("--cluster", options.cluster),
+            ("--batch", options.batch),
+            ("--mesh", " ".join(options.mesh) or None),
+            ("--precision", " ".join(options.precision) or None),
+            ("--micro-batches", options.micro_batches),
+            ("--shares", options.shares),
+            ("--remat", " ".join(options.remat) or None),
+            ("--offload", " ".join(options.offload) or None),
+            ("--attention", " ".join(options.attention) or None),
+            ("--loss-chunks", options.loss_chunks),
+            ("--compiler-options", " ".join(options.compiler_options) or None),
+        ):
+            if given is not None:
+                problems.add(
+                    f"{name} {given} was given with --plan {options.plan}, which "
+                    "decides it. Leave it out, or make another plan with whalejax plan"
+                )
+    _check_save(options, problems)
+    problems.raise_if_any()
+
+
+def _unwritable(path: Path) -> str:
+    """Why no checkpoints can be written below a path, in words that follow its name.
+
+    Raises:
+        OSError: the file system cannot even say whether it is there.
+    """
+    if path.parts and path.parts[0].endswith(":"):
+        return (
+            " is an address; checkpoints are written to a mounted file system. Give a "
+            "path"
+        )
+    there = path
+    while not there.exists():
+        if there.is_symlink():
+            there.stat()  # Raises where it leads nowhere, or round.
+        there = there.parent
+    if not there.is_dir():
+        inside = "" if there == path else f" is in {there}, which"
+        return f"{inside} is a file; expected a directory"
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        return (
+            f": {there} cannot be read and written. Give another directory, or leave "
+            "to write there"
+        )
+    return ""
+
+
+def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
+    if options.save is None:
+        if options.resume:
+            problems.add("--resume was given without --save DIR; say where from")
+        return None
+    try:
+        problem = _unwritable(options.save)
+    except OSError as error:  # Such as a name that is too long, or a ring of links.
+        problem = f": {error.strerror or error}. Give another directory"
+    if problem:
+        problems.add(f"--save {options.save}{problem}")
+        return None
+    found = train_loop.latest(options.save)
+    if found is not None and not options.resume:
+        problems.add(
+            f"--save {options.save} holds checkpoints already, the latest "
+            f"{found.name}. Go on from it with --resume, or give another directory"
+        )
+    return found
+
+
+def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
+    if options.plan is not None:
+        plan = Plan.load(options.plan)
+    else:
+        plan = _planned(job, model, options, console)
+    devices_of(plan, None)  # before the plan is shown as if it could run
+    return plan
+
+
+def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
+    xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
+    mesh, shares = mesh_sizes(options.mesh), share_counts(options.shares)
+    if options.cluster is None:
+        remark(console, "planning; these devices are measured once, for at most 20 s")
+    with Working("planning", quiet=console.quiet):
+        return jobs.make_plan(
+            job,
+            model,
+            job.batch_at(0, options.batch),
+            jobs.machine(options.cluster),
+            mesh=mesh,
+            micro_batches=options.micro_batches,
+            shares=shares,
+            offload=options.offload,
+            loss_chunks=options.loss_chunks,
+            compiler_options=xla,
+            **asked,
+        )
+
+
+# What runs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What training and replaying share.
+
+    Attributes:
+        job, options: as given.
+        console: where to write.
+        model: abstract.
+        plan: to train by.
+    """
+
+    job: Job
+    options: TrainCommand
+    console: Console
+    model: Any
+    plan: Plan
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a global batch, as planned."""
+        return self.plan.batch[0].shape[0]
+
+    def batch_at(self, index: int) -> Any:
+        """The global batch of a step, counted from 0."""
+        return self.job.batch_at(index, self.batch_size)
+
+    def start(self, step: TrainStep) -> TrainState:
+        """A fresh state."""
+        return step.init(self.job.make_model, rng=jax.random.key(self.options.seed))
+
+    def batches_from(self, state: TrainState) -> Callable[[int], Any]:
+        """What gives the global batch of each step after a state."""
+        size, done = self.batch_size, int(state.step)
+        samples = done * size if state.samples is None else state.samples
+        return batches_from(self.job, size, step=done, samples=samples)
+
+    def train(self) -> tuple[tuple[float, ...], float | None, Path | None]:
+        """The losses, the measured time of a step, and where it began.
+
+        The state is let go.
+        """
+        options, job = self.options, self.job
+        batch = self.batch_at(0)
+        step = compile_step(
+            self.plan, job.loss_fn, self.model, optimizer=job.optimizer, batch=batch
+        )
+        state, checkpoint = self._resumed(step)
+        first = int(state.step)
+        with Meter(
+            self.console,
+            "training",
+            first=first,
+            steps=options.steps,
+            waiting="compiling",
+        ) as meter:
+            done = train_loop.train(
+                step,
+                state,
+                self.batches_from(state),
+                steps=options.steps,
+                save_dir=options.save,
+                save_every=options.save_every,
+                resumed_from=checkpoint,
+                on_step=functools.partial(self._show, meter, *units_of(batch)),
+                is_held=True,
+            )
+        scaling = done.state.loss_scale
+        skipped = 0 if scaling is None else int(scaling.skipped_steps)
+        if scaling is not None and skipped:
+            self.console.print(
+                f"{skipped} step{'s' if skipped > 1 else ''} changed nothing, because "
+                "gradients overflowed in float16; the loss scale is "
+                f"{float(scaling.scale):g} now",
+                markup=False,
+            )
+        return done.losses, done.step_seconds, checkpoint
+
+    def _resumed(self, step: TrainStep) -> tuple[TrainState, Path | None]:
+        """The state to begin with, and the checkpoint it is from; says which."""
+        options = self.options
+        there = train_loop.checkpoints(options.save) if options.save else []
+        found = resumed(step, there if options.resume else [])
+        for note in found.notes if found else ():
+            self._warn(note)
+        if found:
+            self.console.print(
+                f"starting from {found.checkpoint}: {int(found.state.step)} steps, "
+                f"{found.state.samples} samples",
+                markup=False,
+            )
+        elif options.resume:
+            self.console.print("starting anew: there is no checkpoint to resume from")
+        remark(self.console, "compiling; the first step takes longer")
+        if found:
+            return found.state, found.checkpoint
+        return self.start(step), None
+
+    def _warn(self, text: str) -> None:
+        """Say something that should be known even to who asked for no progress."""
+        if not self.options.quiet:
+            self.console.print(text, markup=False)
+        elif jax.process_index() == 0:
+            say(f"whalejax: {text}")
+
+    def _show(
+        self,
+        meter: Meter,
+        unit: str,
+        units_per_step: int,
+        progress: train_loop.Progress,
+    ) -> None:
+        words = progress_words(
+            progress.loss,
+            unit=unit,
+            units_per_step=units_per_step,
+            predicted_seconds=self.plan.time.step_seconds,
+            measured_seconds=progress.step_seconds,
+        )
+        meter.show(progress.step, words)
+
+    def replay(self, count: int, checkpoint: Path | None) -> tuple[float, ...]:
+        """The losses of the first steps of this session, on one device."""
+        batch = self.batch_at(0)
+        step = replay.one_device_step(self.job, self.model, batch, self.plan)
+        title = "replaying on one device"
+        with Meter(self.console, title, first=0, steps=count) as meter:
+            found = resumed(step, [] if checkpoint is None else [checkpoint])
+            state = found.state if found else self.start(step)
+            batches = self.batches_from(state)
+            return replay.replay(step, state, batches, steps=count, on_step=meter.show)
+
+    def report(
+        self,
+        losses: Sequence[float],
+        step_seconds: float | None,
+        difference: float | None,
+        started: float,
+    ) -> Report:
+        """What was found, in numbers."""
+        unit, amount = units_of(self.batch_at(0))
+        speed = 1 / step_seconds if step_seconds else None
+        return Report(
+            model=self.job.name,
+            steps=len(losses),
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
+            max_rel_diff_vs_one_device=difference,
+            mesh=self.plan.axis_sizes or {"data": 1},
+            predicted_step_s=self.plan.time.step_seconds,
+            measured_step_s=step_seconds,
+            tokens_per_s=speed * amount if speed and unit == "tokens" else None,
+            samples_per_s=speed * self.batch_size if speed else None,
+            seconds=time.monotonic() - started,
+        )

@@ -1,0 +1,1 @@
+"""Several processes: launching, joining, heartbeats and checks of hosts."""

@@ -1,0 +1,138 @@
+"""CPU quotas by Linux control groups, to try mixed speeds on one machine.
+
+A process under a quota of 33 percent of a core gets that much of every fiftieth of a
+second and then waits, as a slower processor would on average. Needs write access to
+the ``cpu`` controller (version 1) or the unified hierarchy (version 2): root, usually.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+ROOT: Final = Path("/sys/fs/cgroup")
+
+PERIOD_MICROSECONDS: Final = 20_000
+"""A quota is given out anew so often: short, so that steps see an even speed."""
+
+
+class Quota:
+    """A control group whose processes together get a part of a core.
+
+    Use it in a ``with`` statement: at its end the group is removed, once its processes
+    have ended.
+    """
+
+    def __init__(self, percent: float, *, root: Path = ROOT) -> None:
+        """Make the group.
+
+        Args:
+            percent: of one core; above 100 for more than one.
+            root: where control groups are mounted.
+
+        Raises:
+            WhaleError: no percentage above zero, or no group can be made here.
+        """
+        self._path: Path | None = None
+        check_quota(percent)
+        problem = "nothing is mounted"
+        for parent, v2 in ((root / "cpu", False), (root, True)):
+            path = parent / f"whalejax-{os.getpid()}-{id(self):x}"
+            try:
+                if v2:
+                    (parent / "cgroup.subtree_control").write_text("+cpu")
+                path.mkdir()
+            except OSError as error:
+                problem = f"{parent}: {error.strerror}"
+                continue
+            self._path, self._v2 = path, v2
+            try:
+                self.set(percent)
+            except OSError as error:
+                self.close()
+                problem = f"{path}: {error.strerror}"
+                continue
+            return
+        raise WhaleError(
+            f"no control group for CPU quotas can be made here ({problem}). Run as "
+            "root where the cpu controller is mounted for writing, or go on without "
+            "quotas"
+        )
+
+    def set(self, percent: float) -> None:
+        """Change the quota.
+
+        Args:
+            percent: of one core.
+        """
+        check_quota(percent)
+        assert self._path is not None
+        quota = round(PERIOD_MICROSECONDS * percent / 100)
+        if self._v2:
+            (self._path / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+            return
+        (self._path / "cpu.cfs_quota_us").write_text("-1")
+        (self._path / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+        (self._path / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def add(self, pid: int) -> None:
+        """Put a process under the quota; those that it starts later are too.
+
+        Raises:
+            WhaleError: there is no such process.
+        """
+        assert self._path is not None
+        try:
+            (self._path / "cgroup.procs").write_text(str(pid))
+        except OSError as error:
+            raise WhaleError(
+                f"process {pid} cannot be put under a quota ({error.strerror}); has it "
+                "ended?"
+            ) from error
+
+    def close(self) -> None:
+        """Remove the group; processes that still run go back to the one above."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            for pid in (self._path / "cgroup.procs").read_text().split():
+                (self._path.parent / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):
+            self._path.rmdir()
+        self._path = None
+
+    def __enter__(self) -> Quota:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def why_no_quota() -> str:
+    """Why no CPU quota can be set here; empty where one can."""
+    try:
+        with Quota(100):
+            return ""
+    except WhaleError as error:
+        return str(error)
+
+
+def check_quota(percent: float) -> None:
+    """Refuse a quota that is none.
+
+    Args:
+        percent: of a core.
+
+    Raises:
+        WhaleError: less than 1 or more than all cores have.
+    """
+    if not 1 <= percent <= 100 * (os.cpu_count() or 1):
+        raise WhaleError(
+            f"a CPU quota of {percent} percent of a core; expected 1 to "
+            f"{100 * (os.cpu_count() or 1)}"
+        )

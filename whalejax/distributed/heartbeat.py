@@ -1,0 +1,480 @@
+"""Heartbeats: each process reports that it is alive, and notices who does not.
+
+JAX ends the processes that are left when one is gone, with words that do not always
+name it, and waits minutes for one that failed and holds the others up. Here each
+process writes a heartbeat to the service that joined them and reads those of all; when
+one is silent or has failed, the others end with an error that names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat_processes
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, blame, exit_seconds
+from whalejax.distributed.standard_streams import say
+
+
+SILENT_SECONDS: Final = 30.0
+"""A process that has said nothing for so long is gone or stands still."""
+
+BEATS_IN_SILENCE: Final = 15
+"""So many beats fall into that time."""
+
+MISSED: Final = 4
+"""Beats missed by one that, after a connection broke, is taken for gone."""
+
+EXIT_SECONDS: Final = 300.0
+"""Processes end together; JAX waits so long for the last of them, too."""
+
+GRACE_LOOKS: Final = 2
+"""So often one that failed is seen, each half a beat apart, before others end."""
+
+_GONE: Final = (
+    "gloo",
+    "nccl",
+    "connection",
+    "socket",
+    "unavailable",
+    "deadline_exceeded",
+    "aborted",
+)
+"""What errors say that come of a lost process."""
+_FOLDER: Final = "whalejax/beats"
+_REMEDY: Final = (
+    "Look for its first error, start all processes anew, and restore the latest "
+    "checkpoint"
+)
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Whether an error of a step says that another process is gone.
+
+    Args:
+        error: what issuing a step, or waiting for its results, raised.
+    """
+    return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
+        sign in str(error).lower() for sign in _GONE
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a process says of itself.
+
+    Attributes:
+        count: rises with every beat.
+        host: where it runs.
+        pid: its number there.
+        steps: that it has begun.
+        failed: the error that it ends with, or empty.
+        ended: it ends, and has no error.
+        ready: its devices are there, and with them those of all.
+    """
+
+    count: int
+    host: str
+    pid: int
+    steps: int = 0
+    failed: str = ""
+    ended: bool = False
+    ready: bool = True
+
+
+class Hearing:
+    """What is known of all processes from their beats, and when it was heard.
+
+    Apart from threads and from JAX, so that it is a function of what was heard.
+    """
+
+    def __init__(
+        self, mine: int, silent_seconds: float, processes: int | None = None
+    ) -> None:
+        """Nothing is known yet.
+
+        Args:
+            mine: the number of this process.
+            silent_seconds: after which one that says nothing is missed.
+            processes: how many begin to beat at once; None where each begins when it
+                will, and one that was never heard is not missed.
+        """
+        self._mine = mine
+        self._all = range(processes or 0)
+        self._first: float | None = None
+        self._silent_seconds = silent_seconds
+        self._heard: dict[int, tuple[float, Beat]] = {}
+        self._answered: float | None = None
+        self._looked: float | None = None
+
+    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+        """The service has answered.
+
+        Args:
+            beats: the latest of every process that has begun to beat.
+            now: seconds on a clock that does not jump.
+        """
+        self._answered = now
+        if self._first is None:
+            self._first = now
+        for number, beat in beats.items():
+            known = self._heard.get(number)
+            if known is None or known[1].count != beat.count:
+                self._heard[number] = now, beat
+
+    def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
+        """Who is missed, and why; their numbers and words that follow their name.
+
+        Args:
+            now: as in ``hear``. Where this process itself stood still since it looked
+                last, all others are heard anew.
+            seconds: of silence that are too many; as made if left out.
+        """
+        before, self._looked = self._looked, now
+        if before is not None and now - before > self._silent_seconds / 2:
+            self._heard = {n: (now, beat) for n, (_, beat) in self._heard.items()}
+            self._answered = None if self._answered is None else now
+            self._first = self._answered
+        limit = self._silent_seconds if seconds is None else seconds
+        answered = self._answered
+        if answered is None:
+            return {}
+        if self._mine and now - answered > limit:
+            # The service runs in process 0, and answers as long as that does.
+            return {0: _silent(now - answered)}
+        found = {}
+        for number, (at, beat) in sorted(self._heard.items()):
+            if number == self._mine or (beat.ended and beat.ready):
+                continue
+            if beat.ended:
+                found[number] = "ended before the devices of all were there"
+            elif beat.failed:
+                found[number] = f"failed with {beat.failed}"
+            elif answered - at > limit:
+                # Since its last answer the service may be what is silent.
+                found[number] = _silent(now - at)
+        since = answered if self._first is None else self._first
+        if answered - since > limit:
+            never = set(self._all) - {self._mine, *self._heard}
+            found |= {number: _silent(now - since) for number in sorted(never)}
+        return found
+
+    def where(self, number: int) -> str:
+        """A process by its number and place."""
+        known = self._heard.get(number)
+        if known is None:
+            return f"process {number}"
+        return f"process {number} (pid {known[1].pid} on {known[1].host})"
+
+    def behind(self) -> list[int]:
+        """Those that have begun fewer steps than this one, or have ended."""
+        mine = self._heard.get(self._mine)
+        steps = 0 if mine is None else mine[1].steps
+        return [
+            number
+            for number, (_, beat) in sorted(self._heard.items())
+            if number != self._mine and (beat.steps < steps or beat.ended)
+        ]
+
+    def ended(self) -> set[int]:
+        """Those of the others that have ended, and well."""
+        heard = self._heard.items()
+        return {n for n, (_, beat) in heard if beat.ended and n != self._mine}
+
+    def left(self) -> list[int]:
+        """Those of all that have not ended yet."""
+        return sorted({*self._all} - {self._mine} - self.ended())
+
+    def beat_of(self, number: int) -> Beat:
+        """The last beat of one that was heard."""
+        return self._heard[number][1]
+
+
+def _silent(seconds: float) -> str:
+    return f"has said nothing for {seconds:.0f} s: it is gone or stands still"
+
+
+class Beats:
+    """The beats of this process, and its look at those of the others.
+
+    Attributes:
+        silent_seconds: after which a process that says nothing ends the others.
+    """
+
+    def __init__(
+        self, silent_seconds: float = SILENT_SECONDS, processes: int | None = None
+    ) -> None:
+        """Begin to beat; all processes were joined before.
+
+        Args:
+            silent_seconds: see the attribute.
+            processes: how many begin to beat now, before their devices are there;
+                None where each begins when it will.
+        """
+        self.silent_seconds = silent_seconds
+        self._pause = silent_seconds / BEATS_IN_SILENCE
+        self._mine = _compat_processes.joined_processes()[0]
+        self._together = processes is not None
+        self._hearing = Hearing(self._mine, silent_seconds, processes)
+        self._lock = threading.Lock()
+        self._count, self._steps, self._blames = 0, 0, False
+        self._ready, self._ended, self._failed = not self._together, False, ""
+        self._stirred = threading.Event()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"whalejax-{name}", daemon=True)
+            for name, target in (("beat", self._beat), ("look", self._look))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._close)
+
+    def ready(self) -> None:
+        """The devices of all processes are there."""
+        self._ready = True
+
+    def fail(self, why: str) -> None:
+        """Tell the others that this process ends, and with what error."""
+        self._failed = why  # the next beats must not take it back
+        self._say_briefly()
+        if self._mine == 0:
+            time.sleep((GRACE_LOOKS + 2) * self._pause)
+
+    def step(self) -> None:
+        """A step is begun."""
+        self._steps += 1
+
+    def missing(self) -> str:
+        """Who is gone, after a connection broke; empty if that cannot be seen.
+
+        Waits until a process that is gone has missed enough beats, and some more.
+        """
+        end = time.monotonic() + 2 * MISSED * self._pause
+        while time.monotonic() < end:
+            with self._lock:
+                gone = self._hearing.look(
+                    time.monotonic(), seconds=MISSED * self._pause
+                )
+                if gone:
+                    return self._named(gone)
+            time.sleep(self._pause / 4)
+        return ""
+
+    def late(self) -> str:
+        """Whom a step waits for that takes too long; empty if all have begun it."""
+        with self._lock:
+            gone = self._hearing.look(time.monotonic(), seconds=MISSED * self._pause)
+            if gone:
+                return self._named(gone)
+            behind = self._hearing.behind()
+            words = []
+            for number in behind:
+                beat = self._hearing.beat_of(number)
+                does = "has ended" if beat.ended else "still runs"
+                words.append(
+                    f"{self._hearing.where(number)} {does} and has begun {beat.steps} "
+                    f"steps, this one {self._steps}"
+                )
+            if words:
+                self._blames = True
+                blame(behind[0], "is behind the others")
+            return "; ".join(words)
+
+    def leave(self, status: int) -> None:
+        """End without JAX, which would wait for the others.
+
+        With process 0 goes the service: the others must have seen why before.
+
+        Args:
+            status: of the process; below 0 it ends by that signal, as Python ends one
+                that Ctrl-C has interrupted.
+        """
+        if self._mine == 0:
+            time.sleep((GRACE_LOOKS + 2) * self._pause)
+        for stream in (sys.stdout, sys.stderr):
+            # One that is closed or full keeps nobody from ending.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        if status < 0:
+            os.kill(os.getpid(), -status)  # whose handler is the system's own again
+        os._exit(128 - status if status < 0 else status)
+
+    def ended(self) -> set[int]:
+        """Other processes that have ended, and well."""
+        with self._lock:
+            return self._hearing.ended()
+
+    def _named(self, gone: Mapping[int, str]) -> str:
+        number, why = next(iter(gone.items()))
+        self._blames = True
+        blame(number, why)
+        return "; ".join(f"{self._hearing.where(n)} {w}" for n, w in gone.items())
+
+    # Threads.
+
+    def _beat(self) -> None:
+        """Say that this process is there and hear the others, until it ends."""
+        soon = self._pause / 100
+        while jax.distributed.is_initialized():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                # Of a service that does not answer the other thread tells.
+                self._say()
+                told = _compat_processes.all_told(_FOLDER)
+                beats = {
+                    int(key.rpartition("/")[2]): Beat(**json.loads(text))
+                    for key, text in told
+                }
+                with self._lock:
+                    self._hearing.hear(beats, time.monotonic())
+            # At the exit all wait for these beats, and not for long.
+            soon = min(2 * soon, self._pause) if self._ended else soon
+            self._stirred.wait(soon if self._ended else self._pause)
+            self._stirred.clear()
+            if self._over.is_set():
+                return
+        self._over.set()
+
+    def _say(self, **more: Any) -> None:
+        self._count += 1
+        beat = {
+            "count": self._count,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "steps": self._steps,
+            "ready": self._ready,
+            "ended": self._ended,
+            "failed": self._failed,
+            **more,
+        }
+        _compat_processes.tell_processes(
+            f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True
+        )
+
+    def _say_briefly(self, **more: Any) -> None:
+        """Say a last word, to a service that may not listen any more."""
+
+        def speak() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._say(**more)
+
+        last = threading.Thread(target=speak, name="whalejax-last", daemon=True)
+        last.start()
+        last.join(2 * self._pause)
+
+    def _look(self) -> None:
+        """End this process when another is missed."""
+        seen = 0
+        while not self._over.wait(self._pause / 2):
+            with self._lock:
+                gone = self._hearing.look(time.monotonic())
+            # What made another one fail may be about to be said here too.
+            seen = seen + 1 if gone else 0
+            if seen > GRACE_LOOKS:
+                self._end(self._named(gone))
+
+    def _end(self, said: str) -> None:
+        say(f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}")
+        self.leave(ENDS_FOR_ANOTHER)
+
+    def _close(self) -> None:
+        """Say how this process ends; one that failed waits for nobody."""
+        if not jax.distributed.is_initialized():
+            return
+        # Python drops what Ctrl-C raises at the exit, and JAX's own goodbye with it,
+        # so that the others would wait for one that has left.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+        error = getattr(sys, "last_value", None)
+        if error is not None and tells_of_loss(error) and not self._blames:
+            # It came where nothing of ours was looking on.
+            said = self.missing()
+            if said:
+                say(f"whalejax: {said}. {_REMEDY}")
+        failed = ""
+        if error is not None:
+            failed = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if not failed and self._together:
+            self._end_together()
+        self._over.set()
+        self._stirred.set()
+        for thread in self._threads:
+            thread.join(2 * self._pause)
+        if self._blames or not failed:
+            self._say_briefly(ended=True)
+        else:
+            self._say_briefly(failed=failed.splitlines()[0][:200])
+        if failed:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.leave(-signal.SIGINT if interrupted else 1)
+        if self._together:
+            threading.Thread(target=self._cut_short, daemon=True).start()
+
+    def _end_together(self) -> None:
+        """Say that this process ends, and beat on until all others do.
+
+        JAX lets none go before all have come to their end, and names nobody who does
+        not. One that is gone or stands still ends this process meanwhile.
+        """
+        self._ended = True
+        self._stirred.set()
+        seconds = exit_seconds(EXIT_SECONDS)
+        end = time.monotonic() + seconds
+        while not self._over.wait(self._pause / 100):
+            with self._lock:
+                left = self._hearing.left()
+                if not left:
+                    return
+                late = time.monotonic() > end
+                where = self._hearing.where(left[0])
+            if late:
+                why = f"has not come to its end {seconds:.0f} s after others had"
+                blame(left[0], why)
+                self._end(f"{where} {why}")
+
+    def _cut_short(self) -> None:
+        """End this process where JAX waits, at its exit, for one that stands still."""
+        time.sleep(self.silent_seconds)
+        self._end(
+            f"JAX has waited for {self.silent_seconds:.0f} s for another process that "
+            "stands still at its exit"
+        )
+
+
+_begun: list[Beats] = []
+
+
+def begun(
+    silent_seconds: float = SILENT_SECONDS, *, processes: int | None = None
+) -> Beats:
+    """The beats of this process; they begin with the first call.
+
+    Args:
+        silent_seconds: of that call.
+        processes: how many make that call now; None where each does when it will.
+    """
+    if not _begun:
+        _begun.append(Beats(silent_seconds, processes))
+    return _begun[0]
+
+
+def failed(why: str) -> None:
+    """Tell the others, where there are beats, that this process ends.
+
+    Args:
+        why: its error.
+    """
+    for beats in _begun:
+        beats.fail(why)

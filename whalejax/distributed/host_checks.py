@@ -1,0 +1,346 @@
+"""Checks of one host, before several processes run together on it.
+
+Each check says what it found and, where that will not do, what to do about it. Nothing
+here starts JAX in this process: devices are asked for in another one, which can be
+stopped where a driver hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Final, Literal, get_args
+
+from whalejax.distributed.cgroup_quota import why_no_quota
+from whalejax.distributed.launch_env import PORT, printable, split_address
+from whalejax.meshes.catalogue import entry_of_device
+
+
+Verdict = Literal["ok", "warning", "problem"]
+
+DEVICE_SECONDS: Final = 120.0
+"""JAX may take so long to find the devices."""
+
+CLOCK_SECONDS: Final = 1.0
+"""Clocks that are further apart make logs and files of hosts hard to bring together."""
+
+_TIME_ERROR: Final = 5  # what adjtimex(2) returns for a clock that nothing corrects
+
+_DEVICES: Final = """
+import json, jax
+found = jax.local_devices()
+kinds = sorted({d.device_kind for d in found})
+print(json.dumps([found[0].platform, kinds, len(found)]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of it.
+        found: what there is.
+        verdict: whether that will do; a warning is for what only some runs need.
+        remedy: what to do about it; empty where it will do.
+    """
+
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All of one host.
+
+    Attributes:
+        host: its name.
+        facts: what must be alike on all hosts, by name.
+        checks: what was looked at.
+    """
+
+    host: str
+    facts: Mapping[str, str]
+    checks: tuple[Check, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Plain data that ``from_document`` reads."""
+        checks = [{name: getattr(c, name) for name in c.__slots__} for c in self.checks]
+        return {"host": self.host, "facts": dict(self.facts), "checks": checks}
+
+    @classmethod
+    def from_document(cls, data: Any) -> Report:
+        """The report that ``document`` described.
+
+        Raises:
+            ValueError: it is no such document.
+        """
+        match data:
+            case {"host": str(host), "facts": dict(facts), "checks": list(checks)}:
+                pass
+            case _:
+                raise ValueError("not a report")
+        texts = (host, *facts, *facts.values())
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("facts are texts")
+        return cls(
+            host=printable(host),
+            facts={printable(name): printable(fact) for name, fact in facts.items()},
+            checks=tuple(map(_check_from, checks)),
+        )
+
+
+def _check_from(data: Any) -> Check:
+    """A check as another host describes it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    names = set(Check.__slots__)
+    if not isinstance(data, dict) or not {"name", "found"} <= data.keys() <= names:
+        raise ValueError("not a check")
+    if not all(isinstance(text, str) for text in data.values()):
+        raise ValueError("a check consists of texts")
+    verdicts: dict[str, Verdict] = {word: word for word in get_args(Verdict)}
+    verdict = verdicts.get(data.get("verdict", "ok"))
+    if verdict is None:
+        raise ValueError("an unknown verdict")
+    name, found, remedy = (
+        printable(data.get(name, "")) for name in ("name", "found", "remedy")
+    )
+    return Check(name=name, found=found, verdict=verdict, remedy=remedy)
+
+
+def report(version: str, coordinator: str | None = None) -> Report:
+    """Look at this host.
+
+    Args:
+        version: of this package, as it runs.
+        coordinator: where processes are to meet, ``"host:port"``; or None.
+    """
+    devices, kinds = _devices()
+    checks = (
+        Check(name="whalejax", found=version),
+        *map(_version, ("jax", "jaxlib")),
+        Check(name="python", found=platform.python_version()),
+        *devices,
+        _address(),
+        _port(PORT),
+        *(() if coordinator is None else (_coordinator(coordinator), _proxies())),
+        _clock(),
+        _cgroup(),
+    )
+    alike = ("whalejax", "jax", "jaxlib")
+    facts = {check.name: check.found for check in checks if check.name in alike}
+    facts["python"] = ".".join(platform.python_version_tuple()[:2])
+    facts["device kind"] = kinds
+    return Report(host=socket.gethostname(), facts=facts, checks=checks)
+
+
+def _version(package: str) -> Check:
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return Check(
+            name=package,
+            found="not installed",
+            verdict="problem",
+            remedy=f"pip install {package}",
+        )
+    wanted = _wanted(package)
+    if wanted and not _within(found, wanted):
+        return Check(
+            name=package,
+            found=found,
+            verdict="problem",
+            remedy=f"pip install '{package}{wanted}'",
+        )
+    return Check(name=package, found=found)
+
+
+def _wanted(package: str) -> str:
+    """The versions that this package asks for, such as ``">=0.10.2,<0.13"``."""
+    try:
+        needed = metadata.requires("whalejax") or []
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return ""
+    for line in needed:
+        found = re.fullmatch(rf"{package}\s*\(?([<>=!~][^;)]*)\)?", line.strip())
+        if found:
+            return found[1].strip()
+    return ""
+
+
+def _within(version: str, wanted: str) -> bool:
+    """Whether a version lies within bounds.
+
+    >>> _within("0.10.2", ">=0.10.2,<0.13"), _within("0.13.0", ">=0.10.2,<0.13")
+    (True, False)
+    """
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(n) for n in re.findall(r"\d+", text)[:3])
+
+    for bound in wanted.split(","):
+        sign, number = re.findall(r"([<>=]+)\s*(.*)", bound)[0]
+        found, limit = numbers(version), numbers(number)
+        if not {
+            ">=": found >= limit,
+            "<": found < limit,
+            "<=": found <= limit,
+            ">": found > limit,
+            "==": found == limit,
+        }[sign]:
+            return False
+    return True
+
+
+def _devices() -> tuple[list[Check], str]:
+    """The devices of this host, and their kinds as text."""
+    remedy = (
+        "Run python -c 'import jax; print(jax.local_devices())' here: it says more. "
+        "Drivers, and other processes that hold the devices, are what to look at"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DEVICES],
+            capture_output=True,
+            text=True,
+            timeout=DEVICE_SECONDS,
+        )
+        said = (done.stderr.splitlines() or ["nothing was said"])[-1][:120]
+    except subprocess.TimeoutExpired:
+        said = f"JAX found none in {DEVICE_SECONDS:.0f} s"
+        done = None
+    if done is None or done.returncode:
+        problem = Check(name="devices", found=said, verdict="problem", remedy=remedy)
+        return [problem], "none"
+    name, kinds, count = json.loads(done.stdout.splitlines()[-1])
+    words = ", ".join(kinds)
+    checks = [Check(name="devices", found=f"{count}×{words} ({name})")]
+    strange = [kind for kind in kinds if name != "cpu" and not entry_of_device(kind)]
+    if strange:
+        checks.append(
+            Check(
+                name="device kind",
+                found=f"the catalogue lacks {', '.join(strange)}",
+                verdict="warning",
+                remedy="whalejax calibrate -o cluster.toml, and plan for that file",
+            )
+        )
+    return checks, words
+
+
+def _address() -> Check:
+    """How others would reach this host by its name."""
+    name = socket.gethostname()
+    try:
+        found = sorted({str(x[4][0]) for x in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        return Check(
+            name="address",
+            found=f"{name} has none ({error.strerror})",
+            verdict="warning",
+            remedy="Name hosts by addresses, or enter the name in /etc/hosts or DNS",
+        )
+    if all(address.startswith("127.") or address == "::1" for address in found):
+        return Check(
+            name="address",
+            found=f"{name} is {', '.join(found)}",
+            verdict="warning",
+            remedy="Other hosts cannot reach this one under it: name it by an address "
+            "of its network, or correct /etc/hosts",
+        )
+    return Check(name="address", found=f"{name} is {', '.join(found)}")
+
+
+def _port(port: int) -> Check:
+    """Whether process 0 of a launcher could listen here."""
+    try:
+        with socket.socket() as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(("", port))
+    except OSError as error:
+        return Check(
+            name="port",
+            found=f"{port} cannot be listened at ({error.strerror})",
+            verdict="warning",
+            remedy="Where process 0 is to run here: whalejax launch --port with "
+            "another one, or stop what holds it",
+        )
+    return Check(name="port", found=f"{port} is free")
+
+
+def _coordinator(coordinator: str) -> Check:
+    """Whether the place to meet has an address, seen from here."""
+    host, port = split_address(coordinator)
+    try:
+        where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        return Check(
+            name="coordinator",
+            found=f"{host} has no address here ({error.strerror})",
+            verdict="problem",
+            remedy="Give --coordinator as ADDRESS:PORT, an address of its network",
+        )
+    return Check(name="coordinator", found=f"{coordinator} is {where[4][0]}")
+
+
+def _proxies() -> Check:
+    """Whether traffic between hosts would be sent to a proxy."""
+    given = [
+        name for name in os.environ if name.lower() in ("http_proxy", "grpc_proxy")
+    ]
+    if given and not os.environ.get("no_proxy", os.environ.get("NO_PROXY")):
+        return Check(
+            name="proxy",
+            found=f"{', '.join(given)} set and no_proxy not",
+            verdict="warning",
+            remedy="Put the addresses of the hosts into no_proxy: JAX's service may "
+            "be looked for behind the proxy",
+        )
+    return Check(name="proxy", found="none between hosts")
+
+
+def _clock() -> Check:
+    """Whether something keeps the clock right."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    try:
+        buffer = ctypes.create_string_buffer(512)  # struct timex, with room
+        state = ctypes.CDLL(None).adjtimex(buffer)
+    except (OSError, AttributeError):
+        return Check(name="clock", found=f"{now}; not known whether it is kept")
+    if state == _TIME_ERROR:
+        return Check(
+            name="clock",
+            found=f"{now}; nothing keeps it right",
+            verdict="warning",
+            remedy="Run chrony or systemd-timesyncd: timedatectl set-ntp true",
+        )
+    return Check(name="clock", found=f"{now}; kept right")
+
+
+def _cgroup() -> Check:
+    """Whether --cpu-quota of the launcher would work."""
+    why = why_no_quota()
+    if why:
+        return Check(
+            name="CPU quotas",
+            found=why.partition("(")[2].partition(")")[0] or why,
+            verdict="warning",
+            remedy="Only whalejax launch --cpu-quota needs them: run as root where "
+            "control groups are mounted for writing",
+        )
+    return Check(name="CPU quotas", found="control groups can be made")

@@ -1,0 +1,265 @@
+"""Start JAX over several processes, with deadlines on what they wait for.
+
+Processes come together (``rendezvous``) before JAX joins them, and beat before JAX
+looks for their devices: whoever fails or stands still in between is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat_processes
+from whalejax.distributed import heartbeat as beats
+from whalejax.distributed.launch_env import (
+    introduce,
+    is_loopback,
+    joined_address,
+    joining,
+    launched,
+    shared_key,
+    split_address,
+)
+from whalejax.distributed.rendezvous import Place, end_process, rendezvous
+from whalejax.meshes.checks import Arguments, is_number, is_whole
+from whalejax.meshes.errors import WhaleError
+
+
+INTERRUPT_SECONDS: Final = 2.0
+"""After Ctrl-C, JAX may take so long to return before the process ends without it."""
+
+_JOIN_SECONDS: Final = 86_400  # JAX's own deadline aborts; rendezvous has a better one
+_MOST_PROCESSES: Final = 2**20
+_LONGEST_SECONDS: Final = 10**6
+"""A week and more; what JAX takes as whole seconds of 32 bits."""
+
+
+def init_distributed(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_seconds: float = 300.0,
+    heartbeat_seconds: float = 30.0,
+    preemption: bool = False,
+) -> int:
+    """Make this process one of several that run the same program.
+
+    Call it before anything touches a device, in all of them. With no argument
+    ``whalejax launch`` has said who is who, or JAX asks the cluster: Slurm, Open MPI,
+    Kubernetes (jobs with indices), TPU. A process that dies or stands still ends the
+    others, with an error that names it, once it was silent for ``heartbeat_seconds``;
+    one that fails ends them at once.
+
+    Args:
+        coordinator: address and port of process 0, ``"host:port"``; an IPv6 address
+            in brackets. At a loopback address nothing is open to other machines.
+        num_processes: how many there are.
+        process_id: the number of this one, from 0.
+        timeout_seconds: after which a process that has not come is missed.
+        heartbeat_seconds: after which one that says nothing is gone; Python must get a
+            turn in this time in each.
+        preemption: SIGTERM does not end a process but is a notice for
+            ``jax.experimental.multihost_utils.reached_preemption_sync_point``, which
+            the program then asks in every step.
+
+    Returns:
+        The number of processes. It may be called again, and does nothing then.
+
+    Raises:
+        WhaleError: what was given is not enough or contradicts itself; no cluster is
+            known; the port is in use; or not all processes came in time.
+    """
+    if coordinator is None and num_processes is None and process_id is None:
+        coordinator, num_processes, process_id = launched() or (None, None, None)
+    given = {
+        "coordinator": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    _check(given, timeout_seconds, heartbeat_seconds, preemption)
+    if jax.distributed.is_initialized():
+        return _again(given)
+    place = _place(given, timeout_seconds, heartbeat_seconds)
+    with _interruptible(place.rank):
+        _join(place, heartbeat_seconds, preemption)
+        if place.count > 1:
+            # JAX waits for the devices of all: whoever fails there is told of.
+            beats.begun(heartbeat_seconds, processes=place.count)
+        introduce(jax.local_devices()[0].device_kind, jax.local_device_count())
+        if place.count > 1:
+            beats.begun().ready()
+    return int(jax.process_count())
+
+
+def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
+    """Who this process is, as it was given or as a cluster has it."""
+    known: tuple[str, int, int] | None = None
+    if given["coordinator"] is not None:
+        known = given["coordinator"], given["num_processes"], given["process_id"]
+    else:
+        with contextlib.suppress(RuntimeError, ValueError, OSError, KeyError):
+            known = _compat_processes.detected_cluster(timeout)
+    if known is None:
+        raise WhaleError(
+            "no cluster is known here. Under Slurm start with srun, under Open MPI "
+            "with mpirun, or give coordinator, num_processes and process_id; one "
+            "process alone needs no init_distributed"
+        )
+    split_address(known[0], "coordinator")
+    return Place(
+        coordinator=known[0],
+        count=known[1],
+        rank=known[2],
+        seconds=timeout,
+        join_seconds=max(10.0, heartbeat),
+        key=shared_key(),
+    )
+
+
+def _join(place: Place, heartbeat: float, preemption: bool) -> None:
+    """Have JAX join the processes, once all are there."""
+    if _compat_processes.backends_are_there():
+        raise WhaleError(
+            "init_distributed came too late. Call it before anything asks for devices "
+            "or arrays"
+        )
+    host, port = split_address(place.coordinator)
+    local = is_loopback(host)
+    if place.count > 1:
+        joining()
+    came = rendezvous(place, functools.partial(end_process, rank=place.rank))
+    try:
+        if local:
+            # Gloo takes numbers, of the kind that the name has.
+            _compat_processes.listen_locally("::1" if ":" in host else "127.0.0.1")
+        bind = None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else (host, port)
+        with _compat_processes.preemption_service(on=preemption):
+            jax.distributed.initialize(
+                place.coordinator,
+                place.count,
+                place.rank,
+                initialization_timeout=_JOIN_SECONDS,
+                # JAX's own end is for what ours does not see, and tells less.
+                heartbeat_timeout_seconds=math.ceil(2 * heartbeat),
+                coordinator_bind_address=joined_address(*bind)
+                if local and bind
+                else None,
+            )
+    except (RuntimeError, ValueError) as error:
+        came.close()
+        said = str(error).splitlines()[0][:200]
+        raise WhaleError(
+            f"JAX cannot join {place.count} processes at {place.coordinator} ({said})"
+        ) from error
+    except BaseException:  # an interrupt, or an end by sys.exit
+        came.close()
+        raise
+    came.joined()
+
+
+@contextlib.contextmanager
+def _interruptible(rank: int) -> Iterator[None]:
+    """Ctrl-C ends this process also where JAX waits, in which Python cannot raise.
+
+    Python writes the number of a signal to a file as it comes, and a thread reads it.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield
+        return
+    written, read = socket.socketpair()
+    written.setblocking(False)
+    before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    over = threading.Event()
+
+    def look_on() -> None:
+        while data := read.recv(64):
+            if signal.SIGINT in data and not over.wait(INTERRUPT_SECONDS):
+                _end_interrupted(rank)
+
+    thread = threading.Thread(target=look_on, name="whalejax-interrupt", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        written.close()
+        thread.join()
+        read.close()
+
+
+def _end_interrupted(rank: int) -> None:
+    text = (
+        f"whalejax: process {rank} was interrupted while it waited in "
+        "init_distributed, and ends\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    beats.failed("KeyboardInterrupt in init_distributed")
+    os._exit(128 + signal.SIGINT)
+
+
+def _check(
+    given: dict[str, Any], timeout: float, heartbeat: float, preemption: bool
+) -> None:
+    problems = Arguments("init_distributed", WhaleError)
+    problems.switch("preemption", preemption)
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        problems.add(
+            f"{' and '.join(missing)} not given; give all of coordinator, "
+            "num_processes and process_id, or none of them on a cluster that JAX knows"
+        )
+    address, count, number = given.values()
+    if address is not None:
+        if not isinstance(address, str):
+            problems.refuse("coordinator", address, "'host:port', such as 'node0:8476'")
+        else:
+            try:
+                split_address(address, "coordinator")
+            except WhaleError as error:
+                problems.add(str(error))
+    if count is not None and not is_whole(count, 1, _MOST_PROCESSES):
+        problems.refuse(
+            "num_processes", count, f"at least 1, at most {_MOST_PROCESSES}"
+        )
+        count = None
+    if number is not None and not is_whole(number, 0, _MOST_PROCESSES):
+        problems.refuse("process_id", number, "the number of a process, from 0")
+    elif count is not None and number is not None and not number < count:
+        problems.add(f"process_id is {number}; expected 0 to {count - 1}")
+    for name, value in (("timeout_seconds", timeout), ("heartbeat_seconds", heartbeat)):
+        if not is_number(value) or not 1 <= value <= _LONGEST_SECONDS:
+            problems.refuse(name, value, f"at least 1, at most {_LONGEST_SECONDS}")
+    taken = inspect.signature(jax.distributed.initialize).parameters
+    secure = [name for name in os.environ if name.startswith("JAX_MTLS_")]
+    if secure and "mtls_cert_file" not in taken:
+        problems.add(
+            f"{' and '.join(sorted(secure))} set, and JAX {jax.__version__} has no "
+            "mutual TLS: it would be ignored. Install JAX 0.12 or later, or unset it"
+        )
+    problems.raise_if_any()
+
+
+def _again(given: dict[str, Any]) -> int:
+    """A second call is as good as none, if it asks for the same."""
+    count, number = given["num_processes"], given["process_id"]
+    here = jax.process_count(), jax.process_index()
+    if number is not None and (count, number) != here:
+        raise WhaleError(
+            f"this process is {here[1]} of {here[0]} already, and init_distributed "
+            f"asks for {number} of {count}. Call it once, before anything else"
+        )
+    return int(here[0])

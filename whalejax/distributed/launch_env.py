@@ -1,0 +1,256 @@
+"""Environment of a process that ``whalejax launch`` started, and what it reports.
+
+Apart from the launcher, because this is what the processes need of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+COORDINATOR: Final = "WHALEJAX_COORDINATOR"
+NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
+PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
+
+KEY: Final = "WHALEJAX_KEY"
+"""A secret that the processes of one run share, by which they know each other."""
+
+KEY_FILE: Final = "WHALEJAX_KEY_FILE"
+"""A file that holds it, for hosts to which no launcher can hand it."""
+
+EXIT: Final = "WHALEJAX_EXIT_SECONDS"
+"""How long a process waits at its end for the others to come to theirs."""
+
+PORT: Final = 8476
+"""Where process 0 listens, if it runs on another host and no port was given."""
+
+MARK: Final = "whalejax-rank "
+"""Begins the line in which a process says what it has; the launcher takes it out."""
+
+ENDS_FOR_ANOTHER: Final = 70
+"""Status of a process that ends because of another one."""
+
+MOST_WORDS: Final = 500
+"""Characters of a text that a process says of another one."""
+
+_LOOPBACK: Final = frozenset({"localhost", "::1"})
+
+
+def launched(
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and rank, if a launcher gave them.
+
+    Raises:
+        WhaleError: some are missing, or are no numbers.
+
+    >>> launched({})
+    >>> launched({COORDINATOR: "a:1", NUM_PROCESSES: "2", PROCESS_ID: "0"})
+    ('a:1', 2, 0)
+    """
+    names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
+    missing = [name for name in names if name not in environment]
+    if len(missing) == len(names):
+        return None
+    problems = Problems("the environment of this process")
+    if missing:
+        problems.add(
+            f"{' and '.join(missing)} not set; set all of {', '.join(names)}, or none"
+        )
+    numbers = {}
+    for name in names[1:]:
+        text = environment.get(name, "0").strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            problems.add(f"{name} is {text[:40]!r}; expected a whole number")
+            continue
+        numbers[name] = int(text)
+    problems.raise_if_any()
+    return environment[COORDINATOR], numbers[NUM_PROCESSES], numbers[PROCESS_ID]
+
+
+def shared_key(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret that the processes of this run share; empty where there is none.
+
+    Raises:
+        WhaleError: its file cannot be read, or is empty.
+
+    >>> shared_key({}), shared_key({KEY: "abc"})
+    (b'', b'abc')
+    """
+    if environment.get(KEY):
+        return environment[KEY].encode()
+    name = environment.get(KEY_FILE)
+    if not name:
+        return b""
+    try:
+        with Path(name).open("rb") as file:
+            found = file.read(4096).strip()
+    except OSError as error:
+        raise WhaleError(
+            f"{KEY_FILE} is {name}, which cannot be read ({error.strerror}). Put the "
+            "same file on every host, or unset it"
+        ) from error
+    if not found:
+        raise WhaleError(
+            f"{KEY_FILE} is {name}, which is empty; expected a secret, such as what "
+            "openssl rand -hex 32 prints"
+        )
+    return found
+
+
+def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, int]:
+    """Host and port of an address.
+
+    Args:
+        address: ``"host:port"``; an IPv6 address in brackets.
+        parameter: what gave it, for the error.
+
+    Raises:
+        WhaleError: it is no such address.
+
+    >>> split_address("node0:8476"), split_address("[fd00::2]:8476")
+    (('node0', 8476), ('fd00::2', 8476))
+    """
+    host, _, port = address.rpartition(":")
+    good = port.isascii() and port.isdigit() and len(port) < 6
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise WhaleError(
+            f"{parameter} is {address[:80]!r}, an IPv6 address without brackets, of "
+            "which nobody knows where the port begins; expected [ADDRESS]:PORT, such "
+            f"as [{host[:60]}]:{port[:10]}"
+        )
+    if not (host and host.isprintable() and good and 0 < int(port) < 65536):
+        raise WhaleError(
+            f"{parameter} is {address[:80]!r}; expected HOST:PORT, such as node0:8476"
+        )
+    return host, int(port)
+
+
+def joined_address(host: str, port: int) -> str:
+    """Host and port as one text, an IPv6 address in brackets.
+
+    >>> joined_address("node0", 8476), joined_address("fd00::2", 8476)
+    ('node0:8476', '[fd00::2]:8476')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that this machine alone can reach.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("node0")
+    (True, False)
+    """
+    parts = host.split(".")
+    numbers = len(parts) == 4 and all(part.isdigit() for part in parts)
+    return host in _LOOPBACK or (numbers and parts[0] == "127")
+
+
+# What a process says to the launcher.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduced:
+    """What a process computes on: the kind of its devices, and how many."""
+
+    kind: str
+    devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blamed:
+    """Because of which process another one ends, and words that follow its name."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """A process has called ``init_distributed``, and waits there for the others."""
+
+
+def joining() -> None:
+    """Tell the launcher, if there is one, that this process waits for the others."""
+    _tell({"joining": True})
+
+
+def exit_seconds(otherwise: float) -> float:
+    """How long to wait for the others at the end, if a launcher said so.
+
+    Args:
+        otherwise: where none did.
+    """
+    try:
+        found = float(os.environ.get(EXIT, otherwise))
+    except ValueError:
+        return otherwise
+    return found if found > 0 else otherwise
+
+
+def introduce(kind: str, devices: int) -> None:
+    """Tell the launcher, if there is one, what this process computes on.
+
+    Args:
+        kind: of its devices, as JAX names it.
+        devices: how many it has.
+    """
+    _tell({"kind": kind, "devices": devices})
+
+
+def blame(rank: int, why: str) -> None:
+    """Tell the launcher, if there is one, because of whom this process ends.
+
+    Args:
+        rank: the other one.
+        why: words that follow its name.
+    """
+    _tell({"blames": rank, "why": why[:MOST_WORDS]})
+
+
+def _tell(said: Mapping[str, Any]) -> None:
+    if PROCESS_ID in os.environ:
+        print(f"{MARK}{json.dumps(said)}", flush=True)
+
+
+def heard(line: bytes) -> Introduced | Blamed | Joining | None:
+    """What a line that begins with the mark says; None if a process did not write it.
+
+    A script may print anything, so that every part is checked.
+
+    >>> heard(b'whalejax-rank {"kind": "cpu", "devices": 2}')
+    Introduced(kind='cpu', devices=2)
+    >>> heard(b"whalejax-rank 1 is mine")
+    """
+    try:
+        found = json.loads(line.decode().removeprefix(MARK))
+    except (ValueError, RecursionError):
+        return None
+    match found:
+        case {"kind": str(kind), "devices": int(devices), **rest} if not rest:
+            if not isinstance(devices, bool) and 0 <= devices < 10**6:
+                return Introduced(kind=printable(kind)[:100], devices=devices)
+        case {"joining": True, **rest} if not rest:
+            return Joining()
+        case {"blames": int(rank), "why": str(why), **rest} if not rest:
+            if not isinstance(rank, bool) and rank >= 0:
+                return Blamed(rank=rank, why=printable(why)[:MOST_WORDS])
+    return None
+
+
+def printable(text: str) -> str:
+    r"""A text without what a terminal would obey.
+
+    >>> printable("a\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,0 +1,247 @@
+"""What is launched: one program as several processes, where, and what each is told.
+
+Apart from starting them (``launcher``, ``process_group``), because all of it is
+known before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from whalejax.distributed.cgroup_quota import check_quota
+from whalejax.distributed.launch_env import (
+    COORDINATOR,
+    EXIT,
+    KEY,
+    KEY_FILE,
+    NUM_PROCESSES,
+    PORT,
+    PROCESS_ID,
+    is_loopback,
+    joined_address,
+    split_address,
+)
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
+"""What a host and a command are handed to. ``-tt``: they end with the connection."""
+
+EXIT_SECONDS: Final = 300.0
+"""A rank that is silent for so long when another one has ended stands still."""
+
+PASSED_ON: Final = (
+    KEY_FILE,
+    "JAX_MTLS_CERT_FILE",
+    "JAX_MTLS_KEY_FILE",
+    "JAX_MTLS_CA_FILE",
+    "JAX_MTLS_PEER_URI_PREFIX",
+    "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
+)
+"""Variables of the launcher that other hosts get too: names of files, no secrets."""
+
+_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What is started, and where.
+
+    Attributes:
+        command: the words of the program, alike in all processes.
+        processes: how many there are.
+        hosts: names, in the order of ranks; each gets its part of the processes.
+        quotas: CPU quotas in percent of a core, one per process; none: no quota.
+        logs: folder of one log per rank, on this machine.
+        port: where process 0 listens; a free one if left out and all is here.
+        remote_shell: the words before a host's name and the command for it.
+        tells: print the table of ranks, and rank 0's failure, which it has said itself.
+        stops: when another rank than 0 fails, stop all; else the rest go on to their
+            end, and it is named then.
+        json: print how all ended as one line of JSON, and nothing else.
+        exit_seconds: a rank that is silent for so long when another one has ended
+            stands still, and is stopped.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    hosts: tuple[str, ...] = ("localhost",)
+    quotas: tuple[float, ...] = ()
+    logs: Path = Path("logs")
+    port: int | None = None
+    remote_shell: tuple[str, ...] = REMOTE_SHELL
+    tells: bool = True
+    stops: bool = True
+    json: bool = False
+    exit_seconds: float = EXIT_SECONDS
+
+    def __post_init__(self) -> None:
+        with Problems("launch") as problems:
+            self._check(problems)
+
+    def _check(self, problems: Problems) -> None:
+        if self.processes < 1:
+            problems.add(f"--processes is {self.processes}; expected at least 1")
+        if not self.hosts or not all(self.hosts):
+            problems.add("--hosts has an empty name; expected one or more, as in a,b")
+        elif len(set(self.hosts)) < len(self.hosts):
+            problems.add(f"--hosts {','.join(self.hosts)} has a host twice")
+        elif self.processes < len(self.hosts):
+            problems.add(
+                f"--processes is {self.processes} on {len(self.hosts)} hosts; expected "
+                f"at least one on each. Raise it to {len(self.hosts)}, or leave hosts "
+                "out"
+            )
+        away = [host for host in self.hosts if not is_here(host)]
+        if away and self.hosts[0] in _HERE:
+            problems.add(
+                f"--hosts begins with {self.hosts[0]}, which {', '.join(away)} cannot "
+                f"reach under that name. Give it as {socket.gethostname()}"
+            )
+        if away and not shutil.which(self.remote_shell[0]):
+            problems.add(
+                f"--remote-shell: there is no program {self.remote_shell[0]!r} here, "
+                f"and {', '.join(away)} are other hosts. Install it, or name another"
+            )
+        if self.port is not None and not 0 < self.port < 65536:
+            problems.add(f"--port is {self.port}; expected 1 to 65535")
+        if not self.exit_seconds >= 1:
+            problems.add(
+                f"--exit-timeout is {self.exit_seconds:g}; expected at least 1 s"
+            )
+        if self.quotas and len(self.quotas) != self.processes:
+            problems.add(
+                f"--cpu-quota has {len(self.quotas)} values for {self.processes} "
+                "processes; expected one for each"
+            )
+        for percent in self.quotas:
+            try:
+                check_quota(percent)
+            except WhaleError as error:
+                problems.add(f"--cpu-quota: {error}")
+        if self.quotas and away:
+            problems.add(
+                f"--cpu-quota works on this machine only, and {', '.join(away)} are "
+                "others"
+            )
+
+    def host_of(self, rank: int) -> str:
+        """Where a rank runs; hosts get equal parts, in order."""
+        return self.hosts[rank * len(self.hosts) // self.processes]
+
+    def is_local(self) -> bool:
+        """Whether all processes run on this machine."""
+        return all(map(is_here, self.hosts))
+
+    def coordinator(self) -> str:
+        """Where process 0 listens, ``"host:port"``.
+
+        Raises:
+            WhaleError: it is to be here, and the port is in use.
+        """
+        if not self.is_local():
+            return joined_address(self.hosts[0], self.port or PORT)
+        if self.port is not None:
+            _check_free(self.port)
+        return f"127.0.0.1:{self.port or free_port()}"
+
+    def listens(self, coordinator: str) -> str:
+        """What can be reached from where while the processes run."""
+        host, port = split_address(coordinator)
+        if is_loopback(host):
+            return (
+                f"process 0 listens at {coordinator}, which this machine alone can "
+                "reach"
+            )
+        if os.environ.get("JAX_MTLS_CERT_FILE"):
+            how = "by the mutual TLS of JAX_MTLS_CERT_FILE"
+        else:
+            how = (
+                "without authentication or encryption: keep the network closed, or "
+                "use JAX's mutual TLS (docs/many-hosts.md)"
+            )
+        return f"process 0 listens on all addresses of {host} at port {port}, {how}"
+
+    def environment_of(self, rank: int, coordinator: str) -> dict[str, str]:
+        """What tells a process who is who."""
+        return {
+            COORDINATOR: coordinator,
+            NUM_PROCESSES: str(self.processes),
+            PROCESS_ID: str(rank),
+            EXIT: f"{self.exit_seconds:g}",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def shared_environment(self) -> dict[str, str]:
+        """What all processes get alike: the secret by which they know each other.
+
+        Other hosts get it only as a file that is there: on a command line, which a
+        remote shell is given, everyone could read it.
+        """
+        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        own = self.is_local() and KEY_FILE not in passed
+        # Where a file has it, one that this process was given must not stand before.
+        return {**passed, KEY: secrets.token_hex(32) if own else ""}
+
+    def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
+        """The command that starts a rank, from here.
+
+        Args:
+            rank: which.
+            environment: what it is given beside the environment of its host.
+
+        >>> launch = Launch(command=("python", "a b.py"), processes=1)
+        >>> launch.words(0, {"X": "1"})
+        ['python', 'a b.py']
+        """
+        host = self.host_of(rank)
+        if is_here(host):
+            return list(self.command)
+        given = [f"{name}={value}" for name, value in environment.items()]
+        there = f"cd {shlex.quote(os.getcwd())} && exec "
+        there += shlex.join(["env", *given, *self.command])
+        return [*self.remote_shell, host, there]
+
+
+def is_here(host: str) -> bool:
+    """Whether a host's name is one of this machine's.
+
+    >>> is_here("localhost")
+    True
+    """
+    return host in _HERE or host in (socket.gethostname(), socket.getfqdn())
+
+
+def _check_free(port: int) -> None:
+    """Try the port before processes are started that would fail at it.
+
+    Raises:
+        WhaleError: something listens there.
+    """
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(("127.0.0.1", port))
+            found.listen()
+        except OSError as error:
+            raise WhaleError(
+                f"--port is {port}, which cannot be listened at on this machine "
+                f"({error.strerror}). Leave it out for a free one, give another, or "
+                "stop what holds it"
+            ) from error
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""Predictions for tables of published training runs."""

@@ -1,0 +1,175 @@
+"""Tables of training runs as CSV files: their columns, and what a cell may hold.
+
+Apart from ``read_table``, which says what a row means: here stands what keeps a damaged
+or invented table from being read at all.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.formats.cluster_text import MAX_DEVICES
+from whalejax.meshes.read_file import Unreadable, read_text
+from whalejax.meshes.texts import quoted
+
+
+COLUMNS = (
+    "source url_or_repo_path model params_b layers hidden heads kv_heads ffn vocab seq "
+    "experts topk device num_devices devices_per_node dp fsdp zero_stage tp sp pp vpp "
+    "cp ep micro_batch global_batch remat precision step_time_s tflops_per_device mfu "
+    "tokens_per_s_per_device peak_mem_gib"
+).split()
+"""Columns that are read; others pass through. ``notes`` may give a mixed pipeline, and
+``head_dim`` the width of a head where it is not ``hidden / heads``."""
+
+NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
+"""Without one of these nothing can be predicted."""
+
+_POSITIVE = frozenset(
+    (
+        "layers hidden heads kv_heads ffn vocab seq num_devices devices_per_node dp "
+        "fsdp tp pp vpp cp ep micro_batch global_batch head_dim"
+    ).split()
+)
+_NUMBERS = _POSITIVE | {
+    "params_b",
+    "experts",
+    "topk",
+    "zero_stage",
+    "step_time_s",
+    "tflops_per_device",
+    "mfu",
+    "tokens_per_s_per_device",
+    "peak_mem_gib",
+}
+
+REST = frozenset(("dp", "fsdp"))
+"""Columns in which -1 is what the other axes leave, as MaxText writes it."""
+
+_READ = frozenset((*COLUMNS, "notes", "head_dim"))
+
+_MOST: Mapping[str, int] = {
+    **{"layers": 10**4, "hidden": 2**20, "heads": 2**16, "kv_heads": 2**16},
+    **{"ffn": 2**24, "vocab": 2**26, "seq": 2**26, "head_dim": 2**16},
+    **{"experts": 2**16, "topk": 2**16, "zero_stage": 9, "params_b": 10**9},
+    **{"num_devices": MAX_DEVICES, "devices_per_node": MAX_DEVICES},
+    **{"dp": MAX_DEVICES, "fsdp": MAX_DEVICES, "tp": 2**12, "pp": 2**8, "vpp": 2**10},
+    **{"cp": MAX_DEVICES, "ep": MAX_DEVICES, "micro_batch": 2**24},
+    "global_batch": 2**36,
+}
+"""Largest numbers of columns, more than any run has; of others ``_MEASURED``."""
+
+_MEASURED = 1e15
+"""Largest number of what a row says it measured."""
+
+_LONGEST_CELL = 4000
+"""Characters of a cell that is read; others pass through at any length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A CSV file: its header, and its rows with the line each stands in.
+
+    Attributes:
+        header: names of the columns.
+        rows: column to cell.
+        lines: where each stands.
+        unread: for each, why it cannot be read; empty where it can.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[Mapping[str, str], ...]
+    lines: tuple[int, ...]
+    unread: tuple[str, ...]
+
+
+def read_table(path: str | Path, *, strict: bool = True) -> Table:
+    """Read a CSV file with a header.
+
+    Args:
+        path: the file.
+        strict: refuse it for a row that cannot be read; otherwise ``unread`` says why.
+
+    Raises:
+        WhaleError: no such file, no header; and where strict, rows of another length
+            and cells that are no numbers: all of them, with line and column.
+    """
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise WhaleError(f"{path} cannot be read ({error.strerror})") from error
+    except Unreadable as error:
+        raise WhaleError(f"{path} is no text in UTF-8: {error}") from error
+    problems = Problems(str(path), WhaleError)
+    reader = csv.reader(text.splitlines(keepends=True))
+    try:
+        lines = [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise WhaleError(f"{path}, line {reader.line_num}: {error}") from error
+    if not lines:
+        raise WhaleError(
+            f"{path} is empty; expected a header line with {COLUMNS[0]}, …"
+        )
+    _, names = lines[0]
+    header = tuple(name.strip() for name in names)
+    missing = [name for name in (*NEEDED, "device") if name not in header]
+    if missing:
+        problems.add(f"line 1: no column {', '.join(missing)}")
+    for name in sorted({n for n in header if header.count(n) > 1}):
+        problems.add(f"line 1: the column {quoted(name)} stands twice")
+    problems.raise_if_any()
+    rows, numbers, unread = [], [], []
+    for line, cells in lines[1:]:
+        found: list[str] = []
+        if len(cells) != len(header):
+            found.append(f"{len(cells)} cells, the header has {len(header)}")
+            cells = [*cells, *[""] * len(header)][: len(header)]
+        row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
+        found += [] if found else _wrong_cells(row)
+        rows.append(row)
+        numbers.append(line)
+        unread.append("; ".join(found))
+        for text in found:
+            joint = ":" if text[0].isdigit() else ","
+            problems.add(f"line {line}{joint} {text}")
+    if strict:
+        problems.raise_if_any()
+    return Table(
+        header=header, rows=tuple(rows), lines=tuple(numbers), unread=tuple(unread)
+    )
+
+
+def _wrong_cells(row: Mapping[str, str]) -> list[str]:
+    found = [_wrong(column, cell) for column, cell in row.items()]
+    return [text for text in found if text]
+
+
+def _wrong(column: str, cell: str) -> str:
+    """What is wrong with a cell; empty where nothing is."""
+    at = f"column {column}"
+    if column in _READ and len(cell) > _LONGEST_CELL:
+        return f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"
+    if column not in _NUMBERS or not cell:
+        return ""
+    try:
+        value = float(cell)
+    except ValueError:
+        return f"{at}: {quoted(cell)} is no number"
+    if column in REST and value == -1:
+        return ""
+    most = _MOST.get(column, _MEASURED)
+    if not math.isfinite(value) or value < 0:
+        return f"{at}: {quoted(cell, str)} is below 0 or no number"
+    if column == "micro_batch" and value <= 0:
+        return f"{at}: {quoted(cell, str)}; expected a number above 0"
+    whole = value >= 1 and value == int(value)
+    if column in _POSITIVE and column != "micro_batch" and not whole:
+        return f"{at}: {quoted(cell, str)}; expected a whole number of at least 1"
+    if value > most:
+        return f"{at}: {quoted(cell, str)}; expected at most {most:.15g}"
+    return ""

@@ -1,0 +1,277 @@
+"""Builds the graph of a decoder transformer from its sizes alone.
+
+Tables of published runs give layers, widths and heads, not code. This module writes
+the graph that capture would have traced, so that the same rows, costs and memory terms
+answer for both. Layers are one body with a trip count: depth costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whalejax.planner.model.builder import Program
+from whalejax.planner.model.graph import Graph
+
+
+REGIONS = ("embed", "residual", "inner", "experts", "final", "head")
+"""TaskGraphs of the graph, in order: the embedding, what stands between the products of
+a layer, attention and the feed-forward products, the experts' products, the last norm,
+and the head with the loss. Only residual, inner and experts run once for each layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Sizes of a decoder transformer.
+
+    Attributes:
+        layers, hidden, heads, ffn, vocab: the usual.
+        kv_heads: heads of keys and values; fewer than ``heads`` where several share.
+        head_dim: of one head; ``hidden // heads`` unless the model says otherwise.
+        seq: tokens of a sample.
+        gated: the feed-forward has a gate (three products); otherwise two.
+        experts, topk: feed-forward networks in each layer and how many a token takes;
+            0 where there are none.
+        flash: attention is one kernel that keeps its scores on chip and skips what the
+            causal mask hides; otherwise scores and their softmax go to memory.
+        eager: what has no kernel in every library is written operation by operation:
+            the mask of attention that is no kernel itself, rotary embeddings, RMSNorm
+            and gates.
+        fused_loss: one kernel from logits to loss, in their own type; otherwise they
+            are cast to float32 first.
+        dropout: on attention's weights and on what joins the residual stream.
+        norm_bias: LayerNorm with biases (GPT) rather than RMSNorm.
+        positions: learned position embeddings.
+        tied: the head uses the embedding's table.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    kv_heads: int
+    head_dim: int
+    gated: bool = False
+    experts: int = 0
+    topk: int = 0
+    flash: bool = True
+    eager: bool = False
+    fused_loss: bool = True
+    dropout: bool = False
+    norm_bias: bool = True
+    positions: bool = True
+    tied: bool = True
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        networks = max(1, self.experts)
+        return (
+            attention
+            + networks * self.network_params
+            + self.hidden * (self.experts + (4 if self.norm_bias else 2))
+        )
+
+    @property
+    def network_params(self) -> int:
+        """Parameters of one feed-forward network."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the embedding, with the positions where they are learned."""
+        return self.hidden * (self.vocab + self.positions * self.seq)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the head, none where it is tied."""
+        return 0 if self.tied else self.hidden * self.vocab
+
+    @property
+    def params(self) -> int:
+        """All parameters, those of every expert included."""
+        return (
+            self.layers * self.layer_params + self.embedding_params + self.head_params
+        )
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that a token meets."""
+        idle = max(0, self.experts - self.topk) * self.network_params * self.layers
+        return self.params - idle
+
+
+SOFTMAX, DROPOUT = "softmax", "dropout"
+"""Kinds of operations whose backward pass reads more than gradients."""
+
+IN_PLACE = "masked_fill"
+"""The kind of an operation that writes into a view of what was computed before."""
+
+
+class _Writer:
+    """Writes the operations of a decoder."""
+
+    def __init__(self, sizes: Decoder, batch: int, dtype: str, itemsize: int) -> None:
+        self.sizes = sizes
+        self.samples = batch
+        self.p = Program(dtype=dtype, itemsize_bytes=itemsize)
+        for name in REGIONS[1:]:
+            self.p.region(name)
+        self.p.task_graphs[0] = replace(self.p.task_graphs[0], name=REGIONS[0])
+
+    def go(self, region: str) -> None:
+        self.p.here = REGIONS.index(region)
+
+    def norm(self, name: str, x: int) -> int:
+        p, hidden = self.p, self.sizes.hidden
+        with p.kernel(fused=self.sizes.norm_bias or not self.sizes.eager):
+            square = p.add(x, x, kind="mul")
+            p.keeps(0)
+            mean = p.einsum("bse->bs", square)
+            scale = p.reshape(p.param(f"{name}.scale", hidden), 1, 1, hidden)
+            spread = p.reshape(mean, *p.shape(mean), 1)
+            return p.add(p.add(x, spread, kind="mul"), scale, kind="mul")
+
+    def embed(self) -> int:
+        p, s = self.p, self.sizes
+        tokens = p.batch("tokens", self.samples, s.seq)
+        self.table = p.param("embed.table", s.vocab, s.hidden)
+        x = p.gather(self.table, tokens)
+        if s.positions:
+            where = p.param("positions", s.seq, s.hidden)
+            x = p.add(x, p.reshape(where, 1, s.seq, s.hidden))
+        return x
+
+    def attention(self, x: int) -> int:
+        p, s = self.p, self.sizes
+        groups, rest = s.kv_heads, s.heads // s.kv_heads
+        self.go("inner")
+        # One product for query, key and value, as every framework of the tables has.
+        w = p.param("layer.qkv", s.hidden, groups, rest + 2, s.head_dim)
+        wo = p.param("layer.o", groups, rest, s.head_dim, s.hidden)
+        qkv = p.einsum("bse,egrd->bsgrd", x, w)
+        q, k, v = p.part(qkv, 3, rest), p.part(qkv, 3), p.part(qkv, 3)
+        if not s.positions:
+            q, k = self.rotate(q), self.rotate(k)
+        if s.flash:
+            with p.kernel(share=0.5):
+                mixed = self.core(q, k, v)
+        else:
+            mixed = self.core(q, k, v)
+        return self.drop(p.einsum("bsgrd,grde->bse", mixed, wo))
+
+    def rotate(self, x: int) -> int:
+        """Rotary embeddings: one kernel, or products with sines and cosines."""
+        p = self.p
+        if not self.sizes.eager:
+            return p.unary("rotate", x)
+        turned = p.add(p.add(x, kind="concatenate"), kind="scale")
+        return p.add(p.add(x, kind="scale"), turned)
+
+    def core(self, q: int, k: int, v: int) -> int:
+        """Scores, their softmax, and what they mix."""
+        p = self.p
+        scores = p.einsum("bsgrd,btgd->bgrst", q, k)
+        if self.sizes.eager and not self.sizes.flash:
+            scores = p.add(scores, kind=IN_PLACE)
+        with p.kernel(fused=not self.sizes.flash):
+            top = p.einsum("bgrst->bgrs", scores)
+            shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")
+            weights = p.unary("exp", shifted)
+            p.keeps()  # the backward pass reads the result alone
+            total = p.einsum("bgrst->bgrs", weights)
+            total = p.reshape(total, *p.shape(total), 1)
+            even = p.add(weights, total, kind=SOFTMAX)
+            p.keeps(2)
+        if not self.sizes.flash:
+            even = self.drop(even)
+        return p.einsum("bgrst,btgd->bsgrd", even, v)
+
+    def drop(self, x: int) -> int:
+        """Dropout where the model has it: its mask is one byte for each element."""
+        return self.p.unary(DROPOUT, x) if self.sizes.dropout else x
+
+    def feed_forward(self, x: int) -> int:
+        p, s = self.p, self.sizes
+        self.go("inner")
+        up = p.param("layer.up", s.hidden, 1 + s.gated, s.ffn)
+        h = self.activate(p.einsum("bse,egm->bsgm", x, up), 2)
+        down = p.param("layer.down", s.ffn, s.hidden)
+        return self.drop(p.einsum("bsm,me->bse", h, down))
+
+    def activate(self, both: int, dim: int) -> int:
+        """The activation, times the gate where there is one."""
+        p = self.p
+        with p.kernel(fused=not (self.sizes.eager and self.sizes.gated)):
+            h = p.unary("tanh", p.part(both, dim))
+            p.keeps(0)
+            return p.add(h, p.part(both, dim), kind="mul") if self.sizes.gated else h
+
+    def mixture(self, x: int) -> int:
+        p, s = self.p, self.sizes
+        self.go("residual")
+        router = p.param("layer.router", s.hidden, s.experts)
+        p.einsum("bse,ex->bsx", x, router)
+        # Every sample sends an equal part of its tokens to every expert.
+        each = max(1, s.seq * s.topk // s.experts)
+        sent = p.dispatch(x, self.samples, s.experts, each, s.hidden)
+        self.go("experts")
+        up = p.param("layer.up", s.experts, s.hidden, 1 + s.gated, s.ffn)
+        h = self.activate(p.einsum("bxce,xegm->bxcgm", sent, up), 3)
+        down = p.param("layer.down", s.experts, s.ffn, s.hidden)
+        back = p.einsum("bxcm,xme->bxce", h, down)
+        self.go("residual")
+        return p.dispatch(back, self.samples, s.seq, s.hidden)
+
+    def head(self, x: int) -> int:
+        p, s = self.p, self.sizes
+        self.go("final")
+        x = self.norm("final", x)
+        self.go("head")
+        if s.tied:
+            logits = p.einsum("bse,ve->bsv", x, self.table)
+        else:
+            head = p.param("head.kernel", s.hidden, s.vocab)
+            logits = p.einsum("bse,ev->bsv", x, head)
+        full = logits if s.fused_loss else p.cast(logits, "float32", 4)
+        with p.kernel():
+            top = p.einsum("bsv->bs", full)
+            shifted = p.add(full, p.reshape(top, *p.shape(top), 1), kind="sub")
+            weights = p.unary("exp", shifted)
+            total = p.einsum("bsv->bs", weights)
+            even = p.add(weights, p.reshape(total, *p.shape(total), 1), kind="div")
+        return p.einsum("bs->", p.einsum("bsv->bs", even))
+
+
+def decoder_graph(
+    sizes: Decoder, batch: int, dtype: str = "bfloat16", itemsize_bytes: int = 2
+) -> Graph:
+    """The forward loss of a decoder.
+
+    Args:
+        sizes: its sizes.
+        batch: samples.
+        dtype, itemsize_bytes: in which it computes.
+
+    >>> sizes = Decoder(layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256,
+    ...                 vocab=512, seq=32)
+    >>> graph = decoder_graph(sizes, batch=8)
+    >>> [region.name for region in graph.task_graphs] == list(REGIONS)
+    True
+    """
+    writer = _Writer(sizes, batch, dtype, itemsize_bytes)
+    x = writer.embed()
+    writer.go("residual")
+    x = writer.p.carry(x)
+    writer.p.trip = sizes.layers
+    mixed = writer.attention(writer.norm("layer.before", x))
+    writer.go("residual")
+    x = writer.p.add(x, mixed)
+    normed = writer.norm("layer.between", x)
+    mixed = writer.mixture(normed) if sizes.experts else writer.feed_forward(normed)
+    writer.go("residual")
+    x = writer.p.carry(writer.p.add(x, mixed))
+    writer.p.trip = 1
+    return writer.p.graph(writer.head(x))

@@ -1,0 +1,86 @@
+"""What rows of a table leave open, settled by what fits into a device's memory.
+
+A row that says neither its micro-batch, nor what is computed again or sharded, was run
+in some way that fitted. The ways are tried from the likeliest on, all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from whalejax.estimates.read_table import Reading, read_row
+from whalejax.estimates.step_model import Runs
+from whalejax.meshes.fitted_constants import constants
+
+
+SLACK = 0.15
+"""Part of a device's memory by which an estimate may exceed it and the row still have
+run: the estimate of activations errs by so much."""
+
+
+def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
+    """Every row's reading, with what it leaves open as it fits.
+
+    Args:
+        rows: column to cell, as ``read_table`` gives them.
+    """
+    found = [read_row(row) for row in rows]
+    offers = {i: several for i, one in enumerate(found) if (several := _offers(one))}
+    for place in range(max(map(len, offers.values()), default=0)):
+        tried = {i: one[place] for i, one in offers.items() if place < len(one)}
+        runs = [one.run for one in tried.values() if one.run is not None]
+        if not runs:
+            break
+        peaks = Runs(runs).peak_bytes(constants())
+        for (index, one), run, peak in zip(tried.items(), runs, peaks, strict=True):
+            over = peak / run.device.kind.memory_bytes - 1.0
+            if over <= SLACK:
+                said = f"taken to fit (its estimate is {over:.0%} too large)"
+                notes = (*one.notes, said) if over > 0 else one.notes
+                found[index] = replace(one, notes=notes, taken=over > 0)
+                del offers[index]
+    for index, several in offers.items():
+        one = several[-1]
+        assert one.run is not None
+        note = f"remat {one.run.remat} (nothing fits; it takes least)"
+        found[index] = replace(one, notes=(*found[index].notes, note))
+    return tuple(found)
+
+
+def _offers(one: Reading) -> list[Reading]:
+    """What a row may mean, the likeliest first; nothing where it leaves nothing open.
+
+    A smaller micro-batch costs less time than computing again, and both are likelier
+    than other shards than the framework's usual.
+    """
+    run = one.run
+    if run is None or run.unlike:
+        return []
+    sizes = [run.micro_batch]
+    while one.open_micro_batch and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    layouts = [run]
+    if one.open_zero and run.ranks > 1:
+        if run.stages == 1 or run.framework.compiled:
+            full = replace(run, zero=3, fsdp=run.ranks, data=1)
+            layouts += [full] if run.zero < 3 else []
+        else:  # Launched pipelines would gather parameters for every micro-batch.
+            layouts += [replace(run, zero=1)] if run.zero < 1 else []
+    if len(one.policies) * len(sizes) * len(layouts) == 1:
+        return []
+    found = []
+    for layout in layouts:
+        for remat in one.policies:
+            for size in sizes:
+                notes = list(one.notes)
+                if len(one.policies) > 1:
+                    notes.append(f"remat {remat} (the least that fits)")
+                if size < sizes[0]:
+                    notes.append(f"micro_batch {size} (the largest that fits)")
+                if layout is not run:
+                    level = f"zero_stage {layout.zero} over {run.ranks}"
+                    notes.append(f"{level} (nothing less fits)")
+                meant = replace(layout, remat=remat, micro_batch=size)
+                found.append(replace(one, run=meant, notes=tuple(notes)))
+    return found

@@ -1,0 +1,57 @@
+"""Parameters as the devices of a run hold them, and the links that they cross.
+
+``estimate`` prices what is said here; for many runs at once, so that sizes are arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.meshes.catalogue import Entry
+
+
+Array = np.ndarray
+Axes = tuple[str, ...]
+COPIES: Axes = ("context", "fsdp", "data")
+SHARDS: Axes = ("context", "fsdp")
+REPLICAS: Axes = ("data",)
+GROUPS = (COPIES, SHARDS, REPLICAS)
+"""Axes over which parameters are alike, over which ZeRO-3 shards them, and over which
+these shards are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Parameters of one kind on every run's device, as it computes with them.
+
+    Attributes:
+        params: how many.
+        copies: devices that compute with the same ones.
+        shards: of these, over how many ZeRO-3 shards them.
+        levels: by axes, how many of their devices share a node, and over how many
+            nodes they lie.
+    """
+
+    params: Array
+    copies: Array
+    shards: Array
+    levels: dict[Axes, Array]
+
+    def owners(self, zero: Array) -> Array:
+        """Devices that share what ZeRO shards of one copy."""
+        whole = np.where(zero >= 1, self.copies, 1.0)
+        found: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
+        return found
+
+
+def link_waits(found: Entry) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(base, hop) seconds inside a node or torus, and between them."""
+    inner = found.torus.link if found.torus is not None else found.node
+    outer = found.network or inner
+    assert inner is not None and outer is not None
+    return (
+        (inner.base_seconds, inner.hop_seconds),
+        (outer.base_seconds, outer.hop_seconds),
+    )

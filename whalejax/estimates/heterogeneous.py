@@ -1,0 +1,106 @@
+"""Estimates of pipelines whose stages lie on unlike devices.
+
+Every kind of device that holds a stage is priced as if the whole run were on it; a
+stage then takes as long as its slowest replica, and the schedule's rows say the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.estimates.run import Replica, Run
+from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
+from whalejax.estimates.workload import EMBED, HEAD, LAYER
+from whalejax.meshes.fitted_constants import Constants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnlikeEstimate:
+    """Prediction of one run; see ``estimate.Estimate``."""
+
+    step_seconds: float
+    peak_bytes: float
+    fits: bool
+
+
+def price_unlike(run: Run, constants: Constants) -> UnlikeEstimate:
+    """Predict a run with ``unlike`` stages."""
+    replicas = list(dict.fromkeys(r for stage in run.unlike for r in stage.replicas))
+    runs = Runs([_alone(run, replica) for replica in replicas])
+    ahead, behind = runs.places(constants)
+    at = {replica: index for index, replica in enumerate(replicas)}
+    forward: list[float] = []
+    backward: list[float] = []
+    for number, stage in enumerate(run.unlike):
+        places = [(LAYER, stage.layers)]
+        places += [(EMBED, 1)] if number == 0 else []
+        places += [(HEAD, 1)] if number == len(run.unlike) - 1 else []
+        for found, seconds in ((forward, ahead), (backward, behind)):
+            found.append(max(_sum(places, seconds, at[r]) for r in stage.replicas))
+    sent = run.itemsize_bytes * run.micro_batch * run.sizes.seq * run.sizes.hidden
+    network = float((runs.network * runs.shares(constants, "point")).min())
+    step = pipeline_seconds(run, forward, backward, sent / network)
+    exposed, update = _after(run, runs, at, constants)
+    peaks = _peaks(run, runs, at, constants)
+    fits = all(
+        need <= runs.entries[index].kind.memory_bytes for index, need in peaks.items()
+    )
+    fixed = float(runs.shares(constants, "step_seconds").max())
+    between = float(runs.shares(constants, "micro_seconds").max())
+    fixed += run.num_micro_batches * between * (not run.framework.compiled)
+    return UnlikeEstimate(
+        step_seconds=step + exposed + update + fixed,
+        peak_bytes=max(peaks.values()),
+        fits=fits,
+    )
+
+
+def _alone(run: Run, replica: Replica) -> Run:
+    return dataclasses.replace(
+        run, device=replica.device, tensor=replica.tensor, unlike=()
+    )
+
+
+def _sum(places: list[tuple[int, int]], seconds: Array, index: int) -> float:
+    return float(sum(count * seconds[place, index] for place, count in places))
+
+
+def _after(
+    run: Run, runs: Runs, at: Mapping[Replica, int], constants: Constants
+) -> tuple[float, float]:
+    """Gradient reduction and update of the slowest stage."""
+    s = run.sizes
+    network = runs.network * runs.shares(constants, "network")
+    moved = runs.shares(constants, "update_bytes")
+    reduction, update = 0.0, 0.0
+    for number, stage in enumerate(run.unlike):
+        params = stage.layers * s.layer_params
+        params += s.embedding_params if number in (0, len(run.unlike) - 1) else 0
+        ranks = len(stage.replicas)
+        for replica in stage.replicas:
+            index, own = at[replica], params / replica.tensor
+            sent = 2.0 * own * run.framework.gradient_bytes * (ranks - 1) / ranks
+            reduction = max(reduction, sent / float(network[index]))
+            seconds = own * float(moved[index]) / float(runs.memory[index])
+            update = max(update, seconds)
+    return reduction, update
+
+
+def _peaks(
+    run: Run, runs: Runs, at: Mapping[Replica, int], constants: Constants
+) -> dict[int, float]:
+    """Memory that each kind of replica needs, on its fullest stage."""
+    whole = runs.peak_bytes(constants)
+    reserve = runs.shares(constants, "reserve_bytes")
+    found: dict[int, float] = {}
+    most = run.layers_per_stage
+    for stage in run.unlike:
+        for replica in stage.replicas:
+            index = at[replica]
+            part = (float(whole[index]) - float(reserve[index])) * stage.layers / most
+            found[index] = max(found.get(index, 0.0), part + float(reserve[index]))
+    return {index: float(np.ceil(need)) for index, need in found.items()}

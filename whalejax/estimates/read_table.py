@@ -1,0 +1,556 @@
+"""Rows of a table of training runs, read into runs that can be estimated.
+
+The header is that of the tables people publish: an architecture, a device, a layout,
+and what was measured. What a row leaves out is filled in by the rules below, and every
+rule that was used is named beside the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from whalejax.estimates import vocabulary
+from whalejax.estimates.csv_table import COLUMNS as COLUMNS
+from whalejax.estimates.csv_table import NEEDED
+from whalejax.estimates.csv_table import Table as Table
+from whalejax.estimates.csv_table import read_table as read_table
+from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.frameworks import Framework, Remat, framework
+from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
+from whalejax.estimates.run import Run, StageOf
+from whalejax.estimates.table_cells import Cells
+from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.delivered import efficiency_notes
+from whalejax.meshes.device_kinds import VOLTA
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.device_aliases import Device, read_device
+from whalejax.planner.sharding.layout import largest_divisor
+
+
+NARROW = 4
+"""Times the width: a feed-forward of less has a third product, its gate, to make up."""
+
+NEAR = 0.05
+"""By how much the parameters of a row may differ from those that its sizes make."""
+
+MOST_ROWS = 10**6
+"""Of a pipeline's schedule; the largest that anybody published has some 10,000."""
+
+LARGEST_TOKENS = 16384
+"""Of a micro-batch that is inferred where there is no pipeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What became of a row.
+
+    Attributes:
+        run: what it describes, or None where something needed is missing.
+        notes: what was inferred or mapped, or why there is no run.
+        policies: what may be computed again, the likeliest first; several where
+            neither the row nor the framework says it, or the row has a name of its own.
+        open_micro_batch, open_zero: the row does not give the micro-batch, or what is
+            sharded.
+        taken: to fit, though the estimate of its memory is a little too large.
+    """
+
+    run: Run | None
+    notes: tuple[str, ...]
+    policies: tuple[Remat, ...] = ()
+    open_micro_batch: bool = False
+    open_zero: bool = False
+    taken: bool = False
+
+
+def read_row(row: Mapping[str, str]) -> Reading:
+    """The run that a row describes, with what was inferred.
+
+    Args:
+        row: column to cell, as ``read_table`` gives them.
+    """
+    cells = Cells(row)
+    missing = [name for name in NEEDED if cells.whole(name) is None]
+    if missing:
+        return Reading(run=None, notes=(f"no {', '.join(missing)}: nothing predicted",))
+    try:
+        run, own_name = _run(cells)
+    except WhaleError as error:
+        return Reading(run=None, notes=(str(error), *cells.notes))
+    policies: tuple[Remat, ...] = (run.remat,)
+    if not cells.text("remat") and run.framework.remat is None:
+        policies = ("none", "selective", "full")
+    elif own_name and not run.offloaded:
+        # A policy by a name of its own keeps something, at most what fits.
+        policies = ("dots", "full")
+    return Reading(
+        run=run,
+        notes=tuple(cells.notes),
+        policies=policies,
+        open_micro_batch=cells.whole("micro_batch") is None,
+        open_zero=cells.whole("zero_stage") is None and cells.whole("fsdp") is None,
+    )
+
+
+def _run(cells: Cells) -> tuple[Run, bool]:
+    """The run, and whether what it computes again has a name of the row's own."""
+    source = framework(cells.text("source"), cells.text("url_or_repo_path"))
+    device = read_device(cells.text("device"), guess=True)
+    cells.notes += device.notes
+    count = cells.whole("num_devices") or 1
+    unlike = stages_of(cells.text("notes"), cells.whole("layers") or 1)
+    _note_mix(cells, device, unlike, count)
+    if unlike:
+        count, stages, context = devices_of(unlike), len(unlike), 1
+        ranks, tensor = len(unlike[0].replicas), unlike[0].replicas[0].tensor
+        zero, fsdp = _whole_stages(cells, source)
+        data = ranks
+    else:
+        tensor = cells.or_else("tp", 1, "none given")
+        stages = _stages(cells)
+        context = _context(cells, tensor)
+        ranks = count // (tensor * stages * context)
+        zero, fsdp = _sharding(cells, source, ranks, stages)
+        data = _data(cells, count, fsdp, tensor, stages, context)
+    sizes = _sizes(cells, source, tensor, context, device.entry)
+    per_rank, over = divmod(cells.whole("global_batch") or 1, data * fsdp)
+    if over or not per_rank:
+        cells.notes.append(
+            f"global_batch {cells.text('global_batch')} does not divide by "
+            f"{data * fsdp} data ranks: rounded up"
+        )
+        per_rank += 1
+    micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
+    per_rank = math.ceil(per_rank / micro) * micro
+    remat, own_name = _remat(cells, source, sizes)
+    found = Run(
+        sizes=sizes,
+        framework=source,
+        device=device.entry,
+        num_devices=count,
+        devices_per_node=_per_node(cells, device.entry, count),
+        data=data,
+        fsdp=fsdp,
+        tensor=tensor,
+        stages=stages,
+        context=context,
+        expert=_expert(cells, sizes, ranks * context),
+        chunks=_chunks(cells, source, sizes, stages, per_rank // micro, bool(unlike)),
+        zero=zero,
+        sequence_parallel=_sequence_parallel(cells, source, tensor),
+        micro_batch=micro,
+        global_batch=per_rank * data * fsdp,
+        remat=remat,
+        dtype=_precision(cells, source, device.entry),
+        unlike=unlike,
+        offloaded="offload" in cells.text("remat").lower(),
+        frozen=_frozen(cells, sizes),
+        autocast=vocabulary.has(cells.text("precision").lower(), "autocast"),
+    )
+    cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
+    return found, own_name
+
+
+def _data(
+    cells: Cells, count: int, fsdp: int, tensor: int, stages: int, context: int
+) -> int:
+    """Replicas: what is left of the devices."""
+    inner = fsdp * tensor * stages * context
+    if count % inner:
+        raise WhaleError(
+            f"num_devices is {count}; fsdp {fsdp} × tp {tensor} × pp {stages} × cp "
+            f"{context} = {inner} does not divide it: nothing predicted"
+        )
+    data = count // inner
+    if cells.whole("dp") != data:
+        says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
+        cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
+    return data
+
+
+def _padded(cells: Cells, seq: int, context: int) -> int:
+    """Tokens of a sample until ranks divide them."""
+    found = math.ceil(seq / context) * context
+    if found != seq:
+        cells.notes.append(f"seq {found} (cp {context} does not divide {seq})")
+    return found
+
+
+def _stages(cells: Cells) -> int:
+    stages, layers = cells.or_else("pp", 1, "none given"), cells.whole("layers") or 1
+    chunks = cells.whole("vpp") or 1
+    if 3 * stages * stages * chunks > MOST_ROWS:
+        raise WhaleError(
+            f"pp {stages} and vpp {chunks} make a schedule of too many rows: nothing "
+            "predicted"
+        )
+    if stages > layers:
+        raise WhaleError(f"pp {stages} of {layers} layers: nothing predicted")
+    return stages
+
+
+def _topk(cells: Cells, experts: int) -> int:
+    given = cells.or_else("topk", 1, "none given")
+    found = max(1, min(given, experts))
+    if found != given:
+        cells.notes.append(f"topk {found} (the row says {given})")
+    return found
+
+
+def _expert(cells: Cells, sizes: Decoder, ranks: int) -> int:
+    """Ranks that share the experts; each has as many, and they are among the others."""
+    if not sizes.experts:
+        return 1
+    given = cells.or_else("ep", 1, "none given")
+    found = math.gcd(math.gcd(given, sizes.experts), ranks)
+    if found != given:
+        cells.notes.append(
+            f"ep {found} (the row says {given}, of {sizes.experts} experts and {ranks} "
+            "ranks)"
+        )
+    return found
+
+
+def _frozen(cells: Cells, sizes: Decoder) -> bool:
+    """Whether only adapters are trained.
+
+    A row says so, or counts fewer FLOPs for a token than the six of each parameter that
+    a forward and two backward products take.
+    """
+    text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
+    said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
+    if said:
+        cells.notes.append(f"parameters frozen ({said[0]!r})")
+        return True
+    rate, tokens = (
+        float(cells.text(name) or 0)
+        for name in ("tflops_per_device", "tokens_per_s_per_device")
+    )
+    lookups = sizes.embedding_params - (sizes.hidden * sizes.vocab if sizes.tied else 0)
+    trained = 6.0 * (sizes.active_params - lookups)
+    if not tokens or not rate or rate * 1e12 / tokens >= FEWER * trained:
+        return False
+    cells.notes.append("parameters frozen (two thirds of a training step's FLOPs)")
+    return True
+
+
+FEWER = 0.8
+"""Of a training step's products, below which parameters are not trained."""
+
+
+def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
+    """ZeRO level and fsdp of stages on devices of their own, which shard nothing."""
+    for column in ("fsdp", "zero_stage", "cp"):
+        given = cells.whole(column) or 1
+        if given > 1:
+            why = f"the row says {given}; unlike stages are not sharded so"
+            cells.notes.append(f"{column} 1 ({why})")
+    zero = cells.whole("zero_stage")
+    if zero is None:
+        zero = min(1, source.zero)
+        cells.notes.append(f"zero_stage {zero} ({source.name}'s default)")
+    return min(1, zero), 1
+
+
+def _sharding(
+    cells: Cells, source: Framework, ranks: int, stages: int
+) -> tuple[int, int]:
+    """ZeRO level and the size of the fsdp axis."""
+    fsdp = _rest_of(cells, ranks)
+    zero = cells.whole("zero_stage")
+    if zero is None:
+        usual = source.zero
+        if stages > 1 and not source.compiled:
+            usual = min(usual, 1)  # Stages of launched programs keep their parameters.
+        zero = 3 if (fsdp or 1) > 1 else usual
+        if ranks > 1:
+            cells.notes.append(f"zero_stage {zero} ({source.name}'s default)")
+    if fsdp is None:
+        fsdp = max(1, ranks) if zero >= 3 else 1
+        if fsdp > 1:
+            cells.notes.append(f"fsdp {fsdp} (ZeRO-3 over all data ranks)")
+    if zero > MOST_ZERO:
+        cells.notes.append(f"zero_stage {MOST_ZERO} (the row says {zero})")
+    return min(zero, MOST_ZERO), fsdp
+
+
+def _rest_of(cells: Cells, ranks: int) -> int | None:
+    """The size of the fsdp axis, where -1 is what ``dp`` leaves of the data ranks."""
+    if cells.number("fsdp") != -1:
+        return cells.whole("fsdp")
+    data = cells.whole("dp") or 1
+    if ranks % data:
+        raise WhaleError(
+            f"fsdp -1: dp {data} does not divide {ranks} data ranks: nothing predicted"
+        )
+    cells.notes.append(f"fsdp {ranks // data} (-1: what dp {data} leaves of {ranks})")
+    return max(1, ranks // data)
+
+
+def _sizes(
+    cells: Cells, source: Framework, tensor: int, context: int, device: Entry
+) -> Decoder:
+    hidden = cells.whole("hidden") or 1
+    heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
+    kv_heads = cells.or_else("kv_heads", heads, "one for each head")
+    if kv_heads < heads and not source.grouped:
+        cells.notes.append(f"kv_heads {heads} ({source.name} shares none)")
+        kv_heads = heads
+    experts = cells.whole("experts") or 0
+    said = any(
+        word in cells.text(column).lower()
+        for column, word in (("remat", "flash"), ("precision", "te "))
+    )
+    newer = source.flash_anywhere or device.kind.attention_generation > VOLTA
+    # Frameworks repeat shared heads and pad the vocabulary until ranks divide them.
+    groups = math.ceil(max(kv_heads, tensor) / tensor) * tensor
+    padded = math.ceil(heads / groups) * groups
+    if padded != heads:
+        by = f"tp {tensor}" if kv_heads == heads else f"kv_heads {groups}"
+        cells.notes.append(f"heads {padded} ({by} does not divide {heads})")
+    plain = Decoder(
+        layers=cells.whole("layers") or 1,
+        hidden=hidden,
+        heads=padded,
+        kv_heads=groups,
+        head_dim=cells.whole("head_dim") or max(1, hidden // heads),
+        ffn=cells.whole("ffn") or 4 * hidden,
+        vocab=cells.whole("vocab") or 1,
+        seq=_padded(cells, cells.whole("seq") or 1, context),
+        experts=experts if experts > 1 else 0,
+        topk=_topk(cells, experts) if experts > 1 else 0,
+        flash=said or (source.flash and newer),
+        eager=source.eager,
+        fused_loss=source.fused_loss,
+        dropout=source.dropout,
+    )
+    llama = replace(plain, gated=True, norm_bias=False, positions=False, tied=False)
+    llama = replace(llama, dropout=False)
+    sizes = llama if _gated(cells, plain, llama) else plain
+    if not (source.flash_plain or sizes.gated or said):
+        sizes = replace(sizes, flash=False)
+    vocab = cells.or_else("vocab", 32000 if sizes.gated else 50304, "the usual")
+    return replace(sizes, vocab=_shared(vocab, tensor, source))
+
+
+def _gated(cells: Cells, plain: Decoder, llama: Decoder) -> bool:
+    """Whether the feed-forward has a gate: by name, by parameters, by width."""
+    if cells.whole("ffn") is None:
+        cells.notes.append(f"ffn {plain.ffn} (4 × hidden, no gate)")
+        return False
+    if any(word in cells.text("model").lower() for word in vocabulary.GATED):
+        return True
+    stated = float(cells.text("params_b") or 0) * 1e9
+    if stated and cells.whole("vocab"):
+        errors = [abs(one.params / stated - 1.0) for one in (plain, llama)]
+        if min(errors) < NEAR < max(errors):
+            gated = errors[1] < errors[0]
+            if gated:
+                cells.notes.append("feed-forward with a gate (by params_b)")
+            return gated
+    if plain.ffn < NARROW * plain.hidden:
+        share = plain.ffn / plain.hidden
+        cells.notes.append(f"feed-forward with a gate (ffn is {share:.2g} × hidden)")
+        return True
+    return False
+
+
+def _shared(vocab: int, tensor: int, source: Framework) -> int:
+    """The vocabulary as ranks share it."""
+    if not source.pads_vocabulary:
+        return max(1, vocab // tensor) * tensor
+    return math.ceil(vocab / (128 * tensor)) * 128 * tensor
+
+
+def _micro_batch(
+    cells: Cells, per_rank: int, stages: int, seq: int, together: int
+) -> int:
+    """Samples of a rank; ones that are not whole are those of each device.
+
+    Args:
+        cells: the row.
+        per_rank: samples of a rank in a step.
+        stages, seq: of the run.
+        together: devices of a stage that share a sample.
+    """
+    given = cells.whole("micro_batch")
+    stated = cells.number("micro_batch") or 1.0
+    if stated != int(stated):
+        given = max(1, math.ceil(stated * together - 1e-9))
+        cells.notes.append(
+            f"micro_batch {given} ({stated:g} for each of {together} devices)"
+        )
+    if given is None:
+        most = 1 if stages > 1 else max(1, LARGEST_TOKENS // seq)
+        size = largest_divisor(per_rank, most)
+        why = "pipelines take small ones" if stages > 1 else "at most 16,384 tokens"
+        cells.notes.append(f"micro_batch {size} ({why})")
+        return size
+    size = largest_divisor(per_rank, given)
+    if size < ROUND * given <= ROUND * per_rank:
+        cells.notes.append(
+            f"global_batch rounded up ({per_rank} of a rank, in micro-batches of "
+            f"{given})"
+        )
+        return given
+    if size != given:
+        cells.notes.append(
+            f"micro_batch {size} (the row says {given}; a rank has {per_rank})"
+        )
+    return size
+
+
+MOST_ZERO = 3
+
+ROUND = 0.75
+"""Of a micro-batch that does not divide: one that does and has so much is taken."""
+
+
+def _chunks(
+    cells: Cells,
+    source: Framework,
+    sizes: Decoder,
+    stages: int,
+    parts: int,
+    unlike: bool,
+) -> int:
+    """Chunks of a stage; a schedule that interleaves takes rounds of the stages."""
+    given = cells.whole("vpp")
+    if unlike and (given or 1) > 1:
+        cells.notes.append(f"vpp 1 (the row says {given}; unlike stages have one part)")
+    if stages == 1 or unlike:
+        return 1
+    if given is not None:
+        most = math.ceil((sizes.layers + 2) / stages)
+        if given > most:
+            cells.notes.append(
+                f"vpp {most} (the row says {given}; a stage has no more)"
+            )
+        return min(given, most)
+    # Where they do not divide, the embedding and the head count as layers.
+    places = sizes.layers if sizes.layers % stages == 0 else sizes.layers + 2
+    layers, over = divmod(places, stages)
+    chunks = 1
+    if source.interleaves and not over and parts % stages == 0:
+        chunks = largest_divisor(layers, 8)
+    cells.notes.append(f"vpp {chunks} ({source.name}'s habit)")
+    return chunks
+
+
+def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
+    text = cells.text("sp")
+    if text:
+        if tensor > 1 and not vocabulary.known(text):
+            cells.notes.append(f"sp on (for {text!r})")
+        return tensor > 1 and vocabulary.yes(text)
+    if tensor > 1:
+        word = "on" if source.sequence_parallel else "off"
+        cells.notes.append(f"sp {word} ({source.name}'s default)")
+    return source.sequence_parallel and tensor > 1
+
+
+def _context(cells: Cells, tensor: int) -> int:
+    """Ranks that share a sequence; a number of those without tensor ranks is that."""
+    each = cells.number("micro_batch") or 1.0
+    if cells.whole("cp") is None and each * tensor < 1:
+        found = max(1, round(1 / (each * tensor)))
+        cells.notes.append(f"cp {found} (a sample on {1 / each:g} devices)")
+        return found
+    degree = vocabulary.degree(cells.text("sp"))
+    if cells.whole("cp") is None and tensor == 1 and degree > 1:
+        cells.notes.append(f"cp {degree} (sp {cells.text('sp')} without tp)")
+        return degree
+    return cells.or_else("cp", 1, "none given")
+
+
+def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool]:
+    """What is computed again, and whether the row has a name of its own for it."""
+    text = cells.text("remat").lower()
+    if not text:
+        if source.remat is None:
+            return ("none" if sizes.flash else "selective"), False
+        cells.notes.append(f"remat {source.remat} ({source.name}'s default)")
+        return source.remat, False
+    found = vocabulary.remat(text, source.selective)
+    policy: Remat = found or "dots"
+    if found is None:
+        cells.notes.append(f"remat dots (the nearest to {text!r})")
+    elif text not in (policy, source.selective):
+        cells.notes.append(f"remat {policy} (for {text!r})")
+    return policy, found is None
+
+
+def _precision(cells: Cells, source: Framework, device: Entry) -> str:
+    text, name = cells.text("precision").lower(), device.kind.display_name()
+    rates = dict(device.kind.flops_per_second)
+    found = vocabulary.precision(text) if text else source.dtype
+    if not text and found == "bf16" and device.kind.widens_bfloat16:
+        # Whoever trains in 16 bits on a device without bfloat16 takes the other.
+        found = "f16" if "f16" in rates else found
+    if not text:
+        cells.notes.append(f"precision {found} ({source.name}'s default)")
+    elif found not in (text, text.replace("fp", "f")):
+        cells.notes.append(f"precision {found} (for {cells.text('precision')!r})")
+    for narrow, wider in (("f4", "f8"), ("f8", "bf16")):
+        if found == narrow and narrow not in rates:
+            shown = {"f4": "fp4", "f8": "fp8", "bf16": "bf16"}
+            cells.notes.append(f"{name} has no {shown[narrow]}: {shown[wider]}'s peak")
+            found = wider
+    runs_in = device.kind.multiplies_in(found, exact=True)
+    if runs_in != found:
+        cells.notes.append(f"{name} has no fast {found}: products run in {runs_in}")
+    return found
+
+
+def _note_mix(
+    cells: Cells, device: Device, unlike: tuple[StageOf, ...], count: int
+) -> None:
+    """A mix whose stages the row does not give is taken for its slowest part."""
+    cells.notes += notes_of(cells.text("notes"), unlike, count)
+    if device.others and not unlike:
+        cells.notes.append(
+            f"all {count} as {device.entry.kind.display_name()}, the slowest of "
+            f"{cells.text('device')}: whalejax plan weighs what each kind can do"
+        )
+
+
+HOST = 8  # chips of a TPU's host; a slice of several hosts has more
+
+
+def _per_node(cells: Cells, device: Entry, count: int) -> int:
+    most = max(device.node_devices, device.domain_devices)
+    if device.torus is not None:
+        most = device.torus.max_chips
+    given = cells.whole("devices_per_node")
+    if device.torus is not None and given is not None and given <= HOST < count:
+        cells.notes.append(f"devices_per_node {given} is a host's: one slice")
+        given = min(count, most)
+    if given is None:
+        given = min(count, most)
+        cells.notes.append(f"devices_per_node {given} (the catalogue's)")
+    return min(given, count)
+
+
+# What was measured.
+
+
+def measured_seconds(row: Mapping[str, str], run: Run) -> float | None:
+    """Step time that a row states: itself, or from tokens, or from FLOP/s.
+
+    FLOP/s are read in the convention of the framework.
+    """
+    cells = Cells(row)
+
+    def positive(column: str) -> float | None:
+        text = cells.text(column)
+        return float(text) if text and float(text) > 0 else None
+
+    step = positive("step_time_s")
+    if step is not None:
+        return step
+    tokens = positive("tokens_per_s_per_device")
+    if tokens is not None:
+        return run.tokens / (tokens * run.num_devices)
+    rate = positive("tflops_per_device")
+    return None if rate is None else run.model_flops() / (rate * 1e12 * run.num_devices)

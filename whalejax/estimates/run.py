@@ -1,0 +1,148 @@
+"""A training run as a table describes it: a decoder, a machine, and a given layout.
+
+The planner searches layouts; here one is given, because somebody measured it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.frameworks import Framework, Remat
+from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.fitted_constants import TUNED, width_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Devices that hold one copy of a pipeline stage.
+
+    Attributes:
+        device: what they are.
+        tensor: how many of them share every tensor.
+    """
+
+    device: Entry
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOf:
+    """One stage of a pipeline over unlike devices.
+
+    Attributes:
+        replicas: its data-parallel copies.
+        layers: of the decoder.
+    """
+
+    replicas: tuple[Replica, ...]
+    layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        sizes: the model.
+        framework: what ran it.
+        device: what the devices are; the slowest where they are mixed.
+        num_devices, devices_per_node: how many, and how many share a node or slice.
+        data, fsdp, tensor, stages, context, expert: sizes of the mesh axes. ``expert``
+            divides the others' devices, it adds none.
+        chunks: parts of the model on each pipeline stage.
+        zero: what is sharded over the data-parallel devices (0 to 3).
+        sequence_parallel: what stands between tensor-parallel products is sharded
+            over the sequence.
+        micro_batch: samples of one data-parallel rank.
+        global_batch: samples of a step.
+        remat: what the backward pass computes again.
+        dtype: that products multiply in: ``bf16``, ``f16``, ``f32``, ``tf32``, ``f8``.
+        unlike: the stages where devices are mixed, or empty.
+        offloaded: what the backward pass does not compute again waits in host memory.
+        frozen: parameters stay as they are, and small adapters beside them are trained.
+        autocast: parameters are float32, and every micro-batch brings them to 16 bits.
+    """
+
+    sizes: Decoder
+    framework: Framework
+    device: Entry
+    num_devices: int
+    devices_per_node: int
+    data: int
+    fsdp: int
+    tensor: int
+    stages: int
+    context: int
+    expert: int
+    chunks: int
+    zero: int
+    sequence_parallel: bool
+    micro_batch: int
+    global_batch: int
+    remat: Remat
+    dtype: str
+    unlike: tuple[StageOf, ...] = ()
+    offloaded: bool = False
+    frozen: bool = False
+    autocast: bool = False
+
+    @property
+    def multiplied(self) -> str:
+        """The type that products run in on this device; see ``multiplies_in``."""
+        return self.device.kind.multiplies_in(self.dtype, exact=True)
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Of an activation; products in 8 bits take their operands from 16."""
+        return 4 if self.dtype in ("f32", "tf32") else 2
+
+    @property
+    def speed(self) -> str:
+        """The efficiency of products that counts: see ``fitted_constants``."""
+        width = width_of(self.multiplied)
+        return TUNED if width == "bf16" and self.framework.tuned else width
+
+    @property
+    def ranks(self) -> int:
+        """Devices along the batch."""
+        return self.data * self.fsdp
+
+    @property
+    def weight_ranks(self) -> int:
+        """Devices that compute with the same parameters: along batch and sequence."""
+        return self.ranks * self.context
+
+    @property
+    def shards(self) -> int:
+        """Of these, how many a parameter is stored in shards over (ZeRO-3)."""
+        return self.fsdp * self.context if self.zero >= 3 else 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of one rank in a step."""
+        return max(1, self.global_batch // (self.ranks * self.micro_batch))
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers of the fullest stage."""
+        return math.ceil(self.sizes.layers / self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.global_batch * self.sizes.seq
+
+    def model_flops(self) -> float:
+        """FLOPs of a step as the framework counts them; see ``Framework.flops``."""
+        s, convention = self.sizes, self.framework.flops
+        seen = 0.5 if convention == "causal" else 1.0
+        scores = 4.0 * s.layers * s.heads * s.head_dim * s.seq * seen
+        lookups = s.embedding_params - (s.hidden * s.vocab if s.tied else 0)
+        forward = 2.0 * (s.active_params - lookups) + scores
+        total = 3.0 * forward
+        if convention == "hardware" and self.remat == "full":
+            idle = (s.params - s.active_params) / s.layers
+            total += 2.0 * s.layers * (s.layer_params - idle) + scores
+        return total * self.tokens

@@ -1,0 +1,597 @@
+"""Step time and memory of runs whose layout is given, many at once.
+
+Everything is an array over the runs, so that a table takes one pass and a fit of the
+constants evaluates the very formulas that users get. What the runs do comes from
+``workload``; what devices deliver comes from ``meshes.fitted_constants``; how stages
+wait for each other comes from the schedule's rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from whalejax.estimates.held_parameters import (
+    COPIES,
+    GROUPS,
+    REPLICAS,
+    SHARDS,
+    Axes,
+    Held,
+    link_waits,
+)
+from whalejax.estimates.run import Run
+from whalejax.estimates.workload import (
+    EMBED,
+    HEAD,
+    LAYER,
+    Work,
+    arrays,
+    copies_of_experts,
+    levels_of,
+    wires,
+    work_of,
+)
+from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape_share
+from whalejax.meshes.topology import detour
+from whalejax.planner.balance.shares import even_shares
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.simulate import STEADY_AFTER, simulate
+
+
+Array = np.ndarray
+ALIGNED = 8
+"""Elements of 16 bits by which sizes of a product divide where it is fastest."""
+
+STATE_BYTES = 12
+"""Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
+
+CAST_AHEAD, CAST_BEHIND = 4, 8
+"""Moved for a parameter that is brought to 16 bits in every micro-batch, and for its
+gradient that is brought back, beside what products read and write: the float32 sides
+of both, one of which is added to."""
+
+CAST_BYTES = 2
+"""Written for an operand in 8 bits: as it is and transposed, by the kernel before."""
+
+WEIGHT_BYTES = 2
+"""Of a parameter as computed with, and as gathered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predictions, one entry for each run.
+
+    Attributes:
+        step_seconds: the whole step.
+        compute_seconds: products, memory traffic and tensor-parallel collectives of all
+            micro-batches on the slowest stage.
+        bubble_seconds: what stages wait for each other.
+        exposed_seconds: data-parallel collectives that nothing hides.
+        update_seconds: the optimizer.
+        layer_seconds: of one layer and micro-batch, forward and backward.
+        peak_bytes: memory of the fullest device.
+    """
+
+    step_seconds: Array
+    compute_seconds: Array
+    bubble_seconds: Array
+    exposed_seconds: Array
+    update_seconds: Array
+    layer_seconds: Array
+    peak_bytes: Array
+
+
+class Runs:
+    """The work of many runs, ready to be priced.
+
+    Attributes:
+        runs: what is priced.
+        stretch: for each run, its pipeline's time over that of the slowest stage alone.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self.work: tuple[Work, ...] = tuple(work_of(run) for run in runs)
+        self.entries: tuple[Entry, ...] = tuple(run.device for run in runs)
+        self.frozen = np.array([run.frozen for run in runs], dtype=bool)
+        self.like = self._like()
+        self.kernels = arrays(
+            [(i, k) for i in np.unique(self.like) for k in self.work[i].kernels]
+        )
+        self.stretch = np.ones(len(self.runs))
+        self.halvings = self._halvings()
+        self._devices()
+        self._traffic()
+        self._parameters()
+
+    def _like(self) -> Array:
+        """For each run, the first whose micro-batches are the same in every layer."""
+        found: dict[Run, int] = {}
+        first = []
+        for i, run in enumerate(self.runs):
+            sizes = replace(run.sizes, layers=1)
+            alike = replace(run, sizes=sizes, num_devices=1, data=1, stages=1)
+            alike = replace(alike, chunks=1, zero=0, global_batch=1, unlike=())
+            first.append(found.setdefault(alike, i))
+        return np.array(first, dtype=int)
+
+    def _halvings(self) -> Array:
+        """By how many halvings rows of each product's operands miss their alignment."""
+        k, found = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
+        for name in ("m", "k", "n"):
+            size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
+            found = np.gcd(found, np.maximum(1, size).astype(int))
+        launched = ~np.array([r.framework.compiled for r in self.runs], dtype=bool)
+        counts = launched[k["run"]] & k["product"] & ~k["attention"]
+        return np.where(counts, np.log2(ALIGNED / found), 0.0)
+
+    def _column(self, values: Any) -> Array:
+        return np.array([float(v) for v in values])
+
+    def _devices(self) -> None:
+        kinds = [e.kind for e in self.entries]
+        pairs = list(zip(self.runs, kinds, strict=True))
+        self.peak = self._column(k.peak_flops(r.multiplied) for r, k in pairs)
+        self.half_peak = self._column(k.peak_flops("bf16") for k in kinds)
+        self.memory = self._column(k.memory_bytes_per_second for k in kinds)
+        self.cores = self._column(k.cores for k in kinds)
+        self.gpu = np.array([k.platform == "gpu" for k in kinds])
+        rated = {(k.name, k.watts, k.flops_per_second, r.speed): k for r, k in pairs}
+        places = {key: place for place, key in enumerate(rated)}
+        self._types = [(kind, key[-1]) for key, kind in rated.items()]
+        self._type = np.array(
+            [places[k.name, k.watts, k.flops_per_second, r.speed] for r, k in pairs],
+            dtype=int,
+        )
+        self.eight = np.array([r.dtype in ("f8", "f4") for r in self.runs])
+        self._platforms = sorted({k.platform for k in kinds})
+        self._platform = np.array([self._platforms.index(k.platform) for k in kinds])
+        self.behind = self._column(
+            max(0, k.attention_generation - r.framework.attention_generation)
+            for r, k in pairs
+        )
+        self.compiled = np.array([r.framework.compiled for r in self.runs])
+        self.profiled = np.array([r.framework.kernels_only for r in self.runs])
+        self.overlaps = np.array([r.framework.overlaps_gradients for r in self.runs])
+        node, network = [], []
+        for one in self.entries:
+            if one.torus is not None:
+                # Both directions of every axis carry a collective at once.
+                link = one.torus.link
+                node.append(link.bandwidth_bytes_per_second * 2 * one.torus.dims)
+            else:
+                assert one.node is not None
+                node.append(one.node.bandwidth_bytes_per_second)
+            outer = one.network or one.node
+            network.append(outer.bandwidth_bytes_per_second if outer else node[-1])
+        self.node, self.network = self._column(node), self._column(network)
+        self.peers = self._column(
+            e.node.peers if e.node and e.node.peers >= r.devices_per_node - 1 else 0
+            for r, e in zip(self.runs, self.entries, strict=True)
+        )
+
+    def _traffic(self) -> None:
+        """Bytes and latency of activations: (place, forward, level, run)."""
+        count = len(self.runs)
+        self.wire = np.zeros((3, 2, 2, count))
+        self.beside = np.zeros((3, 2, 2, count))
+        self.latency = np.zeros((3, 2, count))
+        self.meetings = np.zeros(count)
+        self.begun = np.zeros((3, 2, count))
+        for i in np.unique(self.like):
+            run, hops = self.runs[i], link_waits(self.entries[i])
+            for t in self.work[i].traffic:
+                sizes = levels_of(run, t.axes)
+                beside = run.framework.overlaps_layers and t.place == LAYER
+                beside = beside and "expert" not in t.axes
+                here = self.beside if beside else self.wire
+                for level, (nbytes, steps) in enumerate(
+                    wires(t.kind, t.payload_bytes, sizes)
+                ):
+                    if level == 0:
+                        nbytes *= detour(self.peers[i], sizes[0])
+                    here[t.place, int(t.forward), level, i] += nbytes * t.count
+                    if steps:
+                        begun = t.count if level == 0 else 0
+                        self.begun[t.place, int(t.forward), i] += begun
+                        wait = hops[level][0] + steps * hops[level][1]
+                        self.latency[t.place, int(t.forward), i] += wait * t.count
+                if t.place == LAYER:
+                    self.meetings[i] += t.count * (math.prod(sizes) - 1)
+
+    def _parameters(self) -> None:
+        dense, expert, ends = [], [], []
+        for run in self.runs:
+            s = run.sizes
+            networks = s.experts * s.network_params
+            here = run.layers_per_stage / run.tensor
+            dense.append(here * (s.layer_params - networks))
+            expert.append(here * networks / run.expert)
+            head = s.head_params or (s.hidden * s.vocab if run.stages > 1 else 0)
+            both = (s.embedding_params, head)
+            ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
+        self.dense = self._column(dense) + self._column(ends)
+        self.expert = self._column(expert)
+        self.ranks = self._column(r.weight_ranks for r in self.runs)
+        self.shards = self._column(r.shards for r in self.runs)
+        experts = self._column(r.expert for r in self.runs)
+        self.held = (
+            Held(
+                params=self.dense,
+                copies=self.ranks,
+                shards=self.shards,
+                levels={axes: self._levels(levels_of, axes) for axes in GROUPS},
+            ),
+            Held(
+                params=self.expert,
+                copies=np.maximum(1.0, self.ranks / experts),
+                shards=np.maximum(1.0, self.shards / experts),
+                levels={axes: self._levels(copies_of_experts, axes) for axes in GROUPS},
+            ),
+        )
+        self.parts = self._column(r.num_micro_batches for r in self.runs)
+        self.zero = self._column(r.zero for r in self.runs)
+        self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
+        self.gradient *= 1 - self.frozen
+        self.cast = self._column(
+            r.autocast * r.sizes.layer_params / r.tensor / r.expert for r in self.runs
+        )
+        self.weights = self._column(r.itemsize_bytes for r in self.runs)
+        self.stages = self._column(r.stages for r in self.runs)
+        self.layers = self._column(r.layers_per_stage for r in self.runs)
+        self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
+        self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
+        self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
+
+    def _levels(
+        self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: Axes
+    ) -> Array:
+        """Ranks of some axes inside a node, and over how many nodes they lie."""
+        return np.array([found(r, axes) for r in self.runs], dtype=float).T
+
+    # Pricing.
+
+    def shares(self, constants: Constants, name: str) -> Array:
+        """One constant of every run's platform."""
+        known = [getattr(constants.platforms[p], name) for p in self._platforms]
+        found: Array = np.array(known, dtype=float)[self._platform]
+        return found
+
+    def _efficiency(self, constants: Constants, dtype: str = "") -> Array:
+        """Largest share of the peak in every run's type, or in another."""
+        known = [
+            constants.efficiency_of(kind, dtype or speed).share
+            for kind, speed in self._types
+        ]
+        found: Array = np.array(known)[self._type]
+        return found
+
+    def _bandwidth(self, constants: Constants) -> Array:
+        """Bytes per second that every run's memory delivers."""
+        known = [constants.memory_of(kind) for kind, _ in self._types]
+        found: Array = self.memory * np.array(known)[self._type]
+        return found
+
+    def _node(self, constants: Constants) -> Array:
+        """Bytes per second of the links in every run's node."""
+        kinds = [(e.kind.family, e.kind.platform) for e in self.entries]
+        known = {key: constants.node_of(*key) for key in set(kinds)}
+        found: Array = self.node * np.array([known[key] for key in kinds])
+        return found
+
+    def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward of each kernel, all its repetitions."""
+        k, run = self.kernels, self.kernels["run"]
+        whole = self._efficiency(constants)
+        half = self._efficiency(constants, "bf16")
+        # Attention's products stay in 16 bits where the rest multiplies in 8.
+        eight = self.eight[run]
+        inside = k["product"] & k["scores"] & eight
+        peak = np.where(inside, self.half_peak[run], self.peak[run])
+        # An attention kernel's speed is a share of the peak itself.
+        most = np.where(inside, half[run], whole[run])
+        rate = peak * np.where(k["attention"], 1.0, most)
+        get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
+        curve, cores = SimpleNamespace(**get), self.cores[run]
+        pace = pace_of(peak, cores)
+        m, depth, n, batch = (k[name] for name in ("m", "k", "n", "batch"))
+        forward_share = shape_share(m, depth, n, batch, cores, curve, pace)
+        left = shape_share(m, n, depth, batch, cores, curve, pace)
+        right = shape_share(depth, m, n, batch, cores, curve, pace)
+        aligned = get["unaligned"] ** self.halvings
+        forward_share = forward_share * aligned
+        backward_share = 0.5 * (left + right) * aligned
+        longest = np.maximum(k["m"], k["n"])
+        # A device that has too little power for its products has no more for these.
+        kernel = (
+            np.minimum(get["attention"], most)
+            * get["attention_before"] ** self.behind[run]
+        )
+        kernel = kernel * longest / (longest + get["attention_half"])
+        ahead = np.where(k["attention"], kernel, forward_share)
+        behind = np.where(k["attention"], kernel / 1.25, backward_share)
+        flops = 2.0 * k["m"] * k["k"] * k["n"] * k["batch"] * k["share"]
+        bandwidth = self._bandwidth(constants)[run]
+        launched = np.where(
+            self.compiled[run], get["kernel_seconds"], get["launch_seconds"]
+        )
+        gradients = k["gradients"] - (k["product"] & k["weight"] & self.frozen[run])
+        passes = np.maximum(gradients, 1)
+        forward = k["forward_bytes"] / bandwidth
+        backward = k["backward_bytes"] / bandwidth
+        forward = np.where(
+            k["product"], np.maximum(flops / rate / ahead, forward), forward
+        )
+        backward = np.where(
+            k["product"],
+            gradients * np.maximum(flops / rate / behind, backward / passes),
+            backward,
+        )
+        # Parameters are brought to 8 bits once a step, activations and gradients here.
+        narrow = np.where(k["product"] & eight & ~inside, CAST_BYTES / bandwidth, 0.0)
+        forward = forward + narrow * k["m"] * k["k"] * k["batch"]
+        backward = backward + narrow * k["m"] * k["n"] * k["batch"]
+        forward = forward + launched
+        backward = backward + launched * gradients
+        return forward * k["count"], backward * k["count"]
+
+    def places(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward seconds of one micro-batch: (place, run)."""
+        k, run = self.kernels, self.kernels["run"]
+        forward, backward = self._kernel_seconds(constants)
+        remat = self.remat[run]
+        unfused = k["scores"] & ~k["attention"]
+        again = (remat == 3) | ((remat == 2) & ~k["product"]) | ((remat == 1) & unfused)
+        again = again & (k["place"] == LAYER)
+        backward = backward + forward * again
+        count = len(self.runs)
+        ahead, behind = np.zeros((3, count)), np.zeros((3, count))
+        for place in (EMBED, LAYER, HEAD):
+            here = k["place"] == place
+            ahead[place] = np.bincount(run, weights=forward * here, minlength=count)
+            behind[place] = np.bincount(run, weights=backward * here, minlength=count)
+        ahead, behind = ahead[:, self.like], behind[:, self.like]
+        cast = self.cast / self._bandwidth(constants)
+        ahead[LAYER] += cast * CAST_AHEAD
+        behind[LAYER] += cast * CAST_BEHIND
+        self._dispatch(ahead, behind, again, constants)
+        # Ranks meet when the slowest host has come, so that what they exchange adds to
+        # the host's time as it does to the device's.
+        sent = self._wires(constants)
+        return ahead + sent[0], behind + sent[1]
+
+    def _wires(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward seconds of collectives inside a micro-batch."""
+        network = self.network * self.shares(constants, "network")
+        links = (self._node(constants), network)
+        exposed = 1.0 - self.shares(constants, "overlap_layers")
+        wire = self.wire + exposed * self.beside
+        seconds = wire[:, :, 0] / links[0] + wire[:, :, 1] / links[1] + self.latency
+        seconds = seconds + self.begun * self.shares(constants, "node_seconds")
+        ahead, behind = seconds[:, 1], seconds[:, 0].copy()
+        whole = self.remat == _REMATS.index("full")
+        behind[LAYER] += whole * ahead[LAYER]
+        return ahead[:, self.like], behind[:, self.like]
+
+    def _dispatch(
+        self, ahead: Array, behind: Array, again: Array, constants: Constants
+    ) -> None:
+        """Where a host launches one by one, a layer takes at least its launches."""
+        k, run = self.kernels, self.kernels["run"]
+        here = k["place"] == LAYER
+        launches = (1.0 + k["gradients"] + again) * k["count"] * here
+        number = np.bincount(run, weights=launches, minlength=len(self.runs))[self.like]
+        # Where it is the hosts that take longest, ranks wait for the slowest of them.
+        host = number * self.shares(constants, "dispatch_seconds")
+        late = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
+        host = np.where(self.compiled | ~self.gpu | self.profiled, 0.0, host + late)
+        device = ahead[LAYER] + behind[LAYER]
+        blend = self.shares(constants, "blend")
+        both = (device**blend + host**blend) ** (1.0 / blend)
+        ahead[LAYER] *= both / device
+        behind[LAYER] *= both / device
+
+    def price(self, constants: Constants, *, settle: bool = True) -> Estimate:
+        """Predict every run.
+
+        Args:
+            constants: what devices deliver.
+            settle: work the pipelines' waiting out anew; otherwise that of the last
+                time stands, which a fit uses between its rounds.
+        """
+        ahead, behind = self.places(constants)
+        layers = self.mean_layers
+        layer = ahead[LAYER] + behind[LAYER]
+        ends = np.stack([ahead[p] + behind[p] for p in (EMBED, HEAD)])
+        alone = self.stages == 1
+        slowest = layers * layer + np.where(alone, ends.sum(axis=0), ends.max(axis=0))
+        if settle:
+            self._settle(ahead, behind, slowest, constants)
+        slowest = slowest + self._accumulated(constants)
+        alone_on_device = self.compiled | self.profiled
+        slowest = slowest + np.where(
+            alone_on_device, 0.0, self.shares(constants, "micro_seconds")
+        )
+        busy = self.parts * slowest
+        compute = busy * self.stretch
+        exposed = self._exposed(compute, constants)
+        owned = sum(one.params / one.owners(self.zero) for one in self.held)
+        moved = owned * ~self.frozen * self.shares(constants, "update_bytes")
+        update = np.where(self.profiled, 0.0, moved / self.memory)
+        fixed = self.shares(constants, "step_seconds")
+        fixed = np.where(alone_on_device, 0.0, fixed)
+        return Estimate(
+            step_seconds=compute + exposed + update + fixed,
+            compute_seconds=busy,
+            bubble_seconds=compute - busy,
+            exposed_seconds=exposed,
+            update_seconds=update,
+            layer_seconds=layer,
+            peak_bytes=self.peak_bytes(constants),
+        )
+
+    def _accumulated(self, constants: Constants) -> Array:
+        """Seconds in which a micro-batch's gradients are added to those before it."""
+        nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
+        nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
+        found: Array = nbytes / self._bandwidth(constants)
+        return found
+
+    def _settle(
+        self, ahead: Array, behind: Array, slowest: Array, constants: Constants
+    ) -> None:
+        share = self.shares(constants, "point")
+        for i, run in enumerate(self.runs):
+            if run.stages == 1:
+                continue
+            tokens = run.micro_batch * run.sizes.seq / run.context
+            tokens /= run.tensor if run.sequence_parallel else 1
+            sent = run.itemsize_bytes * tokens * run.sizes.hidden
+            near = run.devices_per_node >= run.num_devices
+            here = self.node / detour(self.peers, 2)
+            link = (here if near else self.network)[i] * share[i]
+            counts = even_shares(run.sizes.layers, run.stages * run.chunks)
+            step = pipeline_seconds(
+                run,
+                _along(counts, ahead[:, i]),
+                _along(counts, behind[:, i]),
+                sent / link,
+            )
+            self.stretch[i] = step / (run.num_micro_batches * slowest[i])
+
+    def _exposed(self, compute: Array, constants: Constants) -> Array:
+        """Data-parallel collectives that computation does not hide."""
+        node = self._node(constants)
+        network = self.network * self.shares(constants, "network")
+        hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
+
+        def once(each_bytes: float | Array, axes: Axes, *, sharded: bool) -> Array:
+            """Seconds in which parameters are gathered, or gradients scattered, once.
+
+            Args:
+                each_bytes: of one parameter.
+                axes: over which.
+                sharded: each device has a shard to begin with.
+            """
+            total = np.zeros(len(self.runs))
+            for one in self.held:
+                nbytes = one.params * each_bytes / (one.shards if sharded else 1.0)
+                inside, nodes = one.levels[axes]
+                near = nbytes * (inside - 1) / inside / node
+                near = near * detour(self.peers, inside)
+                total += near + nbytes / inside * (nodes - 1) / nodes / network
+            return total
+
+        sharded = self.zero >= 1
+        reduced = once(self.gradient, COPIES, sharded=False)
+        gathered = once(WEIGHT_BYTES, COPIES, sharded=False)
+        sent = sum(one.params for one in self.held) * self.gradient
+        buckets = 1.0 + sent / self.shares(constants, "bucket_bytes")
+        rings = hop * (self.ranks - 1) * buckets
+        gradients = reduced + np.where(sharded, gathered + rings, reduced)
+        hidden = np.where(
+            self.overlaps, self.shares(constants, "overlap_gradients"), 0.0
+        )
+        # Reduced behind the last micro-batch's backward, gathered behind the first's
+        # forward: together one micro-batch's computation.
+        room = compute / self.parts * hidden
+        exposed = np.maximum(gradients * (1 - hidden), gradients - room)
+        exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
+        # Parameters in shards are gathered twice and reduced once in a micro-batch;
+        # between replicas of the shards, once in a step.
+        each = 2 * once(self.weights, SHARDS, sharded=False)
+        each = each + once(self.gradient, SHARDS, sharded=False)
+        rounds = np.where(self.frozen, 2.0, 3.0)
+        each = each + rounds * hop * (self.shards - 1) * (self.layers + 1)
+        across = 2 * once(self.gradient, REPLICAS, sharded=True)
+        total = each * self.parts + across
+        share = self.shares(constants, "overlap_parameters")
+        fsdp = np.maximum(total * (1 - share), total - share * compute)
+        found: Array = np.where((self.zero >= 3) & (self.shards > 1), fsdp, exposed)
+        return found
+
+    def peak_bytes(self, constants: Constants) -> Array:
+        """Memory of the fullest device."""
+        total: Array = self._used_bytes + self.shares(constants, "reserve_bytes")
+        return total
+
+    @functools.cached_property
+    def _used_bytes(self) -> Array:
+        """Of it, what the program takes."""
+        found = []
+        owners = [(one.params, one.owners(self.zero)) for one in self.held]
+        for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
+            params = self.dense[i] + self.expert[i]
+            # Compiled programs bring gradients to the type of the masters, float32.
+            least = 4 if run.framework.compiled else WEIGHT_BYTES
+            gradient = max(least, run.framework.gradient_bytes)
+            trained = not run.frozen
+            static = 0.0
+            for number, among in owners:
+                static += number[i] * (
+                    WEIGHT_BYTES / (among[i] if run.zero >= 3 else 1)
+                    + trained * gradient / (among[i] if run.zero >= 2 else 1)
+                    + trained * STATE_BYTES / (among[i] if run.zero >= 1 else 1)
+                )
+            held = float(min(run.num_micro_batches, run.stages))
+            if run.chunks > 1:
+                held += (run.stages - 1) / run.chunks
+            kept = "full" if run.offloaded else run.remat
+            saved = work.saved_bytes[kept] * run.layers_per_stage * held
+            working = work.saved_bytes["none"] if run.remat != "none" else 0.0
+            if run.zero >= 3:
+                working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
+            head = work.head_bytes if run.stages == 1 else 0.0
+            found.append(static + saved + max(working, head))
+        return np.array(found)
+
+
+_REMATS = ("none", "selective", "dots", "full")
+
+
+def _along(counts: Sequence[int], places: Array) -> list[float]:
+    """Seconds of each part of a pipeline."""
+    found = [count * float(places[LAYER]) for count in counts]
+    found[0] += float(places[EMBED])
+    found[-1] += float(places[HEAD])
+    return found
+
+
+def pipeline_seconds(
+    run: Run, forward: Sequence[float], backward: Sequence[float], transfer: float
+) -> float:
+    """A step's time in a pipeline, by its schedule's rows.
+
+    Once as many micro-batches are on their way as there are stages, each further one
+    takes the slowest stage's time; so that no more rows are simulated than it takes to
+    come there.
+
+    Args:
+        run: schedule, stages and micro-batches.
+        forward, backward: seconds of one micro-batch in each part of the model.
+        transfer: seconds from one part to the next.
+    """
+    parts, chunks = run.num_micro_batches, run.chunks
+    few = min(parts, STEADY_AFTER * run.stages)
+    if chunks > 1:
+        # Chunks take turns in rounds of the stages.
+        few = few // run.stages * run.stages
+    if few == 0:
+        forward, backward = (
+            [math.fsum(seconds[stage :: run.stages]) for stage in range(run.stages)]
+            for seconds in (forward, backward)
+        )
+        chunks, few = 1, parts
+    name = "interleaved" if chunks > 1 else "1f1b"
+    table = schedule(name, run.stages, few, chunks)
+    found = simulate(table, forward, backward, transfer)
+    pace = max(found.busy_seconds) / few
+    return found.step_seconds + (parts - few) * pace

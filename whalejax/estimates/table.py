@@ -1,0 +1,160 @@
+"""``whalejax estimate``: a table of runs in, the same table with predictions out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.heterogeneous import price_unlike
+from whalejax.estimates.read_table import Reading, Table, read_table
+from whalejax.estimates.step_model import Runs
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.texts import visible
+
+
+ADDED: tuple[str, ...] = (
+    "predicted_step_time_s",
+    "predicted_tflops_per_device",
+    "predicted_tokens_per_s_per_device",
+    "predicted_peak_mem_gib",
+    "fits",
+    "note",
+)
+"""Columns that are appended."""
+
+GIB = 2**30
+
+
+def estimate_table(table: Table) -> list[dict[str, str]]:
+    """The added cells of every row.
+
+    Rows that nothing can be predicted for have a ``note`` alone.
+
+    Args:
+        table: from ``read_table``.
+    """
+    read = [
+        Reading(run=None, notes=(f"not read: {why}",)) if why else one
+        for one, why in zip(
+            readings([{} if w else r for r, w in _with_reasons(table)]),
+            table.unread,
+            strict=True,
+        )
+    ]
+    alike = [
+        (i, r.run) for i, r in enumerate(read) if r.run is not None and not r.run.unlike
+    ]
+    found: dict[int, tuple[float, float, bool]] = {}
+    known = constants()
+    if alike:
+        runs = Runs([run for _, run in alike])
+        prices = runs.price(known)
+        for place, (index, run) in enumerate(alike):
+            peak = float(prices.peak_bytes[place])
+            fits = read[index].taken or peak <= run.device.kind.memory_bytes
+            found[index] = float(prices.step_seconds[place]), peak, fits
+    for index, one in enumerate(read):
+        if one.run is not None and one.run.unlike:
+            price = price_unlike(one.run, known)
+            found[index] = (price.step_seconds, price.peak_bytes, price.fits)
+    return [_cells(one, found.get(index)) for index, one in enumerate(read)]
+
+
+def _cells(one: Reading, found: tuple[float, float, bool] | None) -> dict[str, str]:
+    cells: dict[str, str] = dict.fromkeys(ADDED, "")
+    cells["note"] = visible("; ".join(one.notes))
+    if one.run is None or found is None:
+        return cells
+    step, peak, fits = found
+    rate = 1.0 / (step * one.run.num_devices)
+    cells["predicted_step_time_s"] = f"{step:.6g}"
+    cells["predicted_tflops_per_device"] = f"{one.run.model_flops() * rate / 1e12:.4g}"
+    cells["predicted_tokens_per_s_per_device"] = f"{one.run.tokens * rate:.5g}"
+    cells["predicted_peak_mem_gib"] = f"{peak / GIB:.4g}"
+    cells["fits"] = "yes" if fits else "no"
+    return cells
+
+
+def _with_reasons(table: Table) -> list[tuple[Mapping[str, str], str]]:
+    return list(zip(table.rows, table.unread, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What became of a table's rows.
+
+    Attributes:
+        predicted: have a prediction.
+        runs: are there.
+        unread: could not be read; their note says why.
+    """
+
+    predicted: int
+    runs: int
+    unread: int
+
+
+def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
+    """``write_estimates``: how many rows have a prediction, and how many there are."""
+    found = write_estimates(source, target)
+    return found.predicted, found.runs
+
+
+def write_estimates(
+    source: str | Path, target: str | Path, *, strict: bool = False
+) -> Written:
+    """Read a table, write it with predictions; the file appears whole or not at all.
+
+    Args:
+        source: a CSV file with the header of ``published.COLUMNS``.
+        target: where to write.
+        strict: refuse the table for a row that cannot be read.
+
+    Raises:
+        WhaleError: the table is malformed, or the target cannot be written.
+    """
+    table = read_table(source, strict=strict)
+    taken = [name for name in ADDED if name in table.header]
+    if taken:
+        raise WhaleError(
+            f"{source} has the columns {', '.join(taken)} already. Remove them, or "
+            "give the table that it was made from"
+        )
+    path = Path(target)
+    if path.is_dir():
+        raise WhaleError(f"{target} is a folder. Give -o the name of a file")
+    if path.exists() and path.samefile(source):
+        raise WhaleError(f"{target} is the table itself. Give -o another name")
+    added = estimate_table(table)
+    text = _csv(table, added)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise WhaleError(
+            f"{target}: the table cannot be written there ({error.strerror})"
+        ) from error
+    return Written(
+        predicted=sum(bool(cells["predicted_step_time_s"]) for cells in added),
+        runs=len(added),
+        unread=sum(map(bool, table.unread)),
+    )
+
+
+def _csv(table: Table, added: Sequence[Mapping[str, str]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(
+        buffer, fieldnames=[*table.header, *ADDED], lineterminator="\n"
+    )
+    writer.writeheader()
+    for row, cells in zip(table.rows, added, strict=True):
+        writer.writerow({**row, **cells})
+    return buffer.getvalue()

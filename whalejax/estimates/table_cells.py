@@ -1,0 +1,41 @@
+"""Cells of one row of a table, and what is noted while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Cells:
+    """One row on its way to a run.
+
+    Attributes:
+        row: column to cell.
+        notes: what was inferred.
+    """
+
+    row: Mapping[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def text(self, column: str) -> str:
+        """The cell without blanks around it; empty where there is none."""
+        return (self.row.get(column) or "").strip()
+
+    def whole(self, column: str) -> int | None:
+        """The number of the cell, or None where it is empty or -1, the rest."""
+        found = self.number(column)
+        return None if found is None or found < 0 else int(found)
+
+    def number(self, column: str) -> float | None:
+        """The number of the cell, whole or not, or None where it is empty."""
+        text = self.text(column)
+        return float(text) if text else None
+
+    def or_else(self, column: str, value: int, why: str) -> int:
+        """The cell, or a value that is noted."""
+        found = self.whole(column)
+        if found is not None:
+            return found
+        self.notes.append(f"{column} {value} ({why})")
+        return value

@@ -1,0 +1,114 @@
+"""Words of tables for what runs compute again, in which type, and how they shard.
+
+People write the same in many ways; what none of these is stays the table's own name.
+"""
+
+from __future__ import annotations
+
+import re
+
+from whalejax.estimates.frameworks import Remat
+
+
+NO = frozenset("none no false off 0 0.0 disabled n/a - na".split())
+"""Words for not."""
+
+YES = frozenset("yes true on 1 1.0 enabled".split())
+"""Words for what is done in full."""
+
+GATED = (
+    "llama vicuna fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo "
+    "palm maxtext-gps baichuan chatglm granite minicpm gpt-oss kimi"
+).split()
+"""Words in a model's name that mean a gated feed-forward, RMSNorm and untied ends."""
+
+ADAPTERS = ("lora", "qlora", "peft", "adapter")
+"""Words of a row that mean that the model's own parameters are not trained."""
+
+EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
+"""Words of a precision in 8 bits; scales of blocks, as MXFP8 has, cost no time."""
+
+FOUR = ("nvfp4", "mxfp4", "fp4", "float4", "e2m1")
+"""Words of a precision in 4 bits."""
+
+SIXTEEN = ("fp16", "f16", "float16", "half")
+"""Words of the precision in 16 bits that is no bfloat16."""
+
+
+def has(text: str, word: str) -> bool:
+    """Whether a word stands in a text, with no letters beside it.
+
+    >>> has("llama2_70b_lora", "lora"), has("model exploration", "lora")
+    (True, False)
+    """
+    return re.search(rf"(?<![a-z]){word}(?![a-z])", text) is not None
+
+
+def degree(text: str) -> int:
+    """The whole number of a cell, 1 where it is none."""
+    try:
+        return max(1, int(float(text)))
+    except (ValueError, OverflowError):
+        return 1
+
+
+def yes(text: str) -> bool:
+    """Whether a cell says that something is done; 1 of something is none of it.
+
+    >>> [yes(text) for text in ("on", "8", "True", "none", "1.0", "-")]
+    [True, True, True, False, False, False]
+    """
+    lowered = text.strip().lower()
+    return lowered not in NO and lowered not in ("1", "1.0")
+
+
+def known(text: str) -> bool:
+    """Whether a cell is a word for yes or no, or a number.
+
+    >>> [known(text) for text in ("on", "8", "None", "maybe")]
+    [True, True, True, False]
+    """
+    lowered = text.strip().lower()
+    return lowered in NO | YES or lowered.replace(".", "", 1).isdigit()
+
+
+def remat(text: str, selective: Remat) -> Remat | None:
+    """What is computed again, or None where a table has a name of its own for it.
+
+    Args:
+        text: of the cell, in small letters.
+        selective: what the framework means by that word.
+
+    >>> remat("full recompute", "selective"), remat("save_qkv_proj", "selective")
+    ('full', None)
+    """
+    if text in NO:
+        return "none"
+    if text == "dots":
+        return "dots"
+    if "selective" in text:
+        return selective
+    if text in YES or has(text, "full") or "checkpointing" in text:
+        return "full"
+    return None
+
+
+def precision(text: str) -> str:
+    """The type that products multiply in.
+
+    >>> [precision(text) for text in ("amp_bf16", "float16", "fp8 rowwise", "float32")]
+    ['bf16', 'f16', 'f8', 'f32']
+    >>> [precision(text) for text in ("nvfp4", "mxfp8", "MXFP4".lower())]
+    ['f4', 'f8', 'f4']
+    """
+    if any(word in text for word in FOUR):
+        return "f4"
+    if any(word in text for word in EIGHT):
+        return "f8"
+    if "bf16" in text or "bfloat16" in text:
+        return "bf16"
+    if any(word in text for word in SIXTEEN):
+        return "f16"
+    if "32" in text:
+        return "tf32" if "tf32" in text else "f32"
+    return "bf16"

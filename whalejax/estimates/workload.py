@@ -1,0 +1,428 @@
+"""Work of one device in one micro-batch of a run: FLOPs and bytes, not seconds.
+
+The rows and flows of the decoder's graph, under the tables that the run's layout
+means, become kernels (sizes and bytes on one device) and traffic (bytes on the wire by
+link). No constant of any hardware is in here, so that work is computed once and priced
+as often as a fit asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.estimates.decoder import (
+    DROPOUT,
+    IN_PLACE,
+    REGIONS,
+    SOFTMAX,
+    Decoder,
+    decoder_graph,
+)
+from whalejax.estimates.run import Run
+from whalejax.meshes.cluster import Cluster, cluster
+from whalejax.planner.cost.operation_cost import (
+    Setting,
+    flow_cost,
+    local_product,
+    memory_traffic,
+    row_hits,
+)
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import Collective, CollectiveKind
+from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.operation_rows import Row, Rows
+
+
+EMBED, LAYER, HEAD = 0, 1, 2
+"""Places of a decoder: before its layers, one of them, and behind them."""
+
+VIEW_PASSES = 5
+"""Reads and writes of a gradient behind a view that was written into, in PyTorch: it is
+copied to the base's layout, the view's part cloned, filled in a copy of its own (two),
+and copied back."""
+
+_PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
+_PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Equal operations on one device in one micro-batch.
+
+    Attributes:
+        place: ``EMBED``, ``LAYER`` or ``HEAD``; of a layer for one layer.
+        m, k, n, batch: sizes of the product, all 1 where it is none.
+        product: it is one.
+        share: part of it that is done.
+        forward_bytes, backward_bytes: through memory.
+        gradients: how many products, or passes, its backward is.
+        count: how many.
+        attention: it is in a fused attention kernel.
+        scores: it belongs to attention's scores, without weights.
+        weight: it reads a parameter.
+    """
+
+    place: int
+    product: bool
+    m: float
+    k: float
+    n: float
+    batch: float
+    share: float
+    forward_bytes: float
+    backward_bytes: float
+    gradients: int
+    count: float
+    attention: bool
+    scores: bool
+    weight: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Equal collectives of one micro-batch, but for those on parameters."""
+
+    place: int
+    forward: bool
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    payload_bytes: float
+    count: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One micro-batch on one device.
+
+    Attributes:
+        kernels, traffic: see there.
+        saved_bytes: for each rematerialization, activations that one layer keeps.
+        head_bytes: largest temporaries around the loss.
+    """
+
+    kernels: tuple[Kernel, ...]
+    traffic: tuple[Traffic, ...]
+    saved_bytes: dict[str, float]
+    head_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Analysed:
+    graph: Graph
+    dims: Dimensions
+    rows: Rows
+    residents: Residents
+
+
+@functools.lru_cache(maxsize=256)
+def _analysed(sizes: Decoder, samples: int, compiled: bool, itemsize: int) -> _Analysed:
+    dtype = "float32" if itemsize == 4 else "bfloat16"
+    graph = decoder_graph(sizes, samples, dtype, itemsize)
+    dims = analyse(graph)
+    rows = build_rows(graph, dims, fuses=compiled)
+    kept = residents(graph, dims, rows.weight, copies_kernels=False)
+    return _Analysed(graph=graph, dims=dims, rows=rows, residents=kept)
+
+
+@functools.cache
+def _profile() -> Cluster:
+    """Any machine whose compiler merges and scatters: frameworks do it by hand.
+
+    Which operations are one kernel a decoder's graph says itself.
+    """
+    found = cluster("h100:8")
+    apart = dataclasses.replace(found.compiler, fuses_normalizations=False)
+    return dataclasses.replace(found, compiler=apart)
+
+
+def work_of(run: Run) -> Work:
+    """The work of a run."""
+    # Layers are alike, so that those of two say all; the trip count is divided out.
+    sizes = dataclasses.replace(run.sizes, layers=2)
+    return _work(
+        sizes,
+        run.micro_batch,
+        run.tensor,
+        run.sequence_parallel,
+        run.context,
+        run.expert,
+        run.framework.compiled,
+        run.itemsize_bytes,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _work(
+    sizes: Decoder,
+    micro_batch: int,
+    tensor: int,
+    sequence_parallel: bool,
+    context: int,
+    expert: int,
+    compiled: bool,
+    itemsize: int,
+) -> Work:
+    found = _analysed(sizes, micro_batch * expert, compiled, itemsize)
+    mesh = {"expert": expert, "context": context, "tensor": tensor}
+    batch = frozenset(r.index for r in found.dims.batch)
+    s = Setting(mesh, 1, _profile(), found.dims, batch)
+    tables = _tables(found, sizes, sequence_parallel)
+    places = [_PLACE_OF[name] for name in REGIONS]
+    kernels = tuple(
+        _kernel(row, tables[row.task_graph], places[row.task_graph], sizes.layers, s)
+        for row in found.rows.ops
+        if row.product is not None or row.reads or row.writes
+    )
+    traffic = []
+    for flow in found.rows.flows:
+        here = flow.task_graph if not flow.source.weight else flow.uses[0].task_graph
+        place = places[here]
+        changes = flow_cost(flow, tables, s)
+        for c in changes:
+            traffic.append(
+                Traffic(
+                    place=place,
+                    forward=c.phase == "forward",
+                    kind=c.kind,
+                    axes=c.axes,
+                    payload_bytes=c.payload_bytes / _gathered_behind(c, changes, s),
+                    count=c.count / (sizes.layers if place == LAYER else 1),
+                )
+            )
+    saved, head = _saved(found, tables, s, sizes, micro_batch * itemsize)
+    return Work(
+        kernels=kernels, traffic=tuple(traffic), saved_bytes=saved, head_bytes=head
+    )
+
+
+def _gathered_behind(
+    one: Collective, others: Sequence[Collective], s: Setting
+) -> float:
+    """In how many shards frameworks exchange what a compiler would gather before."""
+    if one.kind != "all-to-all":
+        return 1.0
+    axes = {
+        axis
+        for other in others
+        if (other.kind, other.phase) == ("all-gather", one.phase)
+        for axis in other.axes
+    }
+    return float(math.prod(s.mesh[axis] for axis in axes))
+
+
+def _tables(
+    found: _Analysed, sizes: Decoder, sequence_parallel: bool
+) -> dict[int, Table]:
+    """What each region shards: Megatron's layout, said in roles."""
+    dims = found.dims
+    leaves = {t.path: t.id for t in found.graph.tensors if t.path}
+
+    def role(path: str, dim: int) -> tuple[int, ...]:
+        atoms = dims.layouts[leaves[path]][dim]
+        return atoms[:1]
+
+    batch = tuple(r.index for r in dims.batch)
+    sequence = role("tokens", 1)
+    vocabulary = role("embed.table", 0)
+    # Behind the router, the places at the experts are what the sequence was.
+    sent = [op.results[0] for op in found.graph.ops if op.kind == "dispatch"]
+    places = dims.layouts[sent[0]][2][:1] if sent else ()
+    base: dict[str, tuple[int, ...]] = {"context": sequence + places, "expert": batch}
+    heads = role("layer.qkv", 1)
+    wide = role("layer.down", 1 if sizes.experts else 0)
+    # Ranks that share the sequence send what they have of it to the experts.
+    shared = sequence + places if sequence_parallel else ()
+    between: Table = {**base, "tensor": shared}
+    by_region: dict[str, Table] = {
+        "embed": {**base, "tensor": vocabulary},
+        "residual": between,
+        "final": between,
+        "inner": {**base, "tensor": heads if sizes.experts else heads + wide},
+        "experts": {
+            "context": places,
+            "expert": role("layer.up", 0) if sizes.experts else (),
+            "tensor": wide,
+        },
+        "head": {
+            **base,
+            "tensor": vocabulary if sizes.tied else role("head.kernel", 1),
+        },
+    }
+    return {index: by_region[name] for index, name in enumerate(REGIONS)}
+
+
+def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kernel:
+    hits = row_hits(row, table, s)
+    forward, backward = memory_traffic(row, hits, s)
+    if row.kind == IN_PLACE:
+        backward = forward * VIEW_PASSES
+    elif row.kind == SOFTMAX:
+        # Gradients are made of what it gave, which is read again.
+        backward += forward
+    elif row.kind == DROPOUT:
+        # What is dropped is a byte for each element, written and read.
+        mask = forward / 2 / row.results[0].itemsize_bytes
+        forward, backward = forward + mask, backward + mask
+    product = row.product
+    m, k, n, batch = (1.0, 1.0, 1.0, 1.0)
+    gradients = int(backward > 0)
+    if product is not None:
+        m, k, n, batch = local_product(product, hits, s)
+        gradients = product.left_gradient + product.right_gradient
+    weighed = any(slot.weight for slot in row.slots)
+    return Kernel(
+        place=place,
+        product=product is not None,
+        m=m,
+        k=k,
+        n=n,
+        batch=batch,
+        share=product.share if product is not None else 1.0,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        gradients=gradients,
+        count=row.count / (layers if place == LAYER else 1),
+        attention=row.fused and product is not None,
+        scores=not weighed and any(_is_scores(slot.sizes) for slot in row.slots),
+        weight=weighed,
+    )
+
+
+def _saved(
+    found: _Analysed,
+    tables: dict[int, Table],
+    s: Setting,
+    sizes: Decoder,
+    sample_bytes: int,
+) -> tuple[dict[str, float], float]:
+    """Activations that a layer keeps under each policy, and the loss's temporaries."""
+    residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
+    stream_like = ((), (sizes.seq,), (sizes.hidden,))
+    # What products read of the stream is kept as it lies there, and gathered again.
+    kept = [
+        dataclasses.replace(e, task_graph=residual)
+        if e.task_graph in inner and _as_single(e.sizes) == stream_like
+        else e
+        for e in found.residents.saved
+        if e.task_graph in (residual, *inner)
+    ]
+    nbytes = kept_bytes(kept, tables, s)
+    layer = [(e, b / sizes.layers) for e, b in zip(kept, nbytes, strict=True)]
+    everything = math.fsum(b for _, b in layer)
+    scores = math.fsum(b for e, b in layer if _is_scores(e.sizes))
+    parts = s.mesh["context"] * (s.mesh["tensor"] if tables[1].get("tensor") else 1)
+    stream = 1.0 * sample_bytes * sizes.seq * sizes.hidden / parts
+    dots = math.fsum(
+        b
+        for e, b in layer
+        if e.task_graph in inner
+        and not _is_scores(e.sizes)
+        and (e.made == "product" or e.sizes[-1] != (sizes.ffn,))
+    )
+    saved = {
+        "none": everything,
+        "selective": everything - scores,
+        "dots": dots + stream,
+        "full": stream,
+    }
+    # The logits, in float32 for the loss, and their cotangent.
+    parts = s.mesh["tensor"] * s.mesh["context"]
+    logits = (sample_bytes + 2 * sample_bytes) * sizes.seq * sizes.vocab / parts
+    return saved, logits + sample_bytes * sizes.seq * sizes.vocab / parts
+
+
+def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Sizes as those of one sample."""
+    return ((), *sizes[1:])
+
+
+def _is_scores(sizes: tuple[tuple[int, ...], ...]) -> bool:
+    """Sample, group, head, query, key: the last two are the sequence."""
+    return len(sizes) == 5 and sizes[3] == sizes[4] != ()
+
+
+def wires(
+    kind: CollectiveKind, payload_bytes: float, sizes: tuple[int, int]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes on the wire and steps of one collective, inside a node and between nodes.
+
+    Args:
+        kind: the collective.
+        payload_bytes: as in ``collectives``.
+        sizes: devices that take part inside a node, and nodes.
+
+    Returns:
+        (bytes, steps) for the two levels.
+    """
+    rounds = 2 if kind == "all-reduce" else 1
+    found = []
+    remaining = payload_bytes
+    for size in sizes:
+        found.append(
+            (rounds * remaining * (size - 1) / size, float(rounds * (size - 1)))
+        )
+        if kind != "all-to-all":
+            remaining /= size
+    return found[0], found[1]
+
+
+def levels_of(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
+    """How many devices of some axes share a node, and over how many nodes they lie.
+
+    Tensor ranks are neighbours, then context ranks, then data ranks (experts are some
+    of these), then pipeline stages.
+    """
+    sizes = {
+        "tensor": run.tensor,
+        "context": run.context,
+        "expert": run.expert,
+        "fsdp": run.fsdp,
+        "data": run.data,
+        "stage": run.stages,
+    }
+    stride = 1
+    for axis in ("tensor", "context", "fsdp", "data", "stage"):
+        if axis in axes or (axis == "fsdp" and "expert" in axes):
+            break
+        stride *= sizes[axis]
+    return _split(math.prod(sizes[a] for a in axes), run.devices_per_node // stride)
+
+
+def copies_of_experts(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
+    """The same of those devices along some axes that hold the same experts.
+
+    Args:
+        run: the run.
+        axes: some of ``context``, ``fsdp`` and ``data``, as for the other parameters.
+    """
+    inside, nodes = levels_of(run, axes)
+    # Ranks with unlike experts lie between them: those along fsdp first, then others.
+    unlike = run.expert if "fsdp" in axes else max(1, run.expert // run.fsdp)
+    return _split(max(1, inside * nodes // unlike), -(-inside // unlike))
+
+
+def _split(total: int, fits: int) -> tuple[int, int]:
+    """Devices into equal nodes, of which each has room for so many."""
+    inside = min(total, max(1, fits))
+    while total % inside:
+        inside -= 1
+    return inside, total // inside
+
+
+def arrays(kernels: list[tuple[int, Kernel]]) -> dict[str, np.ndarray]:
+    """Kernels of many runs as columns; ``run`` is the index of each one's."""
+    names = [f.name for f in dataclasses.fields(Kernel)]
+    found = {"run": np.array([i for i, _ in kernels], dtype=int)}
+    for name in names:
+        found[name] = np.array([getattr(k, name) for _, k in kernels])
+    return found

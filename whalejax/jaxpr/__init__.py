@@ -1,0 +1,1 @@
+"""Traced programs: cut into steps, and rebuilt around other bodies."""

@@ -1,0 +1,298 @@
+"""Traced programs as one list of steps, of which any part can be run.
+
+A pipeline runs a model, its backward pass and its optimizer in pieces, at different
+times and on different devices. A piece is what some values need, computed from others:
+this finds it and runs it. Nothing is rewritten; calls are inlined so that the list is
+as fine as it can be, and everything with a rule of its own stays one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.planner.memory.saved_tensors import CHEAP
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fixed:
+    """A value that the program itself holds."""
+
+    value: Any
+
+
+Operand = int | Fixed
+"""A value by number, or one that the program holds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Step:
+    """One operation.
+
+    Attributes:
+        equation: as traced.
+        reads: its operands.
+        writes: numbers of its results.
+    """
+
+    equation: Any
+    reads: tuple[Operand, ...]
+    writes: tuple[int, ...]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the values that it reads."""
+        return tuple(x for x in self.reads if not isinstance(x, Fixed))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Steps:
+    """A program: its steps in order, and what goes in and comes out, by number.
+
+    Attributes:
+        steps: the operations.
+        inputs: numbers of its inputs.
+        outputs: its results.
+        avals: shape and dtype of every value.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Operand, ...]
+    avals: Mapping[int, Any]
+    _makers: dict[int, Step] = field(default_factory=dict)
+
+    def aval_of(self, operand: Operand) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a value, or of one that the program holds."""
+        if isinstance(operand, Fixed):
+            value = jnp.asarray(operand.value)
+            return jax.ShapeDtypeStruct(value.shape, value.dtype)
+        aval = self.avals[operand]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            self._makers.update(dict.fromkeys(step.writes, step))
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> Steps:
+        """Write down a program.
+
+        Args:
+            jaxpr: open or closed.
+        """
+        return _Writer().write(jaxpr)
+
+    def nbytes(self, number: int) -> int:
+        """Bytes of a value."""
+        aval = self.avals[number]
+        return _compat.aval_bytes(aval)
+
+    def maker(self, number: int) -> Step | None:
+        """The step that makes a value; None for an input."""
+        return self._makers.get(number)
+
+    def depending(self, numbers: Collection[int]) -> set[int]:
+        """All values that are made of some, those among them."""
+        found = set(numbers)
+        for step in self.steps:
+            if not found.isdisjoint(step.sources):
+                found.update(step.writes)
+        return found
+
+    def needed(
+        self,
+        wanted: Sequence[Operand],
+        given: Collection[int],
+        also: Collection[Step] = (),
+    ) -> tuple[list[Step], list[int]]:
+        """The steps that make some values out of others.
+
+        Args:
+            wanted: what is to be made.
+            given: what is there.
+            also: steps that run in any case.
+
+        Returns:
+            The steps in order, and the numbers among the given, and among the inputs,
+            that they and the wanted read.
+        """
+        open_ = {x for x in wanted if not isinstance(x, Fixed)}
+        chosen, read = [], set[int]()
+        for step in reversed(self.steps):
+            making = open_.intersection(step.writes).difference(given)
+            if making or step in also:
+                chosen.append(step)
+                open_.update(step.sources)
+        made = {n for step in chosen for n in step.writes}
+        for number in open_:
+            if number in given or number not in made:
+                read.add(number)
+        return chosen[::-1], sorted(read)
+
+    def run(
+        self,
+        wanted: Sequence[Operand],
+        values: Mapping[int, Any],
+        also: Collection[Step] = (),
+    ) -> list[Any]:
+        """Make some values out of others.
+
+        Args:
+            wanted: what is to be made.
+            values: what is there, by number.
+            also: steps that run in any case.
+        """
+        known = dict(values)
+        steps, _ = self.needed(wanted, values.keys(), also)
+        for step in steps:
+            operands = [_read(x, known) for x in step.reads]
+            with _compat.equation_context(step.equation):
+                results = _compat.bind(step.equation, operands)
+            for number, result in zip(step.writes, results, strict=True):
+                known.setdefault(number, result)
+        return [_read(x, known) for x in wanted]
+
+    def kept(
+        self,
+        wanted: Sequence[Operand],
+        later: Collection[int],
+        given: Collection[int] = (),
+    ) -> list[int]:
+        """What one part of a program has to keep for another.
+
+        What cheap operations make is made again where that keeps fewer bytes, as
+        compilers do where both parts are one program.
+
+        Args:
+            wanted: what the other part makes.
+            later: values that only the other part can make, or is given.
+            given: what both are given, whose own sources may be gone.
+        """
+        inputs = {*self.inputs}
+        _, read = self.needed(wanted, self.avals.keys() - set(later))
+        direct = [n for n in read if n not in later and n not in inputs]
+        behind = {n: self._behind(n, inputs, given) for n in direct}
+        found: set[int] = set()
+        for together in _joined(behind):
+            sources = set[int]().union(*(behind[n] for n in together))
+            less = sum(map(self.nbytes, sources)) < sum(map(self.nbytes, together))
+            found |= sources if less else set(together)
+        for step in reversed(self.steps):
+            for number in found.intersection(step.writes):
+                if self._again(step, found - {number}, inputs):
+                    found.discard(number)
+        return sorted(found)
+
+    def _behind(
+        self, number: int, inputs: Collection[int], given: Collection[int]
+    ) -> frozenset[int]:
+        """The values from which cheap operations make one; itself if none do."""
+        found, seen, open_ = set[int](), set[int](), [number]
+        while open_:
+            n = open_.pop()
+            if n in seen or n in inputs:
+                continue
+            seen.add(n)
+            step = self.maker(n)
+            if step is not None and n not in given and self._cheap(step, n):
+                open_ += step.sources
+            else:
+                found.add(n)
+        return frozenset(found)
+
+    def _cheap(self, step: Step, number: int) -> bool:
+        """A step is cheap, and reads no more numbers than it gives."""
+        cheap = step.equation.primitive.name in AGAIN
+        size = math.prod(self.avals[number].shape)
+        return cheap and all(
+            math.prod(self.avals[n].shape) <= size for n in step.sources
+        )
+
+    def _again(
+        self, step: Step, there: Collection[int], inputs: Collection[int]
+    ) -> bool:
+        """A step is cheap, and all that it reads is there."""
+        return step.equation.primitive.name in AGAIN and all(
+            n in there or n in inputs for n in step.sources
+        )
+
+
+AGAIN = CHEAP | {
+    *("reshape", "squeeze", "expand_dims", "transpose", "name"),
+    *("div", "exp"),  # Of a softmax the products' result stays.
+}
+"""Operations that are done again rather than that their result is kept."""
+
+
+def _joined(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
+    """Values in groups that share some of what is behind them."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for number, sources in behind.items():
+        mine, members = set(sources), [number]
+        apart = []
+        for others, joined in groups:
+            if mine.isdisjoint(others):
+                apart.append((others, joined))
+            else:
+                mine |= others
+                members += joined
+        groups = [*apart, (mine, members)]
+    return [members for _, members in groups]
+
+
+def _read(operand: Operand, known: Mapping[int, Any]) -> Any:
+    return operand.value if isinstance(operand, Fixed) else known[operand]
+
+
+class _Writer:
+    """Writes down a program."""
+
+    def __init__(self) -> None:
+        self.avals: dict[int, Any] = {}
+        self.steps: list[Step] = []
+
+    def write(self, jaxpr: Any) -> Steps:
+        body, constants = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Operand] = {
+            v: Fixed(x) for v, x in zip(body.constvars, constants, strict=True)
+        }
+        inputs = tuple(self._new(v) for v in body.invars)
+        env.update(zip(body.invars, inputs, strict=True))
+        outputs = self._body(body, env)
+        return Steps(
+            steps=tuple(self.steps), inputs=inputs, outputs=outputs, avals=self.avals
+        )
+
+    def _new(self, variable: Any) -> int:
+        number = len(self.avals)
+        self.avals[number] = variable.aval
+        return number
+
+    def _body(self, body: Any, env: dict[Any, Operand]) -> tuple[Operand, ...]:
+        def operand(atom: Any) -> Operand:
+            return Fixed(atom.val) if _compat.is_literal(atom) else env[atom]
+
+        for equation in body.eqns:
+            reads = tuple(map(operand, equation.invars))
+            if _compat.recursion(equation) == "inline":
+                inner, constants = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])
+                fixed = map(Fixed, constants)
+                inside: dict[Any, Operand] = dict(
+                    zip(inner.constvars, fixed, strict=True)
+                )
+                inside.update(zip(inner.invars, reads, strict=True))
+                env.update(
+                    zip(equation.outvars, self._body(inner, inside), strict=True)
+                )
+                continue
+            writes = tuple(self._new(v) for v in equation.outvars)
+            env.update(zip(equation.outvars, writes, strict=True))
+            self.steps.append(Step(equation=equation, reads=reads, writes=writes))
+        return tuple(map(operand, body.outvars))

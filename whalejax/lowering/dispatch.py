@@ -1,0 +1,57 @@
+"""Which executor runs a plan: one step's gradients, and one batch's losses.
+
+The train step asks here and nowhere else, so that it need not know how a plan runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from whalejax.capture.layer_scan import stack_of
+from whalejax.lowering.pipeline_spmd.executor import (
+    pipelined_gradients,
+    pipelined_losses,
+)
+from whalejax.lowering.spmd import executor
+from whalejax.lowering.spmd.executor import Program, Sums
+
+
+def gradients_of(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+    scale: Any = None,
+) -> tuple[Sums, Any]:
+    """Loss and gradients of the global batch, and the new rest.
+
+    Args:
+        program: what to run.
+        params, rest, batch, rng, step, scale: as for ``spmd.gradients_of``.
+    """
+    if program.plan.stages is None:
+        return executor.gradients_of(program, params, rest, batch, rng, step, scale)
+    stack = stack_of(program.captured)
+    return pipelined_gradients(program, stack, params, rest, batch, rng, step, scale)
+
+
+def losses_of(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+) -> Sums:
+    """The summed losses of the global batch, without gradients.
+
+    Args:
+        program, params, rest, batch, rng, step: as for ``spmd.losses_of``.
+    """
+    if program.plan.stages is None:
+        return executor.losses_of(program, params, rest, batch, rng, step)
+    stack = stack_of(program.captured)
+    return pipelined_losses(program, stack, params, rest, batch, rng, step)

@@ -1,0 +1,152 @@
+"""What a loss reports beside itself, summed over micro-batches by every executor.
+
+Executors know one way to put micro-batches together: they add them. Means are sums that
+are divided at the end, and rows of samples are sums of arrays that are zero where other
+micro-batches have theirs. So are the maxima and minima of all micro-batches, of which
+one is taken at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.api.losses import Merged
+
+
+def wide(x: Any) -> Any:
+    """A number in at least 32 bits of floating point, or as complex as it is."""
+    narrow = not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
+
+
+def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
+    """One micro-batch's part of the sums.
+
+    Args:
+        metrics: as the loss reports them.
+        weight: what means are weighed with; None if the loss has none.
+        number: of the micro-batch.
+        count: micro-batches of a step.
+    """
+
+    def summand(metric: Any) -> Any:
+        if not isinstance(metric, Merged):
+            metric = jnp.asarray(metric)
+            if count == 1 and metric.dtype == jnp.bool_:
+                return _counted(Merged(metric, "same"), _summable(metric))
+            metric = _summable(metric)
+            return metric if weight is None else _weighed(metric, weight)
+        if metric.how == "sum":
+            return replace(metric, value=jax.tree.map(_summable, metric.value))
+        if metric.how == "same":
+            once = jax.tree.map(lambda x: _once(x, number, count), metric.value)
+            return _counted(metric, once)
+        if metric.how == "average":
+            share = jax.tree.map(lambda x: wide(x) / count, metric.value)
+            return replace(metric, value=share)
+        if metric.how == "mean":
+            means = jax.tree.map(wide, jax.tree.map(jnp.asarray, metric.value))
+            if weight is not None:
+                means = jax.tree.map(lambda x: _weighed(x, weight), means)
+            return replace(metric, value=means)
+        if metric.how in ("max", "min"):
+            each = jax.tree.map(lambda x: jnp.asarray(x)[None], metric.value)
+            metric = replace(metric, value=each)
+        rows = jax.tree.map(lambda x: _spread(metric, x, number, count), metric.value)
+        return _counted(metric, rows)
+
+    return jax.tree.map(summand, metrics, is_leaf=_is_merged)
+
+
+def reported(metrics: Any, count: Any) -> Any:
+    """What is reported of the global batch.
+
+    Args:
+        metrics: sums over its micro-batches.
+        count: of micro-batches, or their weight.
+    """
+
+    def one(metric: Any) -> Any:
+        if isinstance(metric, Merged) and metric.how == "mean":
+            return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), metric.value)
+        if isinstance(metric, Merged) and metric.how in ("max", "min"):
+            end = getattr(jnp, metric.how)
+            ends = jax.tree.map(lambda x: end(x, axis=0), metric.value)
+            return _as_truths(metric, ends)
+        if isinstance(metric, Merged):
+            return _as_truths(metric, metric.value)
+        if not jnp.issubdtype(metric.dtype, jnp.inexact):
+            return metric
+        return metric / jnp.asarray(count, metric.dtype)
+
+    return jax.tree.map(one, metrics, is_leaf=_is_merged)
+
+
+def _is_merged(x: Any) -> bool:
+    return isinstance(x, Merged)
+
+
+def _counted(metric: Merged, value: Any) -> Merged:
+    """With another value, and a note of which leaves have truth values."""
+    leaves = jax.tree.leaves(metric.value)
+    truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
+    return replace(metric, value=value, truths=truths if any(truths) else ())
+
+
+def _as_truths(metric: Merged, value: Any) -> Any:
+    """Truth values again, of what was added up as numbers."""
+    if not metric.truths:
+        return value
+    tree: Any
+    leaves, tree = jax.tree.flatten(value)
+    pairs = zip(leaves, metric.truths, strict=True)
+    return tree.unflatten([x.astype(bool) if truth else x for x, truth in pairs])
+
+
+def _summable(metric: Any) -> Any:
+    """A metric in a type that holds the sum: at least 32 bits, and no truth value."""
+    metric = jnp.asarray(metric)
+    if jnp.issubdtype(metric.dtype, jnp.inexact):
+        return wide(metric)
+    narrow = metric.dtype == jnp.bool_ or metric.dtype.itemsize < 4
+    return metric.astype(jnp.int32) if narrow else metric
+
+
+def _once(metric: Any, number: Any, count: int) -> Any:
+    """What all micro-batches have alike, which the first alone reports."""
+    metric = _summable(metric)
+    if count == 1:
+        return metric
+    return jnp.where(number == 0, metric, jnp.zeros_like(metric))
+
+
+def _weighed(metric: Any, weight: Any) -> Any:
+    if not jnp.issubdtype(metric.dtype, jnp.inexact):
+        return metric
+    # A micro-batch without weight has perhaps divided by it.
+    part = metric * weight.astype(metric.dtype)
+    return jnp.where(weight != 0, part, jnp.zeros_like(part))
+
+
+def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
+    """Rows of the micro-batch's samples in their places in the global batch.
+
+    Micro-batch ``m`` has samples ``m, m + count, m + 2 count …``.
+    """
+    rows = jnp.asarray(rows)
+    if metric.how != "concat":
+        rows = _summable(rows)
+    rows = rows.astype(jnp.int32) if rows.dtype == jnp.bool_ else rows
+    if count == 1:
+        return rows
+    axis, outer, inner = metric.axis, metric.outer, metric.inner
+    front, behind = rows.shape[:axis], rows.shape[axis + 1 :]
+    size = rows.shape[axis] // (outer * inner)
+    each = rows.reshape(*front, outer, size, inner, *behind)
+    whole = jnp.zeros((*front, outer, size, count, inner, *behind), rows.dtype)
+    whole = jax.lax.dynamic_update_index_in_dim(whole, each, number, axis=axis + 2)
+    return whole.reshape(*front, outer * size * count * inner, *behind)

@@ -1,0 +1,1 @@
+"""What several processes check and watch while they run one step."""

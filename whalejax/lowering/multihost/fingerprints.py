@@ -1,0 +1,118 @@
+"""Hashes of optimizers (their state and update), which processes compare.
+
+Processes whose optimizers are of another form compile other programs, and wait for
+each other's collectives; where only numbers of theirs differ, their parameters drift
+apart without a word. An optimizer is functions: compared are the state that it keeps
+and what its update computes, with its numbers, each result by what it is made of. The
+order of independent operations is nothing, so that dictionaries may be walked in any.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.runtime.optimizer_state import updates
+
+
+if TYPE_CHECKING:
+    from whalejax.lowering.spmd.executor import Program
+
+
+_SIMPLE: Final = (bool, int, float, complex, str, type(None), np.dtype, np.generic)
+"""Parameters of an operation that say what it computes; others may name places."""
+
+Constant = Callable[[Any], str]
+
+
+def fingerprint(program: Program) -> str:
+    """Twelve hexadecimal digits of what an optimizer keeps and does.
+
+    Args:
+        program: whose optimizer updates its parameters; the names, shapes and types of
+            both count, and what its update computes.
+
+    Raises:
+        WhaleError: its update takes more than a step has for it.
+    """
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.adapter.params
+    )
+    state = jax.eval_shape(program.optimizer.init, params)
+    leaves = jax.tree_util.tree_flatten_with_path((params, state))[0]
+    forms = [(jax.tree_util.keystr(p), x.shape, str(x.dtype)) for p, x in leaves]
+    step = functools.partial(updates, program.optimizer)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        traced = (
+            jax.make_jaxpr(program.optimizer.init)(params),
+            jax.make_jaxpr(step)(params, state, params, loss),
+        )
+    constant = _Constants()
+    return _digits(forms, [_results(one, constant) for one in traced])[:12]
+
+
+def _digits(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
+
+
+def _results(closed: Any, constant: Constant) -> list[str]:
+    """Digits of each result of a program, by its inputs' numbers."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known: dict[Any, str] = {x: f"input {n}" for n, x in enumerate(jaxpr.invars)}
+    constants = zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
+    known.update((x, constant(value)) for x, value in constants)
+
+    def read(values: Sequence[Any]) -> list[str]:
+        return [constant(x.val) if hasattr(x, "val") else known[x] for x in values]
+
+    for eqn in jaxpr.eqns:
+        inner = jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr)
+        bodies = [_results(body, constant) for body in inner if _is_jaxpr(body)]
+        made = _digits(eqn.primitive.name, _said(eqn.params), read(eqn.invars), bodies)
+        for number, x in enumerate(eqn.outvars):
+            known[x] = _digits(made, number, str(x.aval))
+    return read(jaxpr.outvars)
+
+
+def _said(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Parameters of an operation but for its name, which nothing depends on."""
+    return sorted((k, v) for k, v in params.items() if k != "name" and _is_simple(v))
+
+
+def _is_simple(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_simple, value))
+    return isinstance(value, _SIMPLE)
+
+
+def _is_jaxpr(value: object) -> bool:
+    return hasattr(value, "eqns")
+
+
+class _Constants:
+    """Constants in a few digits, each looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}
+
+    def __call__(self, value: Any) -> str:
+        found = self._known.get(id(value))
+        if found is None:
+            found = self._known[id(value)] = value, self._digits_of(value)
+        return found[1]
+
+    def _digits_of(self, value: Any) -> str:
+        if isinstance(value, jax.Array) and jnp.issubdtype(
+            value.dtype, jax.dtypes.prng_key
+        ):
+            value = jax.random.key_data(value)
+        array = np.ascontiguousarray(np.asarray(value))
+        digits = hashlib.sha256(array.view(np.uint8).data if array.size else b"")
+        return f"{array.dtype}{array.shape} {digits.hexdigest()[:24]}"

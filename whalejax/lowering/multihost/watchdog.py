@@ -1,0 +1,190 @@
+"""Ends a process whose step waits for another one that is gone or stands still.
+
+Of a process that is gone the others get an error. For one that stands still they would
+wait for ever, in programs that Python cannot interrupt; so a thread looks on, says what
+is waited for, and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from whalejax.distributed import heartbeat
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
+from whalejax.distributed.standard_streams import say
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.pipeline.schedules import Row
+from whalejax.planner.pipeline.transfer_order import Handing, words_of
+
+
+LEAST_SECONDS: Final = 300.0
+"""A step may take this long in any case."""
+
+FIRST_SECONDS: Final = 3600.0
+"""And the first of its kind this long: processes wait in it while others compile."""
+
+TIMES_LONGEST: Final = 10
+"""Or so many times as long as the longest before it."""
+
+
+def lost(error: BaseException, where: str) -> WhaleError:
+    """What a user is told when another process is gone; waits to see which.
+
+    Args:
+        error: what JAX says of it.
+        where: what was being done.
+    """
+    said = str(error).splitlines()[0][:200]
+    who = heartbeat.begun().missing() or "which one cannot be seen from here"
+    return WhaleError(
+        f"another process of this step is gone ({said}), at {where}: {who}. Look for "
+        "its first error, start all processes anew, and restore the latest checkpoint"
+    )
+
+
+class Watch:
+    """Watches steps, and evaluations.
+
+    Attributes:
+        least_seconds: that one may take in any case.
+        first_seconds: that the first of a kind may take.
+        doing: what is being issued.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        """Know whether there is something to watch.
+
+        Args:
+            alone: no other process takes part, so that nothing is watched.
+        """
+        self._alone = alone
+        self.least_seconds = LEAST_SECONDS
+        self.first_seconds = FIRST_SECONDS
+        self.doing: Row | Handing | None = None
+        self._failed = ""
+        # Of each kind, the seconds of the longest so far but the first.
+        self._longest: dict[str, float] = {}
+        # Of each that has not ended its kind, its beginning, and what it will give.
+        self._open: deque[tuple[str, float, Sequence[Any] | None]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, kind: str) -> None:
+        """One is about to be issued.
+
+        Raises:
+            WhaleError: one before it failed here, in which others may still wait.
+        """
+        if self._alone:
+            return
+        if self._failed:
+            raise WhaleError(
+                f"{self._failed} failed before in this process, and the others may "
+                "still wait in it: what is sent now they would take for its. Look at "
+                "that error, start all processes anew, and restore the latest "
+                "checkpoint"
+            )
+        heartbeat.begun().step()
+        with self._lock:
+            self._settle()
+            self._open.append((kind, time.monotonic(), None))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._look_on, name="whalejax-watch", daemon=True
+            )
+            self._thread.start()
+
+    def issued(self, results: Sequence[Any]) -> None:
+        """All of it is issued; it ends when its results are there."""
+        if not self._alone:
+            with self._lock:
+                self._open.append((*self._open.pop()[:2], results))
+
+    @contextmanager
+    def step(self, kind: str = "a step") -> Iterator[None]:
+        """Around the issuing of a step, or of something else.
+
+        Args:
+            kind: what is issued.
+
+        Raises:
+            WhaleError: a process that takes part is gone, or one before it failed.
+        """
+        self.begin(kind)
+        try:
+            yield
+        except BaseException as error:
+            self._failed = kind
+            with self._lock:
+                self._open.clear()
+            if not self._alone and heartbeat.tells_of_loss(error):
+                raise lost(error, self._where()) from error
+            raise
+
+    def _settle(self) -> None:
+        """Note the end of those that have ended."""
+        while self._open and _there(self._open[0][2]):
+            kind, began, _ = self._open.popleft()
+            took, longest = time.monotonic() - began, self._longest.get(kind)
+            # The first compiles, and says nothing of those that follow.
+            self._longest[kind] = 0.0 if longest is None else max(took, longest)
+
+    def _overdue(self) -> tuple[str, float, float] | None:
+        """What has waited too long, its seconds, and those of the longest before it."""
+        with self._lock:
+            self._settle()
+            if not self._open:
+                return None
+            kind, began, _ = self._open[0]
+            longest, waited = self._longest.get(kind), time.monotonic() - began
+            allowed = (
+                self.first_seconds
+                if longest is None
+                else max(self.least_seconds, TIMES_LONGEST * longest)
+            )
+            if heartbeat.begun().ended():  # for one that has gone home nobody need wait
+                allowed = min(allowed, heartbeat.begun().silent_seconds)
+            return (kind, waited, longest or 0.0) if waited > allowed else None
+
+    def _look_on(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.least_seconds / 4))
+            found = self._overdue()
+            if found is not None:
+                self._end(*found)
+
+    def _where(self) -> str:
+        return "its beginning" if self.doing is None else words_of(self.doing)
+
+    def _end(self, kind: str, waited: float, longest: float) -> None:
+        who = heartbeat.begun().late() or (
+            "All processes are there and have begun as many steps: another one does "
+            "something else than this one"
+        )
+        say(
+            f"whalejax: {kind} has waited for {waited:.0f} s at {self._where()}; the "
+            f"longest before took {longest:.1f} s. {who}. This process ends here. Look "
+            "for the first error of the others, start all processes anew, and restore "
+            "the latest checkpoint"
+        )
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            faulthandler.dump_traceback(file=sys.stderr)
+        heartbeat.begun().leave(ENDS_FOR_ANOTHER)
+
+
+def _there(results: Sequence[Any] | None) -> bool:
+    """What a step gives is there; what the next one has consumed was."""
+    if results is None:
+        return False
+    try:
+        return all(x.is_deleted() or x.is_ready() for x in results)
+    except RuntimeError:  # consumed in this very moment
+        return True

@@ -1,0 +1,1 @@
+"""The ``pipeline_mpmd`` executor: stages with programs of their own."""

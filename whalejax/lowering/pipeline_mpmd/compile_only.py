@@ -1,0 +1,378 @@
+"""Stages with programs of their own, compiled as a step runs them; nothing is run.
+
+Every program is compiled for values in the layouts in which the programs before it give
+them. By the rows of the schedule this tells what a device of each stage holds when, and
+what goes from stage to stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.jaxpr.steps import Fixed, Operand
+from whalejax.lowering.global_arrays import laid, results_of
+from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs import Piece, Site
+from whalejax.planner.pipeline.schedules import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgram:
+    """A compiled program of a stage.
+
+    Attributes:
+        stage: whose.
+        name: what it does, such as ``"forward of part 0"``.
+        runs: how often it runs in a step.
+        compiled: the program, a ``jax.stages.Compiled``.
+    """
+
+    stage: int
+    name: str
+    runs: int
+    compiled: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a device of a stage holds in a step, in bytes; it adds up to the peak.
+
+    Attributes:
+        params_bytes: parameters, with copies of those that another stage stores.
+        optimizer_bytes: their optimizer state.
+        gradients_bytes: gradients, as they are added up.
+        kept_bytes: the batch, what is not trained, and at its most what micro-batches
+            in flight keep for their backward pass.
+        temporary_bytes: what is on top of that when memory is fullest: temporaries of
+            a program, what it was handed, and what it gives.
+    """
+
+    params_bytes: int
+    optimizer_bytes: int
+    gradients_bytes: int
+    kept_bytes: int
+    temporary_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return (
+            self.params_bytes
+            + self.optimizer_bytes
+            + self.gradients_bytes
+            + self.kept_bytes
+            + self.temporary_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one part of the model is handed, or hands back, on each of its devices.
+
+    Attributes:
+        part: number of the part.
+        action: ``forward`` for values, ``backward`` for cotangents of them.
+        times: in a step.
+        nbytes: each time.
+    """
+
+    part: int
+    action: Action
+    times: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """The programs of stages, and what they hold and move.
+
+    Attributes:
+        programs: in the order in which a step first runs them, by part.
+        memory: of a device of each stage.
+        moved: between parts.
+        once_bytes: for each stage, what its devices are given once in a step: inputs
+            that another stage holds, and gradients that another made of parameters
+            that it stores.
+    """
+
+    programs: tuple[StageProgram, ...]
+    memory: tuple[StageMemory, ...]
+    moved: tuple[Moved, ...]
+    once_bytes: tuple[int, ...]
+
+
+def rehearsed(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehearsal:
+    """Compile all programs of a step.
+
+    Args:
+        apart: what runs.
+        state: shapes, dtypes and layouts of the state.
+        batch: those of the flat batch.
+    """
+    return _Rehearsing(apart, state, batch).found()
+
+
+@dataclass(slots=True)
+class _Site:
+    """A place with its programs.
+
+    Attributes:
+        kept: bytes that a micro-batch in flight keeps after each action.
+        above: bytes on top while each action runs.
+    """
+
+    kept: dict[Action, int] = field(default_factory=dict)
+    above: dict[Action, int] = field(default_factory=dict)
+
+
+class _Rehearsing:
+    """One rehearsal of a step."""
+
+    def __init__(self, apart: StageExecutor, state: Any, batch: Sequence[Any]) -> None:
+        self.apart = apart
+        self.state = state
+        params = jax.tree.leaves(state.params)
+        self.leaves = [*params, *jax.tree.leaves(state.rest), *batch]
+        self.params = len(params)
+        self.rest = self.params + len(jax.tree.leaves(state.rest))
+        self.programs: list[StageProgram] = []
+        self.sites: list[_Site] = []
+
+    def found(self) -> Rehearsal:
+        for site in self.apart.sites:
+            self.sites.append(self._site(site))
+        finishing = self._finishing()
+        stages = range(len(self.apart.plans))
+        return Rehearsal(
+            programs=tuple(self.programs),
+            memory=tuple(self._memory(stage, finishing[stage]) for stage in stages),
+            moved=tuple(self._moved()),
+            once_bytes=tuple(map(self._once_bytes, stages)),
+        )
+
+    # Programs.
+
+    def _site(self, site: Site) -> _Site:
+        """Compile the programs of a place."""
+        place, names, found = site.place, site.place.names, _Site()
+        whole = self.apart.whole[site.stage]
+        values = self._common(site)
+        common = {*values}
+        for v, at in zip(place.part.imports, names.imports, strict=True):
+            values[at] = laid(self._aval(site, at), self._handing(v, site.number))
+        sums = [laid(self._aval(site, x), whole) for x in names.sums]
+        made, _ = self._compiled(site, "forward", site.forward, values, sums, found)
+        first = len(place.part.exports) + len(place.part.fresh)
+        values.update(zip(place.kept, made[first:], strict=True))
+        found.kept["forward"] = _nbytes(
+            values[n] for n in site.later.intersection(values) - common
+        )
+        for v, at in zip(place.sent, names.cotangents, strict=False):
+            values[at] = laid(self._aval(site, at), self._handing(v, site.number))
+        if len(names.cotangents) > len(place.sent):
+            at = names.cotangents[-1]
+            values[at] = laid(self._aval(site, at), whole)
+        gradients = [
+            laid(self._aval(site, x), self.apart.gradient_sharding(n, site.stage))
+            for n, x in zip(place.params, names.gradients, strict=True)
+        ]
+        added = [] if site.weight else gradients
+        made, _ = self._compiled(site, "backward", site.backward, values, added, found)
+        found.kept["backward"] = 0
+        if site.weight is not None:
+            more = zip(site.backward.gives, made, strict=True)
+            values.update((n, x) for n, x in more if not isinstance(n, Fixed))
+            waiting = {*site.weight.reads} - common
+            found.kept["backward"] = _nbytes(values[n] for n in waiting)
+            self._compiled(site, "weight", site.weight, values, gradients, found)
+            found.kept["weight"] = 0
+        return found
+
+    def _compiled(
+        self,
+        site: Site,
+        action: Action,
+        piece: Piece,
+        values: Mapping[int, Any],
+        before: Sequence[Any],
+        found: _Site,
+    ) -> Any:
+        """Compile a program; what it gives."""
+        lowered = piece.program.lower([values[n] for n in piece.reads], list(before))
+        compiled = lowered.compile()
+        self.programs.append(
+            StageProgram(
+                stage=site.stage,
+                name=f"{action} of part {site.number}",
+                runs=self.apart.table.num_micro_batches,
+                compiled=compiled,
+            )
+        )
+        names = site.place.names
+        handed = names.imports if action == "forward" else names.cotangents
+        found.above[action] = _above(compiled) + _nbytes(
+            values[n] for n in piece.reads if n in handed
+        )
+        return results_of(lowered, compiled)
+
+    def _common(self, site: Site) -> dict[int, Any]:
+        """What all micro-batches of a place read, by number."""
+        place, names, state = site.place, site.place.names, self.state
+        whole = self.apart.whole[site.stage]
+        numbers = zip(
+            (*place.params, *place.rest, *place.batch),
+            (*names.params, *names.rest, *names.batch),
+            strict=True,
+        )
+        found = {
+            at: laid(self.leaves[n], self.apart.input_sharding(n, site.stage))
+            for n, at in numbers
+        }
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        found.update(dict.fromkeys((names.step, names.number, names.counted), scalar))
+        if names.rng is not None:
+            found[names.rng] = laid(state.rng, whole)
+        if names.scale is not None and state.loss_scale is not None:
+            found[names.scale] = laid(state.loss_scale.scale, whole)
+        return found
+
+    def _aval(self, site: Site, operand: Operand) -> Any:
+        if isinstance(operand, Fixed):
+            return jnp.asarray(operand.value)
+        return site.place.steps.avals[operand]
+
+    def _handing(self, value: Any, place: int) -> Any:
+        return self.apart.moves.layout(value, place)
+
+    def _finishing(self) -> list[int]:
+        """Compile the update; bytes on top of what each stage holds while it runs."""
+        apart, above = self.apart, [0] * len(self.apart.plans)
+        end = apart.whole[-1]
+        sums = jax.tree.map(lambda x: laid(x, end), apart.sums)
+        gradients = [
+            laid(x, apart.gradient_sharding(n, apart.owner(n)))
+            for n, x in enumerate(apart.wide_params)
+        ]
+        values = [
+            *jax.tree.leaves(self.state),
+            *jax.tree.leaves(sums),
+            *gradients,
+            *jax.tree.leaves(self.state.rest),
+        ]
+        for stage, compiled in apart.finish.compiled(values):
+            above[stage] = max(above[stage], _above(compiled))
+            self.programs.append(
+                StageProgram(stage=stage, name="update", runs=1, compiled=compiled)
+            )
+        return above
+
+    # Memory.
+
+    def _memory(self, stage: int, finishing: int) -> StageMemory:
+        apart = self.apart
+        owned = [n for n in range(len(self.leaves)) if apart.owner(n) == stage]
+        there = sorted({*owned, *self._copied(stage)})
+        held = [laid(self.leaves[n], apart.input_sharding(n, stage)) for n in there]
+        params = [x for n, x in zip(there, held, strict=True) if n < self.params]
+        others = [x for n, x in zip(there, held, strict=True) if n >= self.params]
+        optimizer = zip(
+            jax.tree.leaves(self.state.opt_state),
+            jax.tree.leaves(apart.stages.opt_state),
+            strict=True,
+        )
+        read = {n for s in self._of(stage) for n in s.place.params}
+        alone = {n for n in owned if n < self.params} - read
+        gradients = _nbytes(
+            laid(apart.wide_params[n], apart.gradient_sharding(n, stage))
+            for n in (*(n for s in self._of(stage) for n in s.place.params), *alone)
+        )
+        kept, above = self._in_flight(stage)
+        resting = _nbytes(others)
+        return StageMemory(
+            params_bytes=_nbytes(params),
+            optimizer_bytes=_nbytes(x for x, at in optimizer if at in (stage, -1)),
+            gradients_bytes=gradients,
+            kept_bytes=resting + kept,
+            temporary_bytes=max(above, finishing - kept),
+        )
+
+    def _in_flight(self, stage: int) -> tuple[int, int]:
+        """The most that micro-batches keep, and what comes on top at the fullest."""
+        now = most = fullest = 0
+        stages = self.apart.table.num_stages
+        held: dict[tuple[int, int], int] = {}
+        for row in self.apart.table.of_stage(stage):
+            place = row.chunk * stages + stage
+            site = self.sites[place]
+            fullest = max(fullest, now + site.above[row.action])
+            key, after = (place, row.micro_batch), site.kept[row.action]
+            now += after - held.get(key, 0)
+            held[key] = after
+            most = max(most, now)
+        return most, max(0, fullest - most)
+
+    def _of(self, stage: int) -> list[Site]:
+        return [site for site in self.apart.sites if site.stage == stage]
+
+    def _copied(self, stage: int) -> set[int]:
+        """Inputs of the loss that a stage reads and another holds."""
+        return {
+            n
+            for site in self._of(stage)
+            for n in (*site.place.params, *site.place.rest, *site.place.batch)
+            if self.apart.owner(n) != stage
+        }
+
+    # What goes from stage to stage.
+
+    def _moved(self) -> Iterator[Moved]:
+        """What parts are handed, and hand back, in a micro-batch."""
+        apart = self.apart
+        sums: dict[tuple[int, Action], int] = {}
+        for action, places in apart.moves.targets.items():
+            for source, targets in enumerate(places):
+                for target, values in targets.items():
+                    # What a part hands back lies on others' devices then.
+                    part = target if action == "forward" else source
+                    sums[part, action] = sums.get((part, action), 0) + _nbytes(
+                        laid(apart.avals[v], self._handing(v, target)) for v in values
+                    )
+        for (part, action), nbytes in sorted(sums.items()):
+            count = apart.table.num_micro_batches
+            yield Moved(part=part, action=action, times=count, nbytes=nbytes)
+
+    def _once_bytes(self, stage: int) -> int:
+        apart = self.apart
+        inputs = [
+            laid(self.leaves[n], apart.input_sharding(n, stage))
+            for n in self._copied(stage)
+        ]
+        gradients = [
+            laid(apart.wide_params[n], apart.gradient_sharding(n, stage))
+            for site in apart.sites
+            for n in site.place.params
+            if site.stage != stage and apart.owner(n) == stage
+        ]
+        return _nbytes((*inputs, *gradients))
+
+
+def _above(compiled: Any) -> int:
+    """Bytes of a program's temporaries and of what it gives anew."""
+    stats = compiled.memory_analysis()
+    fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.temp_size_in_bytes + fresh)
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    """Bytes of arrays on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * _compat.itemsize_bytes(x.dtype)
+        for x in values
+    )

@@ -1,0 +1,31 @@
+"""Stages with programs of their own that evaluate the states of another runner.
+
+A model in evaluation mode reads less than it does in training, such as no random keys;
+what it does not read lies where the runner that trains it has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+
+
+class Evaluating(Apart):
+    """Evaluates what another runner of the same plan trains; see ``Apart``."""
+
+    def __init__(self, home: Apart, *args: Any) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            home: has the states.
+            *args: as for all runners, with the loss as it is evaluated.
+        """
+        self._home = home
+        super().__init__(*args)
+
+    def _holder(self, number: int) -> int:
+        return self._home.owner(number)
+
+    def _finishing(self) -> tuple[Any, Any]:
+        return None, None  # Nothing is trained.

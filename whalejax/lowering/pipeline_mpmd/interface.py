@@ -1,0 +1,85 @@
+"""The interface of the executor that steps, transfers and compilation use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jax.sharding import Mesh, NamedSharding
+
+from whalejax.lowering.pipeline_mpmd.stage_programs import Site
+from whalejax.lowering.spmd.executor import Program, Sums
+from whalejax.planner.pipeline.program_cut import Division, Value
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.state import TrainState
+
+
+class StageExecutor(Protocol):
+    """Stages with programs of their own, laid out and compiled; ``executor.Apart``.
+
+    Attributes:
+        plan, plans: that it runs, and of each stage.
+        mesh, meshes: of all stages, and of each.
+        whole: for each stage, the layout of what all its devices hold.
+        here: for each stage, whether this process has devices of it.
+        division: the loss in parts.
+        table: who does what when.
+        layouts: for each stage, the layouts of values.
+        moves: what stages bring each other.
+        finish: the end of a step.
+        program: of the whole model.
+    """
+
+    plan: Plan
+    plans: tuple[Plan, ...]
+    mesh: Mesh
+    meshes: list[Mesh]
+    whole: list[NamedSharding]
+    here: list[bool]
+    division: Division
+    table: Schedule
+    layouts: dict[int, dict[Value, Any]]
+    moves: Any
+    finish: Any
+
+    @property
+    def program(self) -> Program: ...
+    @functools.cached_property
+    def stages(self) -> TrainState: ...
+    @functools.cached_property
+    def sites(self) -> Sequence[Site]: ...
+    @functools.cached_property
+    def sums(self) -> Sums: ...
+    @functools.cached_property
+    def wide_params(self) -> Sequence[Any]: ...
+    @functools.cached_property
+    def avals(self) -> Any: ...
+    @functools.cached_property
+    def zeros(self) -> Sequence[tuple[Callable[[], list[Any]], ...]]: ...
+    @functools.cached_property
+    def numbers(self) -> Sequence[Any]: ...
+    def total(self, values: Sequence[Any]) -> Any:
+        """The sum of arrays on one stage."""
+        ...
+
+    @functools.cached_property
+    def one(self) -> Any: ...
+    @functools.cached_property
+    def unread(self) -> Any: ...
+    def counted(self, number: int, leaf: Any) -> Any:
+        """What is not trained after a step: counters have counted on."""
+        ...
+
+    def owner(self, number: int) -> int:
+        """The stage that holds an input of the loss."""
+        ...
+
+    def input_sharding(self, number: int, stage: int) -> NamedSharding:
+        """The layout of an input of the loss on a stage."""
+        ...
+
+    def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
+        """The layout of a gradient on a stage."""
+        ...

@@ -1,0 +1,165 @@
+"""The programs of a place of a pipeline, cut from one and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from whalejax.jaxpr.steps import Operand, Step, Steps
+from whalejax.lowering.global_arrays import run_alone
+from whalejax.lowering.pipeline_mpmd.stage_trace import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A compiled part of a place's program.
+
+    Attributes:
+        reads: numbers of the values that it takes.
+        gives: what it makes.
+        program: from values, and from what it adds to, to both; a ``jax.jit``.
+        mesh: devices on which it runs.
+    """
+
+    reads: tuple[int, ...]
+    gives: tuple[Operand, ...]
+    program: Any
+    mesh: Any
+
+    def run(
+        self, values: Sequence[Any], before: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """What it makes, and what it added to.
+
+        Args:
+            values: that it reads.
+            before: what it adds to, which is consumed.
+        """
+        found: tuple[list[Any], list[Any]] = run_alone(
+            lambda both: self.program(*both), (values, before), self.mesh
+        )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place with its compiled programs.
+
+    Attributes:
+        number: of the place.
+        stage: which holds it.
+        place: what it computes.
+        forward: makes what it hands on, what it keeps, and adds to the sums.
+        backward: makes cotangents, and adds to the gradients.
+        weight: adds to the gradients, where the schedule splits the backward.
+        forward_only: as ``forward``, but keeps nothing.
+    """
+
+    number: int
+    stage: int
+    place: Place
+    forward: Piece
+    backward: Piece
+    weight: Piece | None
+    forward_only: Piece
+
+    @property
+    def later(self) -> set[int]:
+        """Numbers of what the backward pass reads, or those behind it."""
+        return {*self.backward.reads, *(self.weight.reads if self.weight else ())}
+
+
+def site_of(
+    number: int, stage: int, place: Place, *, mesh: Any, splits: bool, options: Any
+) -> Site:
+    """A place with its programs, which are compiled when they are run.
+
+    Args:
+        number: of the place.
+        stage: which holds it.
+        place: what it computes.
+        mesh: devices of the stage.
+        splits: gradients of parameters are made in a program of their own.
+        options: of the compiler.
+    """
+    names, steps, kept = place.names, place.steps, place.kept
+    inputs = {*steps.inputs}
+    ahead = [*names.exports, *names.fresh]
+    sums, gradients = len(names.sums), len(names.gradients)
+
+    def piece(
+        name: str,
+        gives: Sequence[Operand],
+        given: set[int],
+        added: int,
+        also: Sequence[Step] = (),
+    ) -> Piece:
+        name = f"{name}_{number}"
+        return _piece(name, steps, gives, given, added, mesh, options, also)
+
+    weight = None
+    gives, given = place.behind, {*inputs, *kept}
+    if splits:
+        made = {n for s in steps.needed(names.returns, given)[0] for n in s.writes}
+        there = {*given, *made}
+        late = [n for n in steps.avals if n not in there]
+        more = steps.kept(names.gradients, late, {*kept})
+        weight = piece("weight", names.gradients, {*inputs, *more}, gradients)
+        gives = [*names.returns, *(n for n in more if n in made)]
+    return Site(
+        number=number,
+        stage=stage,
+        place=place,
+        forward=piece(
+            "forward", [*ahead, *kept, *names.sums], inputs, sums, place.acting
+        ),
+        backward=piece("backward", gives, given, 0 if weight else gradients),
+        weight=weight,
+        forward_only=piece(
+            "loss", [*names.exports, *names.sums], inputs, sums, place.acting
+        ),
+    )
+
+
+def _piece(
+    name: str,
+    steps: Steps,
+    gives: Sequence[Operand],
+    given: set[int],
+    added: int,
+    mesh: Any,
+    options: Any,
+    also: Sequence[Step],
+) -> Piece:
+    """A part of a place's program, compiled when it is run.
+
+    Args:
+        name: of the program.
+        steps: all of it.
+        gives: what the part makes, of which the last are added to something.
+        given: what it may take.
+        added: how many.
+        mesh: devices on which it runs.
+        options: of the compiler.
+        also: what it does beside.
+    """
+    _, reads = steps.needed(gives, given, also)
+    first = len(gives) - added
+
+    def part(
+        values: Sequence[Any], before: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        results = steps.run(gives, dict(zip(reads, values, strict=True)), also)
+        pairs = zip(before, results[first:], strict=True)
+        return results[:first], [a + b for a, b in pairs]
+
+    part.__name__ = name
+    return Piece(
+        reads=tuple(reads),
+        gives=tuple(gives[:first]),
+        program=jax.jit(part, donate_argnums=1, compiler_options=options),
+        mesh=mesh,
+    )

@@ -1,0 +1,389 @@
+"""What one place of a pipeline computes: its part of the loss, forward and backward.
+
+The part is traced once together with its backward pass, and that program is cut in two,
+or in three where a schedule splits the backward: what comes first keeps what follows
+needs. Or it keeps nothing, and the backward pass begins with what the place was given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.adapters.leaves import fold_key
+from whalejax.jaxpr.steps import Operand, Step, Steps
+from whalejax.lowering.metrics import wide
+from whalejax.lowering.spmd.evaluate import evaluate, named
+from whalejax.lowering.spmd.executor import Program, sums_of
+from whalejax.planner.pipeline.program_cut import Part, Position, Units, Value
+from whalejax.planner.sharding.layout import Spec
+
+
+class _Absent:
+    """Stands for a value that is made elsewhere and not read here."""
+
+    def __repr__(self) -> str:
+        return "a value of another stage"
+
+
+ABSENT = _Absent()
+
+
+@dataclass(slots=True)
+class _Here:
+    """Which equations run at a place; see ``evaluate.Here``.
+
+    Attributes:
+        positions: of its equations.
+        imports: what it is handed.
+        wanted: what it hands on, or reports.
+        found: these, as they were made.
+    """
+
+    positions: frozenset[Position]
+    imports: Mapping[Value, Any]
+    wanted: frozenset[Value]
+    found: dict[Value, Any] = field(default_factory=dict)
+
+    def runs(self, position: Position) -> bool:
+        return position in self.positions
+
+    def given(self, position: Position, slot: int) -> Any:
+        return self.imports.get((position, slot), ABSENT)
+
+    def made(self, position: Position, slot: int, value: Any) -> None:
+        if (position, slot) in self.wanted:
+            self.found[position, slot] = value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Numbers of what a place takes and gives, in its program.
+
+    Attributes:
+        params, rest, batch: of the loss's inputs, in the order of ``Place``.
+        imports: of what it is handed, in the order of the part's.
+        rng, step, number, scale: of the run's key, the step's and the micro-batch's
+            numbers, and what losses are multiplied by; None where there are none.
+        counted: of how many micro-batches counters have counted.
+        cotangents: of what it hands on that a gradient flows through; behind it that
+            of the loss, at the last place.
+        exports: what it hands on, in the order of the part's.
+        fresh: what is not trained, after the micro-batch, in the order of the part's.
+        sums: total, weight and metrics, flat; of the last place.
+        returns: cotangents of what it was handed, where a gradient flows through it.
+        gradients: of the parameters.
+    """
+
+    params: list[int]
+    rest: list[int]
+    batch: list[int]
+    imports: list[int]
+    rng: int | None
+    step: int
+    number: int
+    counted: int
+    scale: int | None
+    cotangents: list[int]
+    exports: list[Operand]
+    fresh: list[Operand]
+    sums: list[Operand]
+    returns: list[Operand]
+    gradients: list[Operand]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A place of a pipeline.
+
+    Attributes:
+        part: what it runs.
+        params, rest, batch: numbers of the loss's inputs that it reads.
+        sent: what it hands on that a gradient flows through.
+        received: what it is handed that one flows through.
+        steps: its program, forward and backward.
+        names: what goes in and out.
+        sums_tree: structure of ``(total, weight, metrics)``.
+    """
+
+    part: Part
+    params: tuple[int, ...]
+    rest: tuple[int, ...]
+    batch: tuple[int, ...]
+    sent: tuple[Value, ...]
+    received: tuple[Value, ...]
+    steps: Steps
+    names: Names
+    sums_tree: Any
+
+    @functools.cached_property
+    def late(self) -> frozenset[int]:
+        """What the backward pass alone can make, or is given."""
+        return frozenset(self.steps.depending(self.names.cotangents))
+
+    @functools.cached_property
+    def acting(self) -> tuple[Step, ...]:
+        """Steps that do more than compute, such as prints, before the backward pass."""
+        return tuple(
+            step
+            for step in self.steps.steps
+            if step.equation.effects and self.late.isdisjoint(step.sources)
+        )
+
+    @property
+    def behind(self) -> list[Operand]:
+        """What the backward pass makes."""
+        return [*self.names.returns, *self.names.gradients]
+
+    @functools.cached_property
+    def kept(self) -> list[int]:
+        """What the forward pass keeps for it, beside what the place is given."""
+        return self.steps.kept(self.behind, self.late)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What all places of a pipeline know.
+
+    Attributes:
+        units: the loss.
+        avals: shape and dtype of every value.
+        flows: values through which a gradient flows.
+        scales: the loss is multiplied before it is differentiated.
+    """
+
+    units: Units
+    avals: Mapping[Value, Any]
+    flows: frozenset[Value]
+    scales: bool
+
+
+def place_of(
+    program: Program,
+    facts: Facts,
+    part: Part,
+    layouts: Mapping[Value, Spec],
+    *,
+    last: bool,
+) -> Place:
+    """Trace a place.
+
+    Args:
+        program: of its stage.
+        facts: of the pipeline.
+        part: what the place runs.
+        layouts: of what it hands on and is handed.
+        last: it gives the loss.
+    """
+    return _Tracer(program, facts, part, layouts, last).place()
+
+
+class _Tracer:
+    """Traces one place."""
+
+    def __init__(
+        self,
+        program: Program,
+        facts: Facts,
+        part: Part,
+        layouts: Mapping[Value, Spec],
+        last: bool,
+    ) -> None:
+        self.program = program
+        self.facts = facts
+        self.part = part
+        self.last = last
+        self.layouts = layouts
+        adapter = program.adapter
+        first = len(adapter.param_paths)
+        second = first + len(jax.tree.leaves(adapter.rest))
+        self.first_batch, third = second, second + len(program.batch_axes)
+        self.params = [n for n in part.inputs if n < first]
+        self.rest = [n for n in part.inputs if first <= n < second]
+        self.batch = [n for n in part.inputs if second <= n < third]
+        self.key = third if third in part.inputs else None
+        leaves = {leaf.path: leaf for leaf in program.plan.leaves}
+        self.leaves = [leaves[adapter.param_paths[n]] for n in self.params]
+        self.received = [v for v in part.imports if v in facts.flows]
+        self.sent = [v for v in part.exports if v in facts.flows]
+        self.sums_tree: Any = None
+
+    def place(self) -> Place:
+        tree: Any
+        flat, tree = jax.tree.flatten(self._inputs())
+        shape: Any = None
+
+        def joint(*leaves: Any) -> list[Any]:
+            nonlocal shape
+            results, shape = jax.tree.flatten(self._joint(tree.unflatten(leaves)))
+            return list(results)
+
+        steps = Steps.of(_compat.trace(joint, flat))
+        into = tree.unflatten(steps.inputs)
+        out = shape.unflatten(steps.outputs)
+        return Place(
+            part=self.part,
+            params=tuple(self.params),
+            rest=tuple(self.rest),
+            batch=tuple(self.batch),
+            sent=tuple(self.sent),
+            received=tuple(self.received),
+            steps=steps,
+            names=Names(**into, **out),
+            sums_tree=self.sums_tree,
+        )
+
+    def _aval(self, number: int) -> Any:
+        """Shape and dtype of an input of the loss; of the batch's, all of it."""
+        aval, place = self.facts.avals[(), number], number - self.first_batch
+        shape = list(aval.shape)
+        if 0 <= place < len(self.program.batch_axes):
+            axis = self.program.batch_axes[place]
+            if axis is not None:
+                shape[axis] *= self.program.plan.num_micro_batches
+        return _compat.abstract(shape, aval.dtype)
+
+    def _inputs(self) -> dict[str, Any]:
+        """Shapes and dtypes of what the place takes."""
+        scalar = _compat.abstract((), jnp.int32)
+        cotangents = [self._value(v) for v in self.sent]
+        if self.last:
+            total = self.facts.units.results[0]
+            assert total is not None
+            aval = self._value(total)
+            cotangents.append(aval)
+        return {
+            "params": [self._aval(n) for n in self.params],
+            "rest": [self._aval(n) for n in self.rest],
+            "batch": [self._aval(n) for n in self.batch],
+            "imports": [self._value(v) for v in self.part.imports],
+            "rng": None if self.key is None else self._aval(self.key),
+            "step": scalar,
+            "number": scalar,
+            "counted": scalar,
+            "scale": _compat.abstract((), jnp.float32) if self.facts.scales else None,
+            "cotangents": cotangents,
+        }
+
+    def _value(self, value: Value) -> Any:
+        aval = self.facts.avals[value]
+        return _compat.abstract(aval.shape, aval.dtype)
+
+    def _joint(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Forward and backward of one micro-batch."""
+        scale, imports = (
+            given["scale"],
+            dict(zip(self.part.imports, given["imports"], strict=True)),
+        )
+
+        def ahead(params: list[Any], received: list[Any]) -> tuple[list[Any], Any]:
+            handed = {**imports, **dict(zip(self.received, received, strict=True))}
+            exports, fresh, sums, total = self._ahead(params, handed, given)
+            flowing = [exports[v] for v in self.sent]
+            if self.last:
+                flowing.append(total)
+            return flowing, ([exports[v] for v in self.part.exports], fresh, sums)
+
+        flowing, vjp, (exports, fresh, sums) = jax.vjp(
+            ahead,
+            given["params"],
+            [imports[v] for v in self.received],
+            has_aux=True,
+        )
+        cotangents = list(given["cotangents"])
+        if scale is not None and self.last:
+            cotangents[-1] = cotangents[-1] * scale.astype(cotangents[-1].dtype)
+        gradients, returns = vjp(cotangents)
+        if scale is not None:
+            gradients = [wide(g) / scale for g in gradients]
+        stored = [leaf.param_spec for leaf in self.leaves]
+        summed = [leaf.gradient_spec for leaf in self.leaves]
+        constrain = self.program.constrain
+        gradients = constrain(constrain(gradients, stored), summed)
+        return {
+            "exports": exports,
+            "fresh": fresh,
+            "sums": sums,
+            "returns": self._laid(self.received, returns),
+            "gradients": [wide(g) for g in gradients],
+        }
+
+    def _ahead(
+        self, params: list[Any], handed: Mapping[Value, Any], given: dict[str, Any]
+    ) -> tuple[dict[Value, Any], list[Any], list[Any], Any]:
+        """What it hands on, what is not trained, its sums, and the total."""
+        program, units = self.program, self.facts.units
+        values: dict[int, Any] = dict(zip(self.params, params, strict=True))
+        step, number = given["step"], given["number"]
+        for n, leaf in zip(self.rest, given["rest"], strict=True):
+            added = units.counters.get(n)
+            if added:
+                leaf = leaf + (given["counted"] * added).astype(leaf.dtype)
+            values[n] = fold_key(fold_key(leaf, step), number)
+        for n, leaf in zip(self.batch, given["batch"], strict=True):
+            values[n] = self._micro_batch(n, leaf, number)
+        if self.key is not None:
+            values[self.key] = fold_key(fold_key(given["rng"], step), number)
+        body, _ = _compat.open_jaxpr(program.captured.jaxpr)
+        ends = [v for v in units.results if v is not None] if self.last else []
+        here = _Here(
+            positions=frozenset(units.units[i].position for i in self.part.units),
+            imports=handed,
+            wanted=frozenset((*self.part.exports, *ends, *self._fresh())),
+        )
+        outputs = evaluate(
+            program.captured.jaxpr,
+            [values.get(n, ABSENT) for n in range(len(body.invars))],
+            program.constraints,
+            program.mesh,
+            here=here,
+        )
+        exports = dict(
+            zip(
+                self.part.exports,
+                self._laid(
+                    self.part.exports, [here.found[v] for v in self.part.exports]
+                ),
+                strict=True,
+            )
+        )
+        fresh = [values[v[1]] if v[0] == () else here.found[v] for v in self._fresh()]
+        whole = named((), program.mesh)  # As the state holds it.
+        fresh = [jax.lax.with_sharding_constraint(x, whole) for x in fresh]
+        if not self.last:
+            return exports, fresh, [], None
+        total, weight, metrics, _ = program.captured.out_tree.unflatten(outputs)
+        sums = sums_of(program, total, weight, metrics, (), number)
+        flat, self.sums_tree = jax.tree.flatten((sums.total, sums.weight, sums.metrics))
+        return exports, fresh, flat, total
+
+    def _fresh(self) -> list[Value]:
+        return [self.facts.units.fresh[n] for n in self.part.fresh]
+
+    def _laid(self, values: Sequence[Value], found: Sequence[Any]) -> list[Any]:
+        """Values in the layouts in which they are handed on."""
+        return [
+            jax.lax.with_sharding_constraint(
+                x, named(self.layouts[v], self.program.mesh)
+            )
+            if v in self.layouts
+            else x
+            for v, x in zip(values, found, strict=True)
+        ]
+
+    def _micro_batch(self, number: int, leaf: Any, index: Any) -> Any:
+        """Samples ``index, index + count, …`` of a leaf of the batch."""
+        axis = self.program.batch_axes[number - self.first_batch]
+        if axis is None:
+            return leaf
+        count, shape = self.program.plan.num_micro_batches, leaf.shape
+        cut = (*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])
+        return jax.lax.dynamic_index_in_dim(
+            leaf.reshape(cut), index, axis + 1, keepdims=False
+        )

@@ -1,0 +1,248 @@
+"""One pass of a batch through the places of a pipeline, by the rows of a schedule.
+
+What a row needs is there or on its way: every program is issued before the one that it
+waits for has ended, and what nothing reads any more is let go of at once. A process
+issues what its own devices do, and passes over the rest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from whalejax.jaxpr.steps import Fixed
+from whalejax.lowering.global_arrays import seen_on
+from whalejax.lowering.pipeline_mpmd.channels import Coming
+from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs import Site
+from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
+from whalejax.lowering.spmd.executor import Sums
+from whalejax.planner.pipeline.program_cut import Value
+from whalejax.planner.pipeline.schedules import Action, Row
+from whalejax.planner.pipeline.transfer_order import Handing
+from whalejax.runtime.state import TrainState
+
+
+class Pass:
+    """One pass over a batch.
+
+    Attributes:
+        apart: what runs.
+        leaves: the inputs of the loss, as they are now.
+        copies: by stage and number, those that another stage holds.
+        common: for each place, what all micro-batches read, by number.
+        live: of a place and micro-batch, what its backward pass reads.
+        coming: of an action, place and micro-batch, what others hand to it.
+        leaving: what was made and is not handed over yet.
+        sums, gradients: for each place, what was added up.
+    """
+
+    def __init__(
+        self,
+        apart: StageExecutor,
+        state: TrainState,
+        batch: Sequence[Any],
+        *,
+        keeps: bool = True,
+        first_micro_batch: int = 0,
+    ) -> None:
+        """Bring to every stage what it reads; run nothing yet.
+
+        Args:
+            apart: what runs.
+            state: before the step.
+            batch: flat leaves of the global batch.
+            keeps: the backward pass follows.
+            first_micro_batch: of the global batch, the number of the schedule's first.
+        """
+        self.apart = apart
+        self.keeps = keeps
+        self.first_micro_batch = first_micro_batch
+        self.state = state
+        self.live: dict[tuple[int, int], dict[int, Any]] = {}
+        self.coming: dict[tuple[Action, int, int], list[tuple[list[Value], Coming]]]
+        self.coming = defaultdict(list)
+        self.leaving: dict[Handing, list[Any]] = {}
+        params = jax.tree.leaves(state.params)
+        self.leaves = [*params, *jax.tree.leaves(state.rest), *batch]
+        self.first = len(params)
+        self.copies: dict[tuple[int, int], Any] = {}
+        for site in apart.sites:
+            self._bring(site)
+        self.common = [
+            self._common(site) if apart.here[site.stage] else {} for site in apart.sites
+        ]
+        self.sums = [sums() for sums, _ in apart.zeros]
+        self.gradients = [gradients() for _, gradients in apart.zeros] if keeps else []
+
+    def _bring(self, site: Site) -> None:
+        """Copy to a stage what it reads and another holds, once."""
+        place = site.place
+        for n in (*place.params, *place.rest, *place.batch):
+            key = site.stage, n
+            if self.apart.owner(n) != site.stage and key not in self.copies:
+                self.copies[key] = self.apart.moves.brought(
+                    n, site.stage, self.leaves[n]
+                )
+
+    def _on(self, stage: int, number: int) -> Any:
+        """An input of the loss, as it is now, on a stage."""
+        if self.apart.owner(number) == stage:
+            return self.leaves[number]
+        return self.copies[stage, number]
+
+    def _common(self, site: Site) -> dict[int, Any]:
+        place, names, state = site.place, site.place.names, self.state
+        whole = self.apart.whole[site.stage]
+        found = {
+            at: self._on(site.stage, n)
+            for several, numbers in (
+                (place.params, names.params),
+                (place.batch, names.batch),
+            )
+            for n, at in zip(several, numbers, strict=True)
+        }
+        found[names.step] = seen_on(state.step, whole)
+        if names.rng is not None:
+            found[names.rng] = seen_on(state.rng, whole)
+        if names.scale is not None and state.loss_scale is not None:
+            found[names.scale] = seen_on(state.loss_scale.scale, whole)
+        return found
+
+    def do(self, event: Row | Handing) -> None:
+        """One action of the schedule, as far as it is done here."""
+        if isinstance(event, Handing):
+            self._hand(event)
+        elif self.apart.here[event.stage]:
+            place = event.chunk * self.apart.table.num_stages + event.stage
+            getattr(self, event.action)(place, event.micro_batch)
+
+    def _hand(self, handing: Handing) -> None:
+        """Hand what one place made to another that reads it."""
+        coming = self.apart.moves.handed(handing, self.leaving.pop(handing, None))
+        if self.apart.here[handing.target % self.apart.table.num_stages]:
+            key = handing.action, handing.target, handing.micro_batch
+            values = self.apart.moves.values_of(handing)
+            self.coming[key].append((values, coming))
+
+    def _came(
+        self, action: Action, number: int, micro_batch: int
+    ) -> Iterator[tuple[Value, Any]]:
+        """What others handed to a place."""
+        for values, coming in self.coming.pop((action, number, micro_batch), ()):
+            yield from zip(values, coming(), strict=True)
+
+    def forward(self, number: int, micro_batch: int) -> None:
+        """A place takes a micro-batch forward."""
+        site = self.apart.sites[number]
+        place, names, key = site.place, site.place.names, (number, micro_batch)
+        values = dict(self.common[number])
+        numbers = self.apart.numbers[site.stage]
+        global_number = self.first_micro_batch + micro_batch
+        values[names.number] = numbers[global_number]
+        # Nothing is counted where nothing is trained.
+        values[names.counted] = numbers[global_number if self.keeps else 0]
+        for n, at in zip(place.rest, names.rest, strict=True):
+            values[at] = self._on(site.stage, n)
+        handed = dict(self._came("forward", number, micro_batch))
+        for v, at in zip(place.part.imports, names.imports, strict=True):
+            values[at] = handed[v]
+        piece = site.forward if self.keeps else site.forward_only
+        results, self.sums[number] = piece.run(
+            [values[n] for n in piece.reads], self.sums[number]
+        )
+        count = len(place.part.exports)
+        exports = dict(zip(place.part.exports, results[:count], strict=True))
+        self._leave(number, micro_batch, "forward", exports)
+        if not self.keeps:
+            return
+        for n, fresh in zip(place.part.fresh, results[count:], strict=False):
+            self.leaves[n] = fresh
+        kept = results[count + len(place.part.fresh) :]
+        values.update(zip(place.kept, kept, strict=True))
+        self.live[key] = {n: values[n] for n in values if n in site.later}
+
+    def _leave(
+        self, number: int, micro_batch: int, action: Action, made: dict[Value, Any]
+    ) -> None:
+        """Put down what a place hands to each other."""
+        for target, values in self.apart.moves.targets[action][number].items():
+            handing = Handing(
+                micro_batch=micro_batch, source=number, target=target, action=action
+            )
+            self.leaving[handing] = [made[v] for v in values]
+
+    def backward(self, number: int, micro_batch: int) -> None:
+        """A place takes a micro-batch backward."""
+        site = self.apart.sites[number]
+        place, names, key = site.place, site.place.names, (number, micro_batch)
+        values = self.live[key]
+        returned: dict[Value, list[Any]] = defaultdict(list)
+        for value, cotangent in self._came("backward", number, micro_batch):
+            returned[value].append(cotangent)
+        found = [self.apart.total(returned[v]) for v in place.sent]
+        if number == len(self.apart.sites) - 1:
+            found.append(self.apart.one)
+        values.update(zip(names.cotangents, found, strict=True))
+        added = [] if site.weight else self.gradients[number]
+        results, added = site.backward.run(
+            [values[n] for n in site.backward.reads], added
+        )
+        cotangents = dict(zip(place.received, results, strict=False))
+        self._leave(number, micro_batch, "backward", cotangents)
+        if site.weight is None:
+            self.gradients[number] = added
+            del self.live[key]
+            return
+        count = len(place.received)
+        more = zip(site.backward.gives[count:], results[count:], strict=True)
+        values.update((n, x) for n, x in more if not isinstance(n, Fixed))
+        self.live[key] = {n: values[n] for n in site.weight.reads}
+
+    def weight(self, number: int, micro_batch: int) -> None:
+        """A place makes the gradients of its parameters."""
+        site = self.apart.sites[number]
+        assert site.weight is not None
+        values = self.live.pop((number, micro_batch))
+        _, self.gradients[number] = site.weight.run(
+            [values[n] for n in site.weight.reads], self.gradients[number]
+        )
+
+    def losses(self) -> Sums | None:
+        """What the micro-batches' losses add up to; None if that is not here."""
+        if not self.apart.here[-1]:
+            return None
+        tree = self.apart.sites[-1].place.sums_tree
+        total, weight, metrics = tree.unflatten(self.sums[-1])
+        return Sums(total=total, weight=weight, metrics=metrics, gradients=())
+
+    def summed(self) -> list[Any]:
+        """The gradient of each parameter where it belongs, or ``ABSENT``."""
+        apart = self.apart
+        apart.moves.settle()
+        # Held here no longer, so that what they become need not lie beside them.
+        every, self.gradients = self.gradients, []
+        found: dict[int, list[Any]] = defaultdict(list)
+        for site, gradients in zip(apart.sites, every, strict=True):
+            for place, n in enumerate(site.place.params):
+                here = gradients[place] if apart.here[site.stage] else None
+                found[n].append(apart.moves.gathered(n, site.stage, here))
+        return [
+            ABSENT
+            if not apart.here[apart.owner(n)]
+            else apart.total(found[n])
+            if n in found
+            else apart.unread[n]()
+            for n in range(self.first)
+        ]
+
+    def rest_after(self) -> Any:
+        """What is not trained, after all micro-batches."""
+        tree: Any = jax.tree.structure(self.state.rest)
+        last = self.first + tree.num_leaves
+        return tree.unflatten(
+            [self.apart.counted(n, self.leaves[n]) for n in range(self.first, last)]
+        )

@@ -1,0 +1,425 @@
+"""The end of a step across stages: each updates what it holds, and shares numbers.
+
+The update is one traced program over the arrays of all stages. An operation runs where
+its arrays are. Numbers that several stages make (a norm over all gradients, whether all
+are finite) are told to all, and every stage does for itself what follows from them and
+takes no array. What waits for such a number waits, and nothing else does, so that a
+stage that is done early updates early.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from whalejax.jaxpr.steps import Fixed, Operand, Steps
+from whalejax.lowering.global_arrays import (
+    Everywhere,
+    is_here,
+    joined,
+    laid,
+    placed,
+    results_of,
+    run_alone,
+    seen_on,
+)
+from whalejax.lowering.pipeline_mpmd.update_split import Group, Owner, Parting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where an input or an output of the program lies.
+
+    Attributes:
+        owner: the stage; None for all devices.
+        sharding: of an output, its layout.
+        consumed: of an input, that the program may reuse its memory.
+    """
+
+    owner: Owner
+    sharding: NamedSharding | None = None
+    consumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """Numbers of one type that a stage tells all others, in one vector.
+
+    Attributes:
+        group: the part that makes them.
+        numbers: of these values.
+    """
+
+    group: Group
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A compiled part.
+
+    Attributes:
+        group: when and where it runs.
+        takes: numbers of the values whose memory it reuses.
+        reads: numbers of the other values that it takes.
+        hears: vectors that it takes.
+        gives: numbers of the values that it makes.
+        tells: vectors that it makes.
+        program: from values by number, those whose memory it reuses first, and vectors
+            to values and vectors; a ``jax.jit``.
+        usable: from the values whose memory it may reuse to those whose it can.
+    """
+
+    group: Group
+    takes: tuple[int, ...]
+    reads: tuple[int, ...]
+    hears: tuple[_Told, ...]
+    gives: tuple[int, ...]
+    tells: tuple[_Told, ...]
+    program: Any
+    usable: Callable[[Mapping[int, Any]], frozenset[int]]
+
+    def given(
+        self, taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
+    ) -> tuple[dict[int, Any], dict[int, Any], Sequence[Any]]:
+        """Values and vectors as the program takes them."""
+        own = dict(zip(self.takes, taken, strict=True))
+        others = dict(zip(self.reads, read, strict=True))
+        usable = self.usable(own)
+        others.update((n, x) for n, x in own.items() if n not in usable)
+        return {n: own[n] for n in usable}, others, vectors
+
+    def run(
+        self,
+        mesh: Any,
+        taken: Sequence[Any],
+        read: Sequence[Any],
+        vectors: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """From values and vectors to both."""
+        found: tuple[list[Any], list[Any]] = run_alone(
+            lambda several: self.program(*several),
+            self.given(taken, read, vectors),
+            mesh,
+        )
+        return found
+
+
+class Parted:
+    """A program over the arrays of several stages."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        inputs: Sequence[Where],
+        outputs: Sequence[Where],
+        whole: Sequence[NamedSharding],
+        options: Any = None,
+    ) -> None:
+        """Cut a program.
+
+        Args:
+            steps: the program.
+            inputs, outputs: where they lie.
+            whole: for each stage, the layout of what all its devices hold.
+            options: of the compiler.
+
+        Raises:
+            PlanError: an operation takes arrays of several stages.
+        """
+        self._steps = steps
+        self._whole = whole
+        self._inputs = dict(zip(steps.inputs, inputs, strict=True))
+        self._outputs = [*zip(steps.outputs, outputs, strict=True)]
+        self._options = options
+        self._parting = parting = Parting(
+            steps,
+            [where.owner for where in inputs],
+            [where.owner for where in outputs],
+            stages=len(whole),
+            meshes=[x.mesh for x in whole],
+        )
+        told = {group: self._vectors(group) for group in parting.tells}
+        self._parts = self._compiled(parting.reads, told)
+        self._exchanges = {
+            level: _Exchange([part for part in parts if part.tells], steps, whole)
+            for level, parts in self._parts.items()
+            if any(part.tells for part in parts)
+        }
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """Run it.
+
+        Args:
+            values: its inputs, each where it lies; for those that are not here
+                anything will do.
+
+        Returns:
+            Its outputs; None for those that are not here.
+        """
+        inputs = dict(zip(self._steps.inputs, values, strict=True))
+        made: dict[tuple[int, int], Any] = {}
+        heard: dict[tuple[_Told, int], Any] = {}
+
+        def on(number: int, stage: int) -> Any:
+            if (number, stage) not in made:
+                value = inputs[number]
+                if self._parting.owners[number] is None:
+                    value = seen_on(value, self._whole[stage])
+                made[number, stage] = value
+            return made[number, stage]
+
+        for level, parts in self._parts.items():
+            said: dict[_Told, Any] = {}
+            for part in parts:
+                stage = part.group[1]
+                if not is_here(self._whole[stage]):
+                    continue
+                taken, read = (
+                    [on(n, stage) for n in numbers]
+                    for numbers in (part.takes, part.reads)
+                )
+                vectors = [heard[told, stage] for told in part.hears]
+                mesh = self._whole[stage].mesh
+                results, vectors = part.run(mesh, taken, read, vectors)
+                said.update(zip(part.tells, vectors, strict=True))
+                for number, result in zip(part.gives, results, strict=True):
+                    made[number, stage] = result
+            if level in self._exchanges:
+                heard.update(self._exchanges[level](said))
+        found, given = [], set[int]()
+        for operand, where in self._outputs:
+            result = self._output(operand, where, inputs, made)
+            if not isinstance(operand, Fixed) and result is not None:
+                if operand in given:
+                    # The next step could not reuse one buffer for two of its inputs.
+                    result = jax.device_put(result, where.sharding, may_alias=False)
+                given.add(operand)
+            found.append(result)
+        return found
+
+    def compiled(self, values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Each part's stage and its compiled program; nothing is run.
+
+        Args:
+            values: shapes, dtypes and layouts of the inputs.
+        """
+        made: dict[tuple[int, int], Any] = {}
+        for number, value in zip(self._steps.inputs, values, strict=True):
+            owner = self._parting.owners[number]
+            for stage in range(len(self._whole)) if owner is None else (owner,):
+                made[number, stage] = (
+                    laid(value, self._whole[stage]) if owner is None else value
+                )
+        for parts in self._parts.values():
+            for part in parts:
+                stage = part.group[1]
+                whole = self._whole[stage]
+                taken, read = (
+                    [made[n, stage] for n in numbers]
+                    for numbers in (part.takes, part.reads)
+                )
+                vectors = [
+                    jax.ShapeDtypeStruct(
+                        (len(told.numbers),),
+                        self._steps.avals[told.numbers[0]].dtype,
+                        sharding=whole,
+                    )
+                    for told in part.hears
+                ]
+                lowered = part.program.lower(*part.given(taken, read, vectors))
+                program = lowered.compile()
+                results, _ = results_of(lowered, program)
+                pairs = zip(part.gives, results, strict=True)
+                made.update(((number, stage), x) for number, x in pairs)
+                yield stage, program
+
+    def _output(
+        self,
+        operand: Operand,
+        where: Where,
+        inputs: Mapping[int, Any],
+        made: Mapping[tuple[int, int], Any],
+    ) -> Any:
+        """An output, as its stage, or every stage, made it."""
+        assert where.sharding is not None
+        if isinstance(operand, Fixed):
+            return placed(operand.value, where.sharding)
+        if self._parting.is_given(operand, where.owner):
+            return inputs[operand]
+        if where.owner is not None:
+            return made.get((operand, where.owner))
+        copies = [made.get((operand, s)) for s in range(len(self._whole))]
+        return joined([x for x in copies if x is not None], where.sharding)
+
+    def _vectors(self, group: Group) -> tuple[_Told, ...]:
+        """What a part tells, by type."""
+        types: dict[Any, list[int]] = defaultdict(list)
+        for number in sorted(self._parting.tells[group]):
+            types[self._steps.avals[number].dtype].append(number)
+        return tuple(_Told(group=group, numbers=tuple(x)) for x in types.values())
+
+    def _compiled(
+        self, reads: Mapping[Group, list[int]], told: Mapping[Group, tuple[_Told, ...]]
+    ) -> dict[int, list[_Part]]:
+        """The parts, by when they run."""
+        order = sorted(reads)
+        last = {n: group for group in order for n in reads[group]}
+        kept = {x for x, _ in self._outputs if not isinstance(x, Fixed)}
+        spare = {
+            n: group
+            for n, group in last.items()
+            if n not in kept and (n not in self._inputs or self._inputs[n].consumed)
+        }
+        vectors = {
+            n: x for several in told.values() for x in several for n in x.numbers
+        }
+        found: dict[int, list[_Part]] = defaultdict(list)
+        for group in order:
+            own = [
+                n for n in reads[group] if self._parting.owners[n] in (None, group[1])
+            ]
+            takes = [n for n in own if spare.get(n) == group]
+            heard = dict.fromkeys(vectors[n] for n in reads[group] if n not in own)
+            found[group[0]].append(
+                self._part(
+                    group,
+                    takes,
+                    [n for n in own if n not in takes],
+                    tuple(heard),
+                    told.get(group, ()),
+                )
+            )
+        return dict(found)
+
+    def _part(
+        self,
+        group: Group,
+        takes: Sequence[int],
+        reads: Sequence[int],
+        hears: tuple[_Told, ...],
+        tells: tuple[_Told, ...],
+    ) -> _Part:
+        gives = tuple(self._parting.gives.get(group, ()))
+        return _Part(
+            group=group,
+            takes=tuple(takes),
+            reads=tuple(reads),
+            hears=hears,
+            gives=gives,
+            tells=tells,
+            program=self._program(group, hears, gives, tells),
+            usable=self._reusing(group, gives),
+        )
+
+    def _program(
+        self,
+        group: Group,
+        hears: Sequence[_Told],
+        gives: Sequence[int],
+        tells: Sequence[_Told],
+    ) -> Any:
+        """A part's program."""
+        level, stage = group
+        numbers = [n for told in tells for n in told.numbers]
+        there = [self._sharding(n, stage) for n in gives]
+
+        def finish(
+            taken: dict[int, Any], read: dict[int, Any], vectors: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            values = {**taken, **read}
+            for told, vector in zip(hears, vectors, strict=True):
+                values.update((n, vector[i]) for i, n in enumerate(told.numbers))
+            results = self._steps.run([*gives, *numbers], values)
+            known = dict(zip((*gives, *numbers), results, strict=True))
+            said = [jnp.stack([known[n] for n in told.numbers]) for told in tells]
+            return results[: len(gives)], said
+
+        finish.__name__ = f"finish_{stage}_{level + 1}"
+        return jax.jit(
+            finish,
+            donate_argnums=0,
+            out_shardings=(there, [self._whole[stage]] * len(tells)),
+            compiler_options=self._options,
+        )
+
+    def _reusing(
+        self, group: Group, gives: Sequence[int]
+    ) -> Callable[[Mapping[int, Any]], frozenset[int]]:
+        """Finds what memory a part can reuse when it is first asked."""
+        there = [self._sharding(n, group[1]) for n in gives]
+        known: list[frozenset[int]] = []
+
+        def usable(given: Mapping[int, Any]) -> frozenset[int]:
+            if not known:
+                known.append(self._usable(given, gives, there))
+            return known[0]
+
+        return usable
+
+    def _usable(
+        self,
+        given: Mapping[int, Any],
+        gives: Sequence[int],
+        there: Sequence[NamedSharding | None],
+    ) -> frozenset[int]:
+        """Of arrays, those whose memory has room for a result: as JAX matches them."""
+        avals = [self._steps.avals[n] for n in gives]
+        if None in there and any(
+            len(x.sharding.device_set) > 1 for x in given.values()
+        ):
+            return frozenset(given)  # The compiler matches them.
+        room = Counter(
+            (x.shape if s is None else s.shard_shape(x.shape), x.dtype)
+            for x, s in zip(avals, there, strict=True)
+        )
+        found = set()
+        for n, x in given.items():
+            kind = x.sharding.shard_shape(x.shape), x.dtype
+            if room[kind]:
+                room[kind] -= 1
+                found.add(n)
+        return frozenset(found)
+
+    def _sharding(self, number: int, stage: int) -> NamedSharding | None:
+        """Numbers lie on all devices of a stage; of arrays the compiler chooses."""
+        for operand, where in self._outputs:
+            if operand == number and where.owner == stage:
+                return where.sharding
+            if operand == number and where.owner is None:
+                return self._whole[stage]
+        return None if self._steps.avals[number].shape else self._whole[stage]
+
+
+class _Exchange:
+    """Tells what some parts tell to all stages."""
+
+    def __init__(
+        self, parts: Sequence[_Part], steps: Steps, whole: Sequence[NamedSharding]
+    ) -> None:
+        self._told = [told for part in parts for told in part.tells]
+        self._whole = whole
+        self._everywhere = Everywhere(
+            whole,
+            [told.group[1] for told in self._told],
+            [
+                jax.ShapeDtypeStruct(
+                    (len(told.numbers),), steps.avals[told.numbers[0]].dtype
+                )
+                for told in self._told
+            ],
+        )
+
+    def __call__(
+        self, said: Mapping[_Told, Any]
+    ) -> Iterator[tuple[tuple[_Told, int], Any]]:
+        vectors = self._everywhere.tell([said.get(told) for told in self._told])
+        for told, vector in zip(self._told, vectors, strict=True):
+            for stage, whole in enumerate(self._whole):
+                yield (told, stage), seen_on(vector, whole)

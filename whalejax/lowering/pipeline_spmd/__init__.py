@@ -1,0 +1,1 @@
+"""The ``pipeline_spmd`` executor: stages alike in one program."""

@@ -1,0 +1,258 @@
+"""What a stage in lockstep keeps of a micro-batch between its two passes.
+
+Either what it was given, and its layers are computed again; or all that their
+derivative reads. Of that, what does not depend on what the stage was given (parameters,
+their casts and gathered shards, masks) is not kept but made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.lowering.pipeline_spmd.stage_body import Carry, OneStage
+from whalejax.lowering.pipeline_spmd.ticks import put, where
+from whalejax.lowering.spmd.executor import Sums
+
+
+Function = Callable[[list[Any], Carry, Any], Carry]
+"""From parameters, what a stage is given and a micro-batch's number to what it hands
+on."""
+
+
+class Derivative:
+    """A stage's layers forward, and back from what the forward pass left.
+
+    Attributes:
+        kept: shapes and dtypes of what is kept of one micro-batch: first what the stage
+            hands on, then what its derivative reads beside it.
+    """
+
+    def __init__(self, function: Function, params: Sequence[Any], given: Carry) -> None:
+        """Look at what the derivative reads.
+
+        Args:
+            function: the stage's layers.
+            params, given: of the shapes and dtypes that they will have.
+        """
+        self._function = function
+        self._params = list(params)
+        self._structure: Any = None
+        self._given = given
+        self._outputs = len(given)
+        traced = jax.make_jaxpr(self._run)(self._params, given, jnp.int32(0))
+        jaxpr, _ = _compat.open_jaxpr(traced)
+        start = len(jaxpr.invars) - 1 - len(given)
+        flags = [start <= i < start + len(given) for i in range(len(jaxpr.invars))]
+        moves = _compat.depending(traced, flags)
+        first: dict[Any, int] = {}
+        self._leaves: list[int | None] = []
+        places: list[int] = []
+        for i, var in enumerate(jaxpr.outvars):
+            if not moves[i] and i >= self._outputs:
+                self._leaves.append(None)
+                continue
+            if i < self._outputs or var not in first:
+                first.setdefault(var, len(places))
+                places.append(i)
+            self._leaves.append(first[var])
+        self._places = places
+        still = [i for i, place in enumerate(self._leaves) if place is None]
+        self._still = _compat.needed(traced, still)
+        self.kept = [jaxpr.outvars[i].aval for i in places]
+
+    def _run(self, params: list[Any], given: Any, number: Any) -> list[Any]:
+        """What is handed on, and the leaves of the derivative."""
+        handed, derivative = jax.vjp(
+            lambda params, given: self._function(params, given, number), params, given
+        )
+        leaves, self._structure = jax.tree.flatten(derivative)
+        return [*handed, *leaves]
+
+    def forward(self, given: Carry, number: Any) -> list[Any]:
+        """What is kept of a micro-batch; what the stage hands on comes first."""
+        found = self._run(self._params, given, number)
+        return [found[i] for i in self._places]
+
+    def handed(self, kept: Sequence[Any]) -> Carry:
+        """What the stage handed on."""
+        return tuple(kept[: self._outputs])
+
+    def backward(
+        self, kept: Sequence[Any], number: Any, cotangents: Carry
+    ) -> tuple[list[Any], Carry]:
+        """Gradients of the parameters, and what goes back to the stage before.
+
+        Args:
+            kept: of the micro-batch.
+            number: of the micro-batch.
+            cotangents: of what the stage handed on.
+        """
+        made = iter(self._still(*jax.tree.leaves((self._params, self._given, number))))
+        leaves = [
+            next(made) if place is None else kept[place]
+            for place in self._leaves[self._outputs :]
+        ]
+        found: tuple[list[Any], Carry] = self._structure.unflatten(leaves)(cotangents)
+        return found
+
+
+class Inputs:
+    """Of a micro-batch in flight a stage keeps what it was given.
+
+    The backward pass computes the layers again.
+
+    Attributes:
+        empty: what is kept of a micro-batch, all zero.
+    """
+
+    def __init__(self, local: OneStage) -> None:
+        """For one stage."""
+        self._local = local
+        self.empty = local.nothing()
+
+    def ahead(
+        self, kept: Sequence[Any], given: Carry, numbers: Any
+    ) -> tuple[Sequence[Any], Carry]:
+        """One turn forward.
+
+        Args:
+            kept: rings of what is kept.
+            given: what the stage before handed on.
+            numbers: of each stage, its micro-batch, or -1.
+
+        Returns:
+            The rings, and what is handed on.
+        """
+        local = self._local
+        mine = numbers[local.stage]
+        kept = [put(ring, x, mine) for ring, x in zip(kept, given, strict=True)]
+        if local.branches:  # What the last stage hands on nobody takes.
+            numbers = numbers.at[-1].set(-1)
+
+        def work() -> Carry:
+            return local.laid(local.forward(local.params, given, jnp.maximum(mine, 0)))
+
+        return kept, local.chosen(numbers, work, self.empty)
+
+    def behind(
+        self, given: Sequence[Any], handed: Carry, number: Any
+    ) -> tuple[Sums, Carry]:
+        """Gradients and sums of a micro-batch, and what goes back to the stage before.
+
+        Args:
+            given: what the stage was given.
+            handed: what came back from the stage behind.
+            number: of the micro-batch.
+        """
+        local, given = self._local, tuple(given)
+        if local.branches:
+            found: tuple[Sums, Carry] = jax.lax.cond(
+                local.last,
+                lambda: self._at_the_end(given, number),
+                lambda: self._midway(given, handed, number),
+            )
+            return found
+        (_, scaled), vjp, sums = jax.vjp(
+            lambda params, given: local.loss(params, given, number),
+            local.params,
+            given,
+            has_aux=True,
+        )
+        cotangents = tuple(jnp.where(local.last, 0, x) for x in handed)
+        gradients, before = vjp((cotangents, local.last.astype(scaled.dtype)))
+        sums = where(local.last, sums)
+        return replace(sums, gradients=local.found(gradients)), before
+
+    def _at_the_end(self, given: Carry, number: Any) -> tuple[Sums, Carry]:
+        local = self._local
+
+        def total(params: Sequence[Any], given: Carry) -> tuple[Any, Sums]:
+            (_, scaled), sums = local.loss(params, given, number)
+            return scaled, sums
+
+        scaled, vjp, sums = jax.vjp(total, local.params, given, has_aux=True)
+        gradients, before = vjp(jnp.ones_like(scaled))
+        return replace(sums, gradients=local.found(gradients)), before
+
+    def _midway(self, given: Carry, handed: Carry, number: Any) -> tuple[Sums, Carry]:
+        """Only the last stage computes what stands behind the layers."""
+        local = self._local
+        _, vjp = jax.vjp(
+            lambda params, given: local.forward(params, given, number),
+            local.params,
+            given,
+        )
+        gradients, before = vjp(handed)
+        return replace(local.no_sums(), gradients=local.found(gradients)), before
+
+
+class Residuals:
+    """Of a micro-batch in flight a stage keeps all that its derivative reads.
+
+    Attributes:
+        empty: what is kept of a micro-batch, all zero.
+    """
+
+    def __init__(self, local: OneStage) -> None:
+        """For one stage."""
+        self._local = local
+        self._derivative = Derivative(local.forward, local.params, local.nothing())
+        self.empty = [jnp.zeros(x.shape, x.dtype) for x in self._derivative.kept]
+
+    def ahead(
+        self, kept: Sequence[Any], given: Carry, numbers: Any
+    ) -> tuple[Sequence[Any], Carry]:
+        """One turn forward; see ``Inputs.ahead``."""
+        local, derivative = self._local, self._derivative
+        mine = numbers[local.stage]
+
+        def work() -> list[Any]:
+            return derivative.forward(given, jnp.maximum(mine, 0))
+
+        found = local.chosen(numbers, work, self.empty)
+        kept = [put(ring, x, mine) for ring, x in zip(kept, found, strict=True)]
+        return kept, local.laid(derivative.handed(found))
+
+    def behind(
+        self, kept: Sequence[Any], handed: Carry, number: Any
+    ) -> tuple[Sums, Carry]:
+        """Gradients and sums of a micro-batch, and what goes back to the stage before.
+
+        Args:
+            kept: of the micro-batch.
+            handed: what came back from the stage behind.
+            number: of the micro-batch.
+        """
+        local, derivative = self._local, self._derivative
+        results = derivative.handed(kept)
+
+        def end() -> tuple[Sums, list[Any], Carry]:
+            return local.head(results, number)
+
+        def nothing() -> tuple[Sums, list[Any], Carry]:
+            return local.no_sums(), list(map(jnp.zeros_like, local.others)), handed
+
+        if local.branches:
+            sums, more, cotangents = jax.lax.cond(local.last, end, nothing)
+        else:
+            sums, more, cotangents = where(local.last, end(), nothing())
+        gradients, before = derivative.backward(kept, number, cotangents)
+        others = iter(more)
+        gradients = [
+            g if i in local.stack.params else g + next(others)
+            for i, g in enumerate(gradients)
+        ]
+        return replace(sums, gradients=local.found(gradients)), before
+
+
+STASHES: Final[Mapping[str, type[Inputs | Residuals]]] = {
+    "inputs": Inputs,
+    "residuals": Residuals,
+}
+"""What is kept of a micro-batch in flight, by its name in plans."""

@@ -1,0 +1,274 @@
+"""A loop over layers whose number of turns is known only when it runs.
+
+Stages with unequal numbers of layers run one program, and each takes as many turns as
+it has layers. JAX differentiates no such loop backwards, so this one has a rule of its
+own: the forward pass keeps of every turn what that layer's derivative reads, and the
+backward pass takes the turns in reverse. Room is kept for the most turns of any stage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.jaxpr.rebuild import Body
+
+
+Operands = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """A loop over layers.
+
+    Attributes:
+        body: one turn, from constants, carries and slices to carries and more.
+        num_consts, num_carries: how many operands stay and are handed on; those after
+            them are stacks.
+        most: slices that a stack has, the largest number of turns.
+        masked: ``most`` turns are taken, and those too many change nothing. Where
+            devices share collectives inside, they must take equally many turns.
+    """
+
+    body: Body
+    num_consts: int
+    num_carries: int
+    most: int
+    masked: bool = False
+
+    @property
+    def carries(self) -> slice:
+        """Places of the carries among the operands."""
+        return slice(self.num_consts, self.num_consts + self.num_carries)
+
+    def taken(self, count: Any) -> Any:
+        """Turns that are taken."""
+        return self.most if self.masked else count
+
+    def chosen(self, here: Any, fresh: Any, before: Any) -> Any:
+        """What a turn gives, unless it is one too many."""
+        if not self.masked:
+            return fresh
+        return jax.tree.map(lambda x, y: jnp.where(here, x, y), fresh, before)
+
+    def given(self, operands: Operands, carry: Operands, index: Any) -> Operands:
+        """What one turn is given."""
+        slices = (_at(x, index) for x in operands[self.carries.stop :])
+        return (*operands[: self.num_consts], *carry, *slices)
+
+
+def counted(turns: Turns, count: Any, operands: Operands) -> Operands:
+    """Run a loop.
+
+    Args:
+        turns: what a turn does.
+        count: how many turns, an int32 scalar of at most ``turns.most``.
+        operands: constants, carries (floating-point numbers), stacks.
+
+    Returns:
+        The carries after so many turns.
+
+    >>> turns = Turns(body=lambda x: [x[0] * x[1]], num_consts=0, num_carries=1, most=3)
+    >>> stack = jnp.asarray([2.0, 3.0, 5.0])
+    >>> jax.grad(lambda x: counted(turns, 2, (x, stack))[0])(1.0)
+    Array(6., dtype=float32, weak_type=True)
+    """
+    found: Operands = _counted(turns, count, operands)
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _counted(turns: Turns, count: Any, operands: Operands) -> Operands:
+    def turn(index: Any, carry: Operands) -> Operands:
+        results = turns.body(turns.given(operands, carry, index))
+        fresh = tuple(results[: turns.num_carries])
+        chosen: Operands = turns.chosen(index < count, fresh, carry)
+        return chosen
+
+    found: Operands = jax.lax.fori_loop(
+        0, turns.taken(count), turn, tuple(operands[turns.carries])
+    )
+    return found
+
+
+OWN, ONCE = -1, -2
+"""Leaves of a derivative that each turn makes anew, and that are the same in all."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["backward", "count", "operands"],
+    meta_fields=["sliced", "flows"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What the backward pass reads.
+
+    Attributes:
+        backward: the derivative of a layer; its leaves are those of all turns.
+        sliced: for each leaf, whether a turn has a slice of it.
+        flows: for each operand, whether a gradient flows through it.
+        count: turns.
+        operands: of the loop.
+    """
+
+    backward: Any
+    sliced: tuple[bool, ...]
+    flows: tuple[bool, ...]
+    count: Any
+    operands: Operands
+
+    def of_turn(self, index: Any) -> Any:
+        """The derivative of one layer."""
+        leaves = jax.tree.leaves(self.backward)
+        structure: Any = jax.tree.structure(self.backward)
+        pairs = zip(leaves, self.sliced, strict=True)
+        return structure.unflatten([_at(x, index) if cut else x for x, cut in pairs])
+
+
+def _differentiated(
+    turns: Turns, given: Sequence[Any], flows: Sequence[bool]
+) -> tuple[Operands, Any]:
+    """What a turn gives, and its derivative for the operands that have one."""
+    places = [i for i, flowing in enumerate(flows) if flowing]
+
+    def layer(*floats: Any) -> Operands:
+        operands = list(given)
+        for place, x in zip(places, floats, strict=True):
+            operands[place] = x
+        return tuple(turns.body(operands)[: turns.num_carries])
+
+    found: tuple[Operands, Any] = jax.vjp(layer, *(given[i] for i in places))
+    return found
+
+
+def _sources(
+    turns: Turns, given: Operands, flows: Sequence[bool]
+) -> tuple[list[int], list[Any]]:
+    """Where the leaves of a turn's derivative come from.
+
+    Args:
+        turns: the loop.
+        given: what one turn is given.
+        flows: for each operand, whether a gradient flows through it.
+
+    Returns:
+        For each leaf the place of the operand that it is, ``OWN`` or ``ONCE``; and the
+        shapes and dtypes of the leaves.
+    """
+
+    def leaves(*given: Any) -> list[Any]:
+        return jax.tree.leaves(_differentiated(turns, given, flows)[1])
+
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(leaves)(*given))
+    places = {v: i for i, v in enumerate(jaxpr.invars)}
+    varying = set(jaxpr.invars[turns.num_consts :])
+    for equation in jaxpr.eqns:
+        read = (v for v in equation.invars if not _compat.is_literal(v))
+        if not varying.isdisjoint(read):
+            varying.update(equation.outvars)
+    found = []
+    for atom in jaxpr.outvars:
+        place = ONCE if _compat.is_literal(atom) else places.get(atom, ONCE)
+        carried = turns.carries.start <= place < turns.carries.stop
+        own = place == ONCE and not _compat.is_literal(atom) and atom in varying
+        found.append(OWN if own or carried else place)
+    return found, [v.aval for v in jaxpr.outvars]
+
+
+def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
+    count, operands = primals.value, tuple(x.value for x in given)
+    # A gradient may come to flow through carries, whatever they start as; what none
+    # flows through otherwise may have no derivative.
+    carried = range(len(operands))[turns.carries]
+    flows = tuple(
+        _inexact(x.value) and (x.perturbed or i in carried) for i, x in enumerate(given)
+    )
+    start = tuple(operands[turns.carries])
+    first = turns.given(operands, start, 0)
+    sources, shapes = _sources(turns, first, flows)
+    # Of this turn, which is none of the loop's, the compiler keeps what is used.
+    _, derivative = _differentiated(turns, first, flows)
+    leaves = jax.tree.leaves(derivative)
+    structure: Any = jax.tree.structure(derivative)
+    own = [i for i, source in enumerate(sources) if source == OWN]
+    kept = [
+        jax.lax.full((turns.most, *shapes[i].shape), 0, shapes[i].dtype) for i in own
+    ]
+
+    def turn(index: Any, state: Any) -> Any:
+        carry, kept = state
+        results, derivative = _differentiated(
+            turns, turns.given(operands, carry, index), flows
+        )
+        fresh = jax.tree.leaves(derivative)
+        kept = [_put(k, fresh[i], index) for k, i in zip(kept, own, strict=True)]
+        return turns.chosen(index < count, results, carry), kept
+
+    carry, kept = jax.lax.fori_loop(0, turns.taken(count), turn, (start, kept))
+    for place, stack in zip(own, kept, strict=True):
+        leaves[place] = stack
+    for place, source in enumerate(sources):
+        if source >= 0:
+            leaves[place] = operands[source]
+    sliced = tuple(s == OWN or s >= turns.carries.stop for s in sources)
+    return carry, _Kept(
+        backward=structure.unflatten(leaves),
+        sliced=sliced,
+        flows=flows,
+        count=count,
+        operands=operands,
+    )
+
+
+def _backward(
+    turns: Turns, kept: _Kept, cotangents: Operands
+) -> tuple[None, tuple[Any, ...]]:
+    operands, end = kept.operands, turns.carries.stop
+    taken = turns.taken(kept.count)
+    gradients = [
+        jnp.zeros_like(x) if flowing else None
+        for x, flowing in zip(operands, kept.flows, strict=True)
+    ]
+    cotangents = tuple(map(_compat.instantiated, cotangents))
+
+    def turn(done: Any, state: Any) -> Any:
+        carry, constants, stacks = state
+        index = taken - 1 - done
+        here = index < kept.count
+        found = iter(kept.of_turn(index)(carry))
+        added = [None if x is None else next(found) for x in constants]
+        before = tuple(next(found) for _ in carry)
+        slices = [None if x is None else next(found) for x in stacks]
+        nothing = jax.tree.map(jnp.zeros_like, (added, slices))
+        added, slices = turns.chosen(here, (added, slices), nothing)
+        return (
+            turns.chosen(here, before, carry),
+            jax.tree.map(jnp.add, constants, added),
+            jax.tree.map(lambda x, y: _put(x, y, index), stacks, slices),
+        )
+
+    state = tuple(cotangents), gradients[: turns.num_consts], gradients[end:]
+    carry, constants, stacks = jax.lax.fori_loop(0, taken, turn, state)
+    return None, (*constants, *carry, *stacks)
+
+
+_counted.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _at(stack: Any, index: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _put(stack: Any, value: Any, index: Any) -> Any:
+    return jax.lax.dynamic_update_index_in_dim(stack, value, index, axis=0)

@@ -1,0 +1,275 @@
+"""One stage of those that run one loop: its layers, and what stands around them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.layer_scan import Stack
+from whalejax.jaxpr import rebuild
+from whalejax.lowering.metrics import wide
+from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, counted
+from whalejax.lowering.pipeline_spmd.ticks import chosen
+from whalejax.lowering.spmd.executor import Program, Sums, sums_of
+from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
+
+
+Carry = tuple[Any, ...]
+
+
+class _Reached(Exception):  # noqa: N818
+    """The layers of a stage were run; what stands behind them is not wanted."""
+
+
+@dataclass(slots=True)
+class Layers:
+    """The layers of this stage, in place of all; see ``evaluate.Part``.
+
+    Attributes:
+        stack: the scan over all layers.
+        counts: how many of them each stage has.
+        masked: all stages take equally many turns, because they share collectives.
+        stage, last: number of this stage, and whether it is the last.
+        given: what the stage before it handed on.
+        ends: nothing behind the layers is wanted.
+        made: the layers were run before, and what they hand on is given.
+        results: what the layers hand on.
+    """
+
+    stack: Stack
+    counts: Sequence[int]
+    masked: bool
+    stage: Any
+    last: Any
+    given: Carry
+    ends: bool
+    made: bool = False
+    results: Carry = field(default=())
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        return self.stack.position
+
+    def through(
+        self, equation: Any, values: Sequence[Any], body: rebuild.Body
+    ) -> list[Any]:
+        parts = _compat.scan_parts(equation)
+        self.results = self.given if self.made else self._made(equation, values, body)
+        if self.ends:
+            raise _Reached
+        stacked = equation.outvars[parts.num_carries :]
+        unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in stacked]
+        return [*map(self.beyond, self.results), *unread]
+
+    def _made(self, equation: Any, values: Sequence[Any], body: rebuild.Body) -> Carry:
+        """What this stage's layers give."""
+        parts, most = _compat.scan_parts(equation), max(self.counts)
+        first, end = parts.num_consts, parts.num_consts + parts.num_carries
+        entering = [
+            jnp.where(self.stage == 0, own, handed)
+            for own, handed in zip(values[first:end], self.given, strict=True)
+        ]
+        stacks = [self._own(x) for x in values[end:]]
+        values = [*values[:first], *entering, *stacks]
+        if min(self.counts) == most:
+            results = rebuild.scan(equation, values, body, most)
+            return tuple(results[: parts.num_carries])
+        turns = Turns(
+            body=body,
+            num_consts=parts.num_consts,
+            num_carries=parts.num_carries,
+            most=most,
+            masked=self.masked,
+        )
+        return counted(turns, self._of_stage(self.counts), tuple(values))
+
+    def _own(self, stack: Any) -> Any:
+        """This stage's slices: of what is no parameter every stage has all."""
+        most = max(self.counts)
+        if stack.shape[0] == most:
+            return stack
+        if min(self.counts) < most:  # slices of the last stages end beyond the last
+            stack = jnp.concatenate([stack, stack[:most]])
+        start = self._of_stage(np.cumsum([0, *self.counts[:-1]]))
+        return jax.lax.dynamic_slice_in_dim(stack, start, most, axis=0)
+
+    def _of_stage(self, numbers: Any) -> Any:
+        return jnp.asarray(numbers, jnp.int32)[self.stage]
+
+    def beyond(self, value: Any) -> Any:
+        """Nothing flows back from behind the layers but on the last stage."""
+        dtype = getattr(value, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            return value
+        return _only_where(self.last, value)
+
+
+@jax.custom_vjp
+def _only_where(here: Any, value: Any) -> Any:
+    """The value, whose cotangent is zero elsewhere, were it infinite."""
+    del here
+    return value
+
+
+_only_where.defvjp(
+    lambda here, value: (value, here),
+    lambda here, cotangent: (None, jnp.where(here, cotangent, 0)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStage:
+    """One stage's part of the program, inside ``shard_map`` over the stages.
+
+    Attributes:
+        program, stack: what runs.
+        params: those of this stage.
+        stage: number of this stage.
+        micro: gives the rest, the flat batch and the key of a micro-batch.
+        scale: what the loss is multiplied by before it is differentiated, or None.
+    """
+
+    program: Program
+    stack: Stack
+    params: list[Any]
+    stage: Any
+    micro: Callable[[Any], tuple[Any, Sequence[Any], Any]]
+    scale: Any
+
+    @property
+    def last(self) -> Any:
+        """Whether this is the last stage."""
+        return self.stage == self.program.plan.axis_sizes[STAGE] - 1
+
+    @property
+    def branches(self) -> bool:
+        """Nothing inside is sharded, so that stages may do different things."""
+        sizes = self.program.plan.axis_sizes
+        return math.prod(sizes.values()) == sizes[STAGE]
+
+    @property
+    def others(self) -> list[Any]:
+        """Parameters that are no layers', in their order."""
+        return [p for i, p in enumerate(self.params) if i not in self.stack.params]
+
+    def chosen(self, numbers: Any, work: Callable[[], Any], idle: Any) -> Any:
+        """What some work gives where this stage has a micro-batch for it."""
+        return chosen(numbers, self.stage, work, idle, branches=self.branches)
+
+    def layers(self, given: Carry, *, ends: bool, made: bool = False) -> Layers:
+        """Those of this stage, from what it was given, or what they have made."""
+        return Layers(
+            made=made,
+            stack=self.stack,
+            counts=layer_counts(self.program),
+            masked=not self.branches,
+            stage=self.stage,
+            last=self.last,
+            given=given,
+            ends=ends,
+        )
+
+    def nothing(self) -> Carry:
+        """What layers hand on, all zero."""
+        jaxpr, _ = _compat.open_jaxpr(self.program.captured.jaxpr)
+        equation = jaxpr.eqns[self.stack.position[0]]
+        carried = equation.outvars[: _compat.scan_parts(equation).num_carries]
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in carried]
+        return self.laid(zeros)
+
+    def laid(self, carry: Sequence[Any]) -> Carry:
+        """What layers hand on, in its layout."""
+        program = self.program
+        return tuple(program.constrain(carry, program.constraints.carried))
+
+    def forward(self, params: Sequence[Any], given: Carry, number: Any) -> Carry:
+        """What the stage hands on of a micro-batch."""
+        layers = self.layers(given, ends=True)
+        rest, batch, key = self.micro(number)
+        with contextlib.suppress(_Reached):
+            self.program.loss(params, rest, batch, key, part=layers)
+        return layers.results
+
+    def loss(
+        self, params: Sequence[Any], given: Carry, number: Any, *, made: bool = False
+    ) -> tuple[tuple[Carry, Any], Sums]:
+        """What it hands on and the scaled total, and the sums, of a micro-batch.
+
+        Total and sums are those of the last stage.
+
+        Args:
+            params: of the stage.
+            given: by the stage before; or what the layers have made, if so.
+            number: of the micro-batch.
+            made: see ``repeated_layers``.
+        """
+        layers = self.layers(given, ends=False, made=made)
+        rest, batch, key = self.micro(number)
+        total, (weight, metrics, _) = self.program.loss(
+            params, rest, batch, key, part=layers
+        )
+        sums = sums_of(self.program, total, weight, metrics, (), number)
+        scaled = total if self.scale is None else total * self.scale
+        return (layers.results, scaled), sums
+
+    def head(self, results: Carry, number: Any) -> tuple[Sums, list[Any], Carry]:
+        """What stands behind the layers, forward and back, of a micro-batch.
+
+        Args:
+            results: what the layers handed on.
+            number: of the micro-batch.
+
+        Returns:
+            Sums, gradients of ``others``, and cotangents of the results.
+        """
+
+        def total(others: Sequence[Any], results: Carry) -> tuple[Any, Sums]:
+            given = iter(others)
+            params = [
+                p if i in self.stack.params else next(given)
+                for i, p in enumerate(self.params)
+            ]
+            (_, scaled), sums = self.loss(params, results, number, made=True)
+            return scaled, sums
+
+        scaled, vjp, sums = jax.vjp(total, self.others, results, has_aux=True)
+        gradients, cotangents = vjp(jnp.ones_like(scaled))
+        return sums, gradients, cotangents
+
+    def no_sums(self) -> Sums:
+        """Sums of nothing, without gradients."""
+        given = self.nothing()
+        _, sums = jax.eval_shape(lambda: self.loss(self.params, given, 0))
+        zeros: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+        return zeros
+
+    def no_gradients(self) -> tuple[Any, ...]:
+        """Gradients of nothing."""
+        zeros = [jnp.zeros(p.shape, wide(p).dtype) for p in self.params]
+        return tuple(self._as_accumulated(zeros))
+
+    def found(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        if self.scale is not None:
+            gradients = [wide(g) / self.scale for g in gradients]
+        return tuple(wide(g) for g in self._as_accumulated(gradients))
+
+    def _as_accumulated(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients reduced as parameters are stored, then cut as they are kept."""
+        leaves, program = self.program.plan.trained, self.program
+        stored = [of_stage(leaf.param_spec) for leaf in leaves]
+        kept = [of_stage(leaf.gradient_spec) for leaf in leaves]
+        return program.constrain(program.constrain(gradients, stored), kept)
+
+
+def layer_counts(program: Program) -> tuple[int, ...]:
+    """How many layers each stage has."""
+    assert program.plan.stages is not None
+    return program.plan.stages.layers

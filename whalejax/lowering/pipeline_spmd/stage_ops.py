@@ -1,0 +1,76 @@
+"""Operations that a stage computes in a way of its own.
+
+Inside ``shard_map`` over the stages other axes are left to the compiler, which cannot
+cut every operation there; and a stage has fewer layers than were traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode as Mode
+
+from whalejax.lowering.spmd.gather_scatter import filling, in_parts, signed
+from whalejax.planner.sharding.layout import Spec
+
+
+def in_stages(
+    equation: Any,
+    values: Sequence[Any],
+    specs: Sequence[Spec],
+    mesh: Any,
+    flows: Sequence[bool] | None = None,
+) -> list[Any] | None:
+    """The results of an operation, or None where it is computed as it was traced.
+
+    Args:
+        equation: the operation.
+        values: its operands.
+        specs: layouts of these, where it looks something up.
+        mesh: the devices.
+        flows: of a call with a derivative rule of its own, through which operands a
+            gradient flows.
+    """
+    before = equation.invars[0].aval.shape if values else ()
+    if equation.primitive.name == "reshape" and values[0].shape != before:
+        (layers, *_), (_, *form) = values[0].shape, equation.outvars[0].aval.shape
+        return [jnp.reshape(values[0], (layers, *form))]
+    if equation.primitive.name == "gather" and _takes_one(equation):
+        return [_taken(equation, *values)]
+    return in_parts(equation, values, specs, mesh, flows)
+
+
+def _takes_one(equation: Any) -> bool:
+    """Whether a gather takes one element of the last dimension for each row."""
+    operand, indices = (v.aval for v in equation.invars)
+    numbers, last = equation.params["dimension_numbers"], operand.ndim - 1
+    rows = tuple(range(last))
+    return bool(
+        jnp.issubdtype(operand.dtype, jnp.inexact)
+        and numbers.collapsed_slice_dims == (last,)
+        and numbers.start_index_map == (last,)
+        and numbers.offset_dims == ()
+        and tuple(numbers.operand_batching_dims) == rows
+        and tuple(numbers.start_indices_batching_dims) == rows
+        and indices.shape[:-1] == (*operand.shape[:-1], 1)
+    )
+
+
+def _taken(equation: Any, operand: Any, indices: Any) -> Any:
+    """The same as a sum over the dimension, of which all but one term are zero.
+
+    Unlike a lookup it fuses with what makes the rows, such as logits in 32 bits.
+    """
+    mode, size = Mode.from_any(equation.params["mode"]), operand.shape[-1]
+    place = signed(indices[..., 0])
+    if mode == Mode.CLIP:
+        place = jnp.clip(place, 0, size - 1)
+    places = jax.lax.broadcasted_iota(place.dtype, operand.shape, operand.ndim - 1)
+    found = jnp.where(places == place, operand, 0).sum(-1, keepdims=True)
+    if mode != Mode.FILL_OR_DROP:
+        return found
+    fill = filling(equation.params["fill_value"], operand.dtype)
+    return jnp.where((place >= 0) & (place < size), found, fill)

@@ -1,0 +1,93 @@
+"""What stages that run one loop do in each turn, and how they hand on results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.schedules import Schedule
+
+
+def turns_of(table: Schedule) -> np.ndarray:
+    """A schedule in lockstep: which micro-batch each stage takes in each turn.
+
+    Args:
+        table: each stage takes at most one forward and one backward in a turn, and
+            what it takes was handed on in the turn before.
+
+    Returns:
+        ``int32[turns, stages, 2]``: forward and backward; -1 for none.
+    """
+    count = 1 + max(map(table.turn, table.rows))
+    found = np.full((count, table.num_stages, 2), -1, np.int32)
+    for row in table.rows:
+        slot = ("forward", "backward").index(row.action)
+        found[table.turn(row), row.stage, slot] = row.micro_batch
+    return found
+
+
+def chosen(
+    numbers: Any, stage: Any, work: Callable[[], Any], idle: Any, *, branches: bool
+) -> Any:
+    """What some work gives where a stage has a micro-batch for it, else a stand-in.
+
+    Stages part ways only where nothing inside is sharded: where something is, all of
+    them do what one of them has to, because they run the same collectives.
+
+    Args:
+        numbers: of each stage, its micro-batch, or -1.
+        stage: number of this one.
+        work: what it does.
+        idle: what stands for it.
+        branches: nothing inside is sharded.
+    """
+    here = numbers[stage] >= 0
+    if branches:
+        return jax.lax.cond(here, work, lambda: idle)
+
+    def masked() -> Any:
+        return jax.tree.map(lambda x, y: jnp.where(here, x, y), work(), idle)
+
+    return jax.lax.cond(jnp.any(numbers >= 0), masked, lambda: idle)
+
+
+def handed_on(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
+    """To the next stage; the first is given zeros."""
+    pairs = [(i, i + 1) for i in range(stages - 1)]
+    return tuple(jax.lax.ppermute(x, STAGE, pairs) for x in carry)
+
+
+def handed_back(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
+    """To the stage before; the last is given zeros."""
+    pairs = [(i + 1, i) for i in range(stages - 1)]
+    return tuple(jax.lax.ppermute(x, STAGE, pairs) for x in carry)
+
+
+def put(ring: Any, value: Any, number: Any) -> Any:
+    """Keep something of a micro-batch, if it is one.
+
+    Args:
+        ring: with room for so many micro-batches as are in flight.
+        value: what is kept.
+        number: of the micro-batch, or -1.
+    """
+    place = jnp.maximum(number, 0) % ring.shape[0]
+    value = jnp.where(number >= 0, value, taken(ring, place))
+    return jax.lax.dynamic_update_index_in_dim(ring, value, place, axis=0)
+
+
+def taken(ring: Any, number: Any) -> Any:
+    """What is kept of a micro-batch."""
+    place = number % ring.shape[0]
+    return jax.lax.dynamic_index_in_dim(ring, place, keepdims=False)
+
+
+def where(here: Any, tree: Any, other: Any = None) -> Any:
+    """One tree here and another one, or zeros, elsewhere."""
+    other = jax.tree.map(jnp.zeros_like, tree) if other is None else other
+    return jax.tree.map(lambda x, y: jnp.where(here, x, y), tree, other)

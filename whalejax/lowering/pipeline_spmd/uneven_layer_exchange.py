@@ -1,0 +1,123 @@
+"""Stacked layers dealt out to stages that hold unequal numbers of them.
+
+A stack of layers cannot be stored in unequal parts, so each stage stores a part of
+every layer: the axis ``stage`` shards another dimension. At the start of a step stages
+exchange these parts for layers of their own, and at its end gradients of layers for
+gradients of parts. Each stage then has room for the most layers of any; where it has
+fewer, its last one stands in the places left over and is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.capture.layer_scan import Stack
+from whalejax.lowering.spmd.executor import Program
+from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
+from whalejax.planner.sharding.layout import Spec
+
+
+def rows_of(layers: Sequence[int]) -> np.ndarray:
+    """Which layer stands in which place.
+
+    Args:
+        layers: how many each stage has.
+
+    Returns:
+        ``int32[stages, most]``.
+
+    >>> rows_of([3, 1]).tolist()
+    [[0, 1, 2], [3, 3, 3]]
+    """
+    counts = np.asarray(layers)[:, None]
+    first = np.cumsum(counts)[:, None] - counts
+    place = np.minimum(np.arange(max(layers)), counts - 1)
+    found: np.ndarray = (first + place).astype(np.int32)
+    return found
+
+
+def places_of(layers: Sequence[int]) -> np.ndarray:
+    """In which place a layer stands, of those of all stages one after the other.
+
+    >>> places_of([3, 1]).tolist()
+    [0, 1, 2, 3]
+    >>> places_of([1, 3]).tolist()
+    [0, 3, 4, 5]
+    """
+    most = max(layers)
+    places = [s * most + np.arange(count) for s, count in enumerate(layers)]
+    return np.concatenate(places).astype(np.int32)
+
+
+def dealt(
+    program: Program, stack: Stack, params: Sequence[Any], layers: Sequence[int]
+) -> list[Any]:
+    """Parameters as stages compute with them.
+
+    Args:
+        program: what runs.
+        stack: the scan over layers, and its parameters.
+        params: flat parameters, as stored.
+        layers: how many each stage has.
+    """
+    leaves, found = program.plan.trained, list(params)
+    for i in stack.params:
+        found[i] = _own_layers(program, params[i], leaves[i].param_spec, layers)
+    return found
+
+
+def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int]) -> Any:
+    """What is not trained, with its layers as stages compute with them.
+
+    Args:
+        program, stack, layers: as for ``dealt``.
+        rest: as stored.
+    """
+    if min(layers) == max(layers) or not stack.frozen:
+        return rest
+    tree: Any = jax.tree.structure(rest)
+    found = jax.tree.leaves(rest)
+    for i in stack.frozen:
+        stored = program.plan.leaf(program.adapter.rest_paths[i]).param_spec
+        found[i] = _own_layers(program, found[i], stored, layers)
+    return tree.unflatten(found)
+
+
+def _own_layers(program: Program, x: Any, stored: Spec, layers: Sequence[int]) -> Any:
+    rows = rows_of(layers).reshape(-1)
+    padded = jnp.take(x, rows, axis=0, mode="clip")
+    (found,) = _through(program, padded, stored, _staged(stored))
+    return found
+
+
+def collected(
+    program: Program, stack: Stack, gradients: Sequence[Any], layers: Sequence[int]
+) -> tuple[Any, ...]:
+    """Gradients as they are kept.
+
+    Args:
+        program, stack, layers: as for ``dealt``.
+        gradients: of the parameters as stages computed with them.
+    """
+    found = list(gradients)
+    for i in stack.params:
+        kept = program.plan.trained[i].gradient_spec
+        (padded,) = _through(program, gradients[i], _staged(kept), kept)
+        found[i] = jnp.take(padded, places_of(layers), axis=0, mode="clip")
+        (found[i],) = program.constrain([found[i]], [kept])
+    return tuple(found)
+
+
+def _staged(spec: Spec) -> Spec:
+    """Layers lie on the stages, and what the other axes shard stays as it is."""
+    first, *others = of_stage(spec)
+    return ((STAGE, *first), *others)
+
+
+def _through(program: Program, x: Any, before: Spec, after: Spec) -> list[Any]:
+    return program.constrain(program.constrain([x], [before]), [after])

@@ -1,0 +1,1 @@
+"""The ``spmd`` executor: one program on all devices."""

@@ -1,0 +1,281 @@
+"""Logits of some tokens at a time, and the loss that is made of them.
+
+Neither pass holds more than one chunk of logits: the forward pass keeps what is left
+of them for each token, the backward pass computes them again. The gradient of the
+kernel is added up on each device alone, and over devices once, behind the last chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from whalejax import _compat
+from whalejax.capture.patterns.blockwise import Tags
+from whalejax.capture.patterns.logits import Logits
+from whalejax.planner.sharding.layout import Spec
+
+
+Constrained = Callable[[Any, Spec], Any]
+"""A value in a layout."""
+
+
+def chunked(
+    one: Logits,
+    values: Sequence[Any],
+    count: int,
+    spec: Spec,
+    mesh: Mesh,
+    *,
+    used: Callable[[Any], Any],
+    constrained: Constrained,
+) -> list[Any]:
+    """Run a call that makes logits.
+
+    Args:
+        one: what it computes.
+        values: of its inputs.
+        count: chunks of the tokens of a device; fewer where it does not divide them.
+        spec: layout of the logits.
+        mesh: the devices.
+        used: the kernel as products read it, from the kernel as it is stored.
+        constrained: a value in a layout.
+
+    Returns:
+        What the call gives.
+    """
+    return list(_Chunks(one, count, spec, mesh, used, constrained).function()(*values))
+
+
+class _Chunks:
+    """Logits with their layout; see ``chunked``."""
+
+    def __init__(
+        self,
+        one: Logits,
+        count: int,
+        spec: Spec,
+        mesh: Mesh,
+        used: Callable[[Any], Any],
+        constrained: Constrained,
+    ) -> None:
+        self.one = one
+        self.spec = spec
+        self.mesh = mesh
+        self.used = used
+        self.constrained = constrained
+        self.shape = one.product.outvars[0].aval.shape
+        local = {t: self.shape[t] // self.parts(t) for t in one.token_tags}
+        self.cut = max(local, key=lambda t: local[t])
+        fewer = range(min(count, local[self.cut]), 0, -1)
+        self.count = next(n for n in fewer if local[self.cut] % n == 0)
+        self.sizes = dict(enumerate(self.shape))
+        self.sizes[self.cut] //= self.count
+
+    def parts(self, tag: int) -> int:
+        """Devices among which a dimension of the logits is divided."""
+        return math.prod(self.mesh.shape[axis] for axis in self.spec[tag])
+
+    # Chunks of values.
+
+    def chunks(self, x: Any, tags: Tags) -> Any:
+        """``[count, ...]``: of each device's part of the tokens a piece in each."""
+        place = tags.index(self.cut)
+        n, before, after = self.parts(self.cut), x.shape[:place], x.shape[place + 1 :]
+        piece = self.sizes[self.cut] // n
+        apart = x.reshape(*before, n, self.count, piece, *after)
+        first = jnp.moveaxis(apart, place + 1, 0)
+        whole = first.reshape(self.count, *before, n * piece, *after)
+        return self.constrained(whole, ((), *self.laid(tags)))
+
+    def whole(self, x: Any, tags: Tags) -> Any:
+        """The reverse."""
+        place = tags.index(self.cut)
+        n, shape = self.parts(self.cut), x.shape[1:]
+        before, after = shape[:place], shape[place + 1 :]
+        apart = x.reshape(self.count, *before, n, shape[place] // n, *after)
+        back = jnp.moveaxis(apart, 0, place + 1)
+        joined = back.reshape(*before, self.count * shape[place], *after)
+        return self.constrained(joined, self.laid(tags))
+
+    def laid(self, tags: Tags) -> Spec:
+        """The layout of a value by what its dimensions are of the logits."""
+        return tuple(() if tag is None else self.spec[tag] for tag in tags)
+
+    def hidden_tags(self) -> Tags:
+        """Of the hidden values; what is contracted has none."""
+        places = dict(zip(self.one.tokens, self.one.token_tags, strict=True))
+        return tuple(places.get(d) for d in range(len(self.one.hidden.aval.shape)))
+
+    # Both passes.
+
+    def function(self) -> Any:
+        """From inputs to exits, with a backward pass of its own."""
+        one = self.one
+        order = [one.outside.index(v) for v in one.inputs[2:]]
+        trained = sum(one.trained)
+
+        @jax.custom_vjp
+        def loss(hidden: Any, kernel: Any, *given: Any) -> Any:
+            outside = dict(zip(order, given, strict=True))
+            kernel = self.used(kernel)
+
+            def body(_: None, chunk: Any) -> tuple[None, list[Any]]:
+                part, cut = chunk
+                logits = self.logits(part, kernel)
+                return None, one.values(logits, {**outside, **cut}, self.sizes)
+
+            _, exits = lax.scan(body, None, self.inputs(hidden, outside))
+            pairs = zip(exits, self.exit_tags(), strict=True)
+            return [self.whole(x, tags) for x, tags in pairs]
+
+        def forward(*inputs: Any) -> Any:
+            return loss(*inputs), inputs
+
+        def backward(inputs: Any, cotangents: Any) -> Any:
+            hidden, kernel, *given = inputs
+            outside = dict(zip(order, given, strict=True))
+            found = self.gradients(hidden, kernel, outside, order[:trained], cotangents)
+            return (*found, *(None for _ in given[trained:]))
+
+        loss.defvjp(forward, backward)
+        return loss
+
+    def exit_tags(self) -> list[Tags]:
+        """Of what is made of the logits."""
+        return [self.one.nodes[end].tags for end in self.one.ends]
+
+    def inputs(self, hidden: Any, outside: Mapping[int, Any]) -> Any:
+        """Chunks of the hidden values, and of what is read beside their logits."""
+        tags = self.one.outside_tags
+        return (
+            self.chunks(hidden, self.hidden_tags()),
+            {
+                n: self.chunks(x, tags[n])
+                for n, x in outside.items()
+                if self.cut in tags[n]
+            },
+        )
+
+    def logits(self, hidden: Any, kernel: Any) -> Any:
+        """Of one chunk."""
+        pair = (kernel, hidden) if self.one.turned else (hidden, kernel)
+        return self.constrained(_compat.bind(self.one.product, pair)[0], self.spec)
+
+    def gradients(
+        self,
+        hidden: Any,
+        kernel: Any,
+        outside: Mapping[int, Any],
+        trained: Sequence[int],
+        cotangents: Sequence[Any],
+    ) -> list[Any]:
+        """Of hidden values, kernel, and what is trained beside them."""
+        one = self.one
+        stored, read = kernel, self.used(kernel)
+        wide = jnp.promote_types(kernel.dtype, jnp.float32)
+        real = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in one.exits]
+        cut = {
+            n: self.chunks(x, tags)
+            for n, (x, tags) in enumerate(
+                zip(cotangents, self.exit_tags(), strict=True)
+            )
+            if real[n]
+        }
+
+        def body(carry: Any, chunk: Any) -> tuple[Any, Any]:
+            total, sums = carry
+            (part, beside), ups = chunk
+
+            def exits(logits: Any, *weights: Any) -> list[Any]:
+                known = {
+                    **outside,
+                    **beside,
+                    **dict(zip(trained, weights, strict=True)),
+                }
+                found = one.values(logits, known, self.sizes)
+                return [x for x, inexact in zip(found, real, strict=True) if inexact]
+
+            logits, to_hidden = jax.vjp(lambda h: self.logits(h, read), part)
+            _, pull = jax.vjp(exits, logits, *(outside[n] for n in trained))
+            change, *others = pull([ups[n] for n in sorted(ups)])
+            change = self.constrained(change, self.spec)
+            sums = [a + b.astype(a.dtype) for a, b in zip(sums, others, strict=True)]
+            total = total + self.product(part, change, wide)
+            return (self.constrained(total, self.kernel_spec()), sums), to_hidden(
+                change
+            )[0]
+
+        zeros = [
+            jnp.zeros(outside[n].shape, jnp.promote_types(outside[n].dtype, wide))
+            for n in trained
+        ]
+        start = jnp.zeros(self.kernel_shape(), wide)
+        start = self.constrained(start, self.kernel_spec())
+        chunks = (self.inputs(hidden, outside), cut)
+        (total, sums), parts = lax.scan(body, (start, zeros), chunks)
+        total = total.astype(stored.dtype).sum(axis=self.token_places())
+        return [
+            self.whole(parts, self.hidden_tags()),
+            self.kernel_order(total),
+            *(x.astype(outside[n].dtype) for n, x in zip(trained, sums, strict=True)),
+        ]
+
+    # The kernel's gradient: [parts of each token dimension ..., depth ..., vocabulary].
+
+    def token_places(self) -> tuple[int, ...]:
+        """Dimensions of what each device adds up that are devices."""
+        return tuple(range(len(self.one.tokens)))
+
+    def kernel_shape(self) -> tuple[int, ...]:
+        """Of the sums of all devices."""
+        one = self.one
+        parts = [self.parts(t) for t in one.token_tags]
+        depth = [one.kernel.aval.shape[k] for _, k in one.depth]
+        return (*parts, *depth, self.shape[one.vocab_tag])
+
+    def kernel_spec(self) -> Spec:
+        """Every device has its own sum."""
+        one = self.one
+        tokens = [self.spec[t] for t in one.token_tags]
+        return (*tokens, *(() for _ in one.depth), self.spec[one.vocab_tag])
+
+    def product(self, hidden: Any, change: Any, wide: Any) -> Any:
+        """One chunk's gradient of the kernel, on each device of its own tokens."""
+        one, count = self.one, len(self.one.tokens)
+        order = [*one.tokens, *(h for h, _ in one.depth)]
+        left = self._apart(hidden.transpose(order))
+        right = self._apart(change.transpose([*one.token_tags, one.vocab_tag]))
+        devices, tokens = (
+            [2 * n for n in range(count)],
+            [2 * n + 1 for n in range(count)],
+        )
+        return lax.dot_general(
+            left,
+            right,
+            ((tokens, tokens), (devices, devices)),
+            precision=one.product.params["precision"],
+            preferred_element_type=wide,
+        )
+
+    def _apart(self, x: Any) -> Any:
+        """Each of the first dimensions, of tokens, as one of devices and the rest."""
+        tokens = self.one.token_tags
+        shape = [
+            n
+            for t, size in zip(tokens, x.shape, strict=False)
+            for n in (self.parts(t), size // self.parts(t))
+        ]
+        return x.reshape(*shape, *x.shape[len(tokens) :])
+
+    def kernel_order(self, x: Any) -> Any:
+        """From depth and vocabulary to the kernel's own order."""
+        places = [*(k for _, k in self.one.depth), self.one.vocab]
+        return x.transpose(np.argsort(places))

@@ -1,0 +1,342 @@
+"""Where a plan constrains the layout of values, equation by equation.
+
+The compiler's propagation fills in what lies between, but only constraints make it
+follow the plan: results of products, lookups and everything else that mixes
+dimensions; both sides of every border where the layout changes; every parameter at its
+use. Positions are those of capture, so the evaluator finds each equation again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from whalejax.lowering.spmd.gather_scatter import INDEXED
+from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.dimensions import Layout
+from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
+from whalejax.planner.pipeline.layer_stack import Shared, of_stage
+from whalejax.planner.sharding.layout import Spec, Table, spec_of
+from whalejax.planner.sharding.offload_candidates import waiting_values
+
+
+if TYPE_CHECKING:
+    from whalejax.capture import Captured
+    from whalejax.planner.plan.plan import Plan
+
+
+Position = tuple[int, ...]
+Outputs = Mapping[Position, tuple[int | None, ...]]
+Waiting = Mapping[Position, frozenset[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What to constrain while evaluating a traced loss.
+
+    Attributes:
+        results: (position, result) to the layouts it passes through, in order.
+        operands: (position, operand) to the layouts it passes through, in order.
+        gathers: (position, operand) of parameters that are stored in more shards than
+            they are used in: stored layout, then used layout.
+        regathers: positions that gather them again for their backward pass.
+        rings: positions of attention that runs in blocks, with layouts of operands.
+        lookups: positions of lookups, scatters, sorts and convolutions, with layouts
+            of operands.
+        chunks: into how many the tokens of a device are cut in calls that make logits.
+        waiting: what waits in host memory for the backward pass: position of a
+            checkpointed region to numbers of its inputs, and of an equation inside one
+            to numbers of its results.
+        carried: layouts of what layers hand to the next stage; empty without stages.
+        flows: position of a call with a derivative rule of its own to whether a
+            gradient flows through each operand.
+    """
+
+    results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
+        default_factory=dict
+    )
+    operands: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
+        default_factory=dict
+    )
+    gathers: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
+        default_factory=dict
+    )
+    regathers: frozenset[Position] = frozenset()
+    rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
+    lookups: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
+    chunks: int = 1
+    waiting: Waiting = field(default_factory=dict)
+    carried: tuple[Spec, ...] = ()
+    flows: Mapping[Position, tuple[bool, ...]] = field(default_factory=dict)
+
+
+def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
+    """The plan's compute tables in the roles of a fresh trace, by TaskGraph index.
+
+    Roles are found by name; a name that the trace does not have shards nothing.
+    """
+    by_name = {region.task_graph: region for region in plan.compute}
+    fallback = plan.compute[0]
+    tables: dict[int, Table] = {}
+    for task_graph in analysed.graph.task_graphs:
+        region = by_name.get(task_graph.name, fallback)
+        table: dict[str, tuple[int, ...]] = {}
+        for axis, names in region.axes:
+            roles = [analysed.dims.find(name) for name in names]
+            table[axis] = tuple(r.index for r in roles if r is not None)
+        tables[task_graph.index] = table
+    return tables
+
+
+class _Collector:
+    """Walks the operations once and writes down their constraints."""
+
+    def __init__(self, plan: Plan, analysed: Analysed, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self.graph = analysed.graph
+        self.dims = analysed.dims
+        self.mesh = plan.axis_sizes
+        self.tables = tables_of(plan, analysed)
+        self.weight = self.graph.weight_tensors()
+        self.stored = self._stored(plan)
+        self.results: dict[tuple[Position, int], tuple[Spec, ...]] = {}
+        self.operands: dict[tuple[Position, int], tuple[Spec, ...]] = {}
+        self.gathers: dict[tuple[Position, int], tuple[Spec, ...]] = {}
+        self.regathers: set[Position] = set()
+        self.chunks = plan.loss_chunks
+        self.read: dict[str, dict[Position, tuple[Spec, ...]]] = defaultdict(dict)
+        self.home: dict[int, int] = {}
+        self.made: dict[int, tuple[Position, int]] = {}
+
+    def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
+        """For every tensor of weights: its roles to the axes that store them."""
+        found: dict[int, dict[int, tuple[str, ...]]] = {}
+        leaves = {leaf.path: leaf for leaf in plan.leaves}
+        for t in self.graph.params:
+            spec = of_stage(leaves[t.path].param_spec)
+            layout = self.dims.layouts[t.id]
+            found[t.id] = {
+                atoms[0]: axes
+                for atoms, axes in zip(layout, spec, strict=True)
+                if atoms and axes
+            }
+        for op in self.graph.ops:
+            for result in op.results:
+                if self.weight[result]:
+                    known = [o for o in op.operands if o in found]
+                    # Of a kernel and its scale the kernel says where they are stored.
+                    source = max(known, key=lambda o: len(found[o]), default=None)
+                    found[result] = {} if source is None else found[source]
+        return found
+
+    def collect(self) -> Constraints:
+        seen: set[Position] = set()
+        for index, op in enumerate(self.graph.ops):
+            if op.kind in LOOPS:
+                self._pass_homes(op.operands, op.results, op.task_graph)
+                continue
+            table = self.tables[op.task_graph]
+            # An operation may be written as two at one position; only the first reads
+            # what the equation reads.
+            if op.position not in seen:
+                for slot, tensor in enumerate(op.operands):
+                    self._operand(index, slot, tensor, table)
+            seen.add(op.position)
+            by_part = op.kind in INDEXED or op.kind == CONVOLUTION
+            kind = "lookup" if by_part else op.kind
+            if kind in ("lookup", ATTENTION):
+                self.read[kind][op.position] = tuple(
+                    self._read(index, slot, tensor, table)
+                    for slot, tensor in enumerate(op.operands)
+                )
+            produced = self.outputs.get(op.position, ())
+            for tensor in op.results:
+                self.home[tensor] = op.task_graph
+                if op.elementwise and tensor in produced:
+                    self.made[tensor] = op.position, produced.index(tensor)
+                mixes = not (op.elementwise or op.reshape)
+                if mixes and not self.weight[tensor] and tensor in produced:
+                    slot = produced.index(tensor)
+                    final = self._spec(tensor, table)
+                    place = (index, len(op.operands) + op.results.index(tensor))
+                    if place in self.dims.whole:
+                        made = self._read(*place, tensor, table)
+                        way = tuple(dict.fromkeys((made, final)))
+                    else:
+                        way = _from_whole(op, final)
+                    self.results[op.position, slot] = way
+        return Constraints(
+            results=self.results,
+            operands=self.operands,
+            gathers=self.gathers,
+            regathers=frozenset(self.regathers),
+            rings=self.read[ATTENTION],
+            lookups=self.read["lookup"],
+            chunks=self.chunks,
+        )
+
+    def carried(self) -> tuple[Spec, ...]:
+        """Layouts of what layers hand on."""
+        return tuple(
+            self._spec(t, self.tables[self.home.get(t, 0)])
+            for t in Shared.of(self.graph).carried
+        )
+
+    def _pass_homes(
+        self, operands: tuple[int, ...], results: tuple[int, ...], task_graph: int
+    ) -> None:
+        for tensor in (*operands, *results):
+            self.home.setdefault(tensor, task_graph)
+
+    def _spec(self, tensor: int, table: Table) -> Spec:
+        layout, sizes = self.dims.layouts[tensor], self.dims.sizes[tensor]
+        return spec_of(layout, sizes, table, self.mesh)
+
+    def _read(self, index: int, slot: int, tensor: int, table: Table) -> Spec:
+        """A tensor's layout as an operation reads it."""
+        layout = self.dims.seen.get((index, slot), self.dims.layouts[tensor])
+        return spec_of(layout, self.dims.sizes[tensor], table, self.mesh)
+
+    def _operand(self, index: int, slot: int, tensor: int, table: Table) -> None:
+        op = self.graph.ops[index]
+        key = (op.position, slot)
+        if self.weight[tensor]:
+            if not all(self.weight[t] for t in op.results):
+                place = (index, slot)
+                layout = self.dims.seen[place] if place in self.dims.whole else None
+                self._gather(op, key, tensor, table, layout)
+            return
+        seen = self.dims.seen.get((index, slot))
+        home = self.home.setdefault(tensor, op.task_graph)
+        if seen is None and home == op.task_graph:
+            return
+        before = self._spec(tensor, self.tables[home])
+        after = self._read(index, slot, tensor, table)
+        if before != after:
+            self.operands[key] = _way(before, after)
+            if tensor in self.made:
+                # Its other readers shall not follow this one.
+                self.results.setdefault(self.made[tensor], (before,))
+
+    def _gather(
+        self,
+        op: Op,
+        key: tuple[Position, int],
+        tensor: int,
+        table: Table,
+        read: Layout | None = None,
+    ) -> None:
+        layout = self.dims.layouts[tensor]
+        if not layout:
+            return
+        used = spec_of(read or layout, self.dims.sizes[tensor], table, self.mesh)
+        by_role = self.stored.get(tensor, {})
+        # Shards of a fused dimension may not be shards of its first part.
+        axes = [by_role.get(atoms[0], ()) if atoms else () for atoms in layout]
+        parts = [math.prod(self.mesh[a] for a in several) for several in axes]
+        sizes = self.dims.sizes[tensor]
+        stored = tuple(
+            several if size and size[0] % count == 0 else ()
+            for several, count, size in zip(axes, parts, sizes, strict=True)
+        )
+        if stored != used:
+            self.gathers[key] = _way(stored, used)
+            if op.regathers:
+                self.regathers.add(op.position)
+
+
+def layouts_of(
+    plan: Plan, analysed: Analysed, tensors: Sequence[int]
+) -> dict[int, Spec]:
+    """Layouts of some values where they are made, or read first.
+
+    Args:
+        plan: the plan.
+        analysed: a trace of the same model, analysed.
+        tensors: ids of the values.
+    """
+    graph, dims = analysed.graph, analysed.dims
+    tables = tables_of(plan, analysed)
+    homes = graph.homes()
+    return {
+        t: spec_of(
+            dims.layouts[t], dims.sizes[t], tables[homes.get(t, 0)], plan.axis_sizes
+        )
+        for t in tensors
+    }
+
+
+def _way(before: Spec, after: Spec) -> tuple[Spec, ...]:
+    """From one layout to another in steps that the compiler knows how to take.
+
+    First what nothing shards afterwards is gathered, then axes go to other dimensions,
+    last what was whole is cut. Asked for all at once, the compiler would replicate the
+    whole of it, and warn.
+    """
+    path = [before, _only(before, after), _only(after, before), after]
+    return tuple(spec for i, spec in enumerate(path) if i == 0 or spec != path[i - 1])
+
+
+def _only(spec: Spec, other: Spec) -> Spec:
+    """A layout without the axes that the other does not use."""
+    kept = {axis for axes in other for axis in axes}
+    return tuple(tuple(axis for axis in axes if axis in kept) for axes in spec)
+
+
+def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
+    """The layouts of a result: a part of a dimension is cut out before it is sharded.
+
+    Sharded at once, the compiler would shard what it is cut from, unevenly, and
+    exchange the edges.
+    """
+    if op.kind not in ("slice", "dynamic_slice"):
+        return (final,)
+    own = len(op.operands)
+    tied = {dim for f in op.factors for slot, dim in f.members if slot == own}
+    born = tuple(axes if dim in tied else () for dim, axes in enumerate(final))
+    return (born, final) if born != final else (final,)
+
+
+def _waiting(graph: Graph, outputs: Outputs, given: Outputs) -> Waiting:
+    """Where a traced loss has values that wait in host memory."""
+    moves = waiting_values(graph).keys()
+    kept = {t for op in graph.ops if op.kept for t in op.results} & moves
+    found = {position: _among(tensors, moves) for position, tensors in given.items()}
+    for op in graph.ops:
+        if op.kept and kept.intersection(op.results):
+            found[op.position] = _among(outputs[op.position], kept)
+    return found
+
+
+def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
+    return frozenset(place for place, t in enumerate(tensors) if t in wanted)
+
+
+def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
+    """Through which operands of calls with derivative rules a gradient flows."""
+    tensors = captured.graph.tensors
+    return {
+        position: tuple(t is not None and tensors[t].differentiable for t in given)
+        for position, given in captured.given_rules.items()
+    }
+
+
+def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constraints:
+    """The constraints that make a traced loss follow a plan.
+
+    Args:
+        plan: the plan.
+        analysed: a trace of the same model, analysed.
+        captured: that trace.
+    """
+    collector = _Collector(plan, analysed, captured.outputs)
+    found = replace(collector.collect(), flows=_flows(captured))
+    if plan.stages is not None:
+        found = replace(found, carried=collector.carried())
+    if "activations" not in plan.offload:
+        return found
+    waiting = _waiting(analysed.graph, captured.outputs, captured.given)
+    return replace(found, waiting=waiting)

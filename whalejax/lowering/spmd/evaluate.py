@@ -1,0 +1,479 @@
+"""Run a traced loss again, equation by equation, with layouts constrained.
+
+The program is the user's own, as traced; nothing is rewritten but the layouts. Calls
+are inlined, scans, branches and checkpointed regions are rebuilt around their bodies,
+and what has a derivative rule of its own is bound as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+
+from whalejax import _compat
+from whalejax.capture.patterns.calls import called_logits, makes_logits
+from whalejax.capture.sharding_constraints import CONSTRAINT
+from whalejax.jaxpr import rebuild
+from whalejax.lowering.pipeline_spmd.stage_ops import in_stages
+from whalejax.lowering.spmd.chunked_loss import chunked
+from whalejax.lowering.spmd.constraints import Constraints, Position
+from whalejax.lowering.spmd.gather_scatter import in_whole
+from whalejax.lowering.spmd.grouped_conv import grouped, is_grouped
+from whalejax.lowering.spmd.host_parameters import Away, settled, viewed
+from whalejax.lowering.spmd.opaque_kernels import runs_whole
+from whalejax.lowering.spmd.ring_attention import attend
+from whalejax.meshes.jax_mesh import partition_spec
+from whalejax.planner.sharding.layout import Spec
+
+
+GATHERED = "whalejax_gathered_parameter"
+"""Checkpoint name of parameters gathered for use: never kept for the backward pass."""
+
+MOVED = "whalejax_constrained_value"
+"""Checkpoint name of other constrained values, by which a policy may keep them."""
+
+
+WAITING = "whalejax_waiting_value"
+"""Checkpoint name of what waits in host memory for the backward pass."""
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name for the memory of the host that devices can reach."""
+
+
+def named(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
+    """A plain layout on a mesh, in the devices' memory or in their hosts'."""
+    kind = {"memory_kind": HOST_MEMORY} if host else {}
+    return NamedSharding(mesh, partition_spec(spec), **kind)
+
+
+def but_for_gathered(policy: Any) -> Any:
+    """A checkpoint policy that keeps what another does, except gathered parameters.
+
+    Neither the named value nor the constraint or the transfer that makes it may be
+    kept: each is the whole parameter. What else is constrained goes by its own name.
+
+    Args:
+        policy: the user's, or None where nothing is kept.
+    """
+    if policy is None:
+        return None
+
+    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == GATHERED:
+            return False
+        if primitive.name in ("sharding_constraint", "device_put"):
+            return False
+        return policy(primitive, *avals, **params)
+
+    return kept
+
+
+def with_waiting(policy: Any) -> Any:
+    """A checkpoint policy that has named values wait in host memory.
+
+    Of a value that another policy keeps on the device nothing stays there, because
+    what follows reads it under its name.
+
+    Args:
+        policy: for everything else; None keeps nothing.
+    """
+    moves = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[WAITING],
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )
+
+    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == WAITING:
+            return moves(primitive, *avals, **params)
+        return policy is not None and policy(primitive, *avals, **params)
+
+    return kept
+
+
+class Part(Protocol):
+    """What runs in place of a scan over layers, on some of them."""
+
+    @property
+    def position(self) -> Position:
+        """Where the scan stands."""
+        ...
+
+    def through(
+        self, equation: Any, values: Sequence[Any], body: rebuild.Body
+    ) -> list[Any]:
+        """What the scan gives.
+
+        Args:
+            equation: the scan as traced.
+            values: its operands.
+            body: one turn of it.
+        """
+        ...
+
+    def beyond(self, value: Any) -> Any:
+        """A value, as what stands behind the scan reads it."""
+        ...
+
+
+class Here(Protocol):
+    """What runs of a program on one device where others run the rest."""
+
+    def runs(self, position: Position) -> bool:
+        """Whether an equation runs here."""
+        ...
+
+    def given(self, position: Position, slot: int) -> Any:
+        """What stands for a result of an equation that does not."""
+        ...
+
+    def made(self, position: Position, slot: int, value: Any) -> None:
+        """A result of an equation that does."""
+        ...
+
+
+@dataclass(slots=True)
+class _Scope:
+    """One jaxpr being run: its position, its values, and layouts already made."""
+
+    constraints: Constraints
+    mesh: Mesh
+    position: Position
+    part: Part | None = None
+    here: Here | None = None
+    looped: bool = False
+    recomputed: bool = False
+    values: dict[Any, Any] = field(default_factory=dict)
+    moved: dict[Any, Any] = field(default_factory=dict)
+
+    def read(self, atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else self.values[atom]
+
+    def operand(self, position: Position, slot: int, atom: Any) -> Any:
+        value = self.read(atom)
+        specs = self.constraints.operands.get((position, slot))
+        if specs is None or _compat.is_literal(atom):
+            return value
+        return self.once(atom, value, specs)
+
+    def once(
+        self, atom: Any, value: Any, specs: tuple[Spec, ...], name: str = MOVED
+    ) -> Any:
+        """The value in a layout, brought there once for all who read it so."""
+        done = (atom, specs)
+        if done not in self.moved:
+            self.moved[done] = self.passed(value, specs, name)
+        return self.moved[done]
+
+    def result(self, position: Position, slot: int, value: Any) -> Any:
+        return self.passed(value, self.constraints.results.get((position, slot), ()))
+
+    def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
+        """The value, passed through layouts in order, under a checkpoint name."""
+        if isinstance(value, Away) and specs:
+            # Of a slice the layout is the stack's without its first dimension.
+            return value.then(
+                lambda x, sliced: self.passed(x, [s[sliced:] for s in specs], name),
+                keeps=value.host.ndim,
+            )
+        for spec in specs:
+            value = jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
+        return checkpoint_name(value, name) if specs else value
+
+
+def evaluate(
+    jaxpr: Any,
+    arguments: Sequence[Any],
+    constraints: Constraints,
+    mesh: Mesh,
+    position: Position = (),
+    *,
+    looped: bool = False,
+    recomputed: bool = False,
+    part: Part | None = None,
+    here: Here | None = None,
+) -> list[Any]:
+    """Run a jaxpr with constraints.
+
+    Args:
+        jaxpr: open or closed, as captured.
+        arguments: one value for each of its inputs.
+        constraints: what to constrain, by position.
+        mesh: the mesh of the plan.
+        position: where the jaxpr stands in the outermost one.
+        looped: it is the body of a loop, or in one.
+        recomputed: it is a checkpointed region of the user's, or in one.
+        part: of the layers, where not all are run.
+        here: which equations run, where not all do.
+
+    Returns:
+        Its outputs.
+    """
+    body, constants = _compat.open_jaxpr(jaxpr)
+    scope = _Scope(constraints, mesh, position, part, here, looped, recomputed)
+    scope.values.update(zip(body.constvars, constants, strict=True))
+    scope.values.update(zip(body.invars, arguments, strict=True))
+    for index, equation in enumerate(body.eqns):
+        _equation(scope, equation, (*position, index))
+    return settled([scope.read(atom) for atom in body.outvars])
+
+
+def _equation(scope: _Scope, equation: Any, position: Position) -> None:
+    kind, here = _compat.recursion(equation), scope.here
+    if here is not None and kind != "inline" and not here.runs(position):
+        for slot, atom in enumerate(equation.outvars):
+            scope.values[atom] = here.given(position, slot)
+        return
+    slots = _operand_slots(equation)
+    values = [
+        scope.operand(position, slot, atom) if slot is not None else scope.read(atom)
+        for slot, atom in zip(slots, equation.invars, strict=True)
+    ]
+    with _compat.equation_context(equation):
+        if position in scope.constraints.rings:
+            specs = scope.constraints.rings[position]
+            results = [attend(equation, settled(values), specs, scope.mesh)]
+        elif scope.constraints.chunks > 1 and makes_logits(equation):
+            results = _logits(scope, equation, settled(values), position)
+        elif equation.primitive.name == CONSTRAINT:
+            results = values
+        elif kind == "inline":
+            inner = _compat.inner_jaxprs(equation)[0]
+            results = _inner(scope, inner, values, (*position, 0), here=here)
+        elif kind == "remat":
+            results = _remat(scope, equation, values, (*position, 0))
+        elif kind == "scan":
+            results = _scan(scope, equation, values, (*position, 0))
+        elif kind == "cond":
+            results = _cond(scope, equation, values, position)
+        else:
+            results = _bound(scope, equation, values, slots, position)
+    waits = scope.constraints.waiting.get(position, ()) if kind is None else ()
+    for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
+        result = scope.result(position, slot, value)
+        if here is not None and kind != "inline":
+            here.made(position, slot, result)
+        scope.values[atom] = (
+            checkpoint_name(result, WAITING) if slot in waits else result
+        )
+
+
+def _bound(
+    scope: _Scope,
+    equation: Any,
+    values: Sequence[Any],
+    slots: Sequence[int | None],
+    position: Position,
+) -> list[Any]:
+    """One operation on parameters as it needs them, gathered from their shards.
+
+    The backward pass of a product needs the whole parameter; it is gathered again
+    there, because keeping it would undo the sharding. A region that the user has
+    computed again gathers everything again with it.
+    """
+    gathers = scope.constraints.gathers
+    wanted = [gathers.get((position, -1 if s is None else s), ()) for s in slots]
+    if any(isinstance(v, Away) for v in values):
+        if len(values) == 1:
+            seen = viewed(equation, scope.passed(values[0], wanted[0], GATHERED))
+            if seen is not None:
+                return [seen]
+        return _fetching(scope, equation, values, wanted, slots, position)
+    if scope.recomputed or position not in scope.constraints.regathers:
+        name = GATHERED if scope.recomputed else MOVED
+        atoms = zip(equation.invars, values, wanted, strict=True)
+        whole = [scope.once(a, v, specs, name) if specs else v for a, v, specs in atoms]
+        return _as_it_is(scope, equation, whole, slots, position)
+
+    def run(*operands: Any) -> list[Any]:
+        pairs = zip(operands, wanted, strict=True)
+        whole = [scope.passed(operand, specs, GATHERED) for operand, specs in pairs]
+        return _as_it_is(scope, equation, whole, slots, position)
+
+    # In a loop nothing can take the first pass's parameter for the second's.
+    again = jax.checkpoint(run, prevent_cse=not scope.looped)
+    # Before an exchange the layout is said outside too: else the compiler gives what
+    # goes into the region the layout that it has inside, and exchanges it twice.
+    atoms = zip(equation.invars, values, wanted, strict=True)
+    stored = [
+        scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
+    ]
+    return list(again(*stored))
+
+
+def _as_it_is(
+    scope: _Scope,
+    equation: Any,
+    values: Sequence[Any],
+    slots: Sequence[int | None],
+    position: Position,
+) -> list[Any]:
+    """One operation as it was traced, or as devices have to be told to compute it."""
+    laid = scope.constraints.lookups.get(position, ())
+    specs = [laid[s] if s is not None and laid else () for s in slots]
+    if is_grouped(equation) and laid:
+        return grouped(equation, values, specs, scope.mesh)
+    flows = scope.constraints.flows.get(position)
+    if scope.mesh.size > 1 and runs_whole(equation, flows):
+        return in_whole(equation, values, scope.mesh)
+    if scope.constraints.carried:
+        found = in_stages(equation, values, specs, scope.mesh, flows)
+        if found is not None:
+            return found
+    return _compat.bind(equation, values)
+
+
+def _fetching(
+    scope: _Scope,
+    equation: Any,
+    values: Sequence[Any],
+    wanted: Sequence[Any],
+    slots: Sequence[int | None],
+    position: Position,
+) -> list[Any]:
+    """One operation on parameters in host memory, brought as it needs them."""
+
+    def run(*operands: Any) -> list[Any]:
+        there = [
+            checkpoint_name(x, GATHERED) if isinstance(given, Away) else x
+            for x, given in zip(settled(operands), operands, strict=True)
+        ]
+        pairs = zip(there, wanted, strict=True)
+        whole = [scope.passed(x, specs, GATHERED) for x, specs in pairs]
+        return _as_it_is(scope, equation, whole, slots, position)
+
+    if scope.recomputed:
+        return run(*values)
+    return list(jax.checkpoint(run, prevent_cse=not scope.looped)(*values))
+
+
+def _logits(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    """Logits of some tokens at a time."""
+    one = called_logits(equation)
+    body = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])[0]
+    place = next(i for i, e in enumerate(body.eqns) if e is one.product)
+    product, constraints = (*position, 0, place), scope.constraints
+    hidden, kernel = (1, 0) if one.turned else (0, 1)
+    moved = constraints.operands.get((product, hidden), ())
+    gathers = constraints.gathers.get((product, kernel), ())
+    order = [body.invars.index(v) for v in one.inputs]
+    first, *rest = (values[i] for i in order)
+    return chunked(
+        one,
+        [scope.passed(first, moved), *rest],
+        constraints.chunks,
+        constraints.results[product, 0][-1],
+        scope.mesh,
+        used=lambda stored: scope.passed(stored, gathers, GATHERED),
+        constrained=lambda x, spec: scope.passed(x, (spec,)),
+    )
+
+
+def _exchanges(specs: Sequence[Spec]) -> bool:
+    """Whether an axis goes from one dimension to another on the way."""
+    if not specs:
+        return False
+    first, last = (
+        {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+        for spec in (specs[0], specs[-1])
+    )
+    return any(last.get(axis, dim) != dim for axis, dim in first.items())
+
+
+def _operand_slots(equation: Any) -> list[int | None]:
+    """The operand number that capture gives each input; scalar literals have none."""
+    count = 0
+    slots: list[int | None] = []
+    for atom in equation.invars:
+        if _compat.is_literal(atom) and not atom.aval.shape:
+            slots.append(None)
+        else:
+            slots.append(count)
+            count += 1
+    return slots
+
+
+def _inner(
+    scope: _Scope,
+    jaxpr: Any,
+    values: Sequence[Any],
+    position: Position,
+    *,
+    looped: bool = False,
+    recomputed: bool = False,
+    here: Here | None = None,
+) -> list[Any]:
+    """A jaxpr inside the one being run, in whatever that one is in and perhaps more."""
+    return evaluate(
+        jaxpr,
+        values,
+        scope.constraints,
+        scope.mesh,
+        position,
+        looped=looped or scope.looped,
+        recomputed=recomputed or scope.recomputed,
+        here=here,
+    )
+
+
+def _remat(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    inner = _compat.inner_jaxprs(equation)[0]
+    # A region inside another keeps nothing that waits: it runs again as a whole.
+    waiting = {} if scope.recomputed else scope.constraints.waiting
+    within = replace(scope, constraints=replace(scope.constraints, waiting=waiting))
+    waits = waiting.get(position[:-1], ())
+
+    def region(arguments: Sequence[Any]) -> list[Any]:
+        given = [
+            checkpoint_name(x, WAITING) if place in waits else x
+            for place, x in enumerate(arguments)
+        ]
+        return _inner(within, inner, given, position, recomputed=True)
+
+    policy = but_for_gathered(equation.params["policy"])
+    if waiting:
+        policy = with_waiting(policy)
+    return rebuild.remat(equation, values, region, policy)
+
+
+def _scan(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    inner = _compat.inner_jaxprs(equation)[0]
+    # Slices can be taken of what is yet to be cast, and not of another form.
+    values = [
+        v.fetched() if isinstance(v, Away) and not v.sliceable else v for v in values
+    ]
+
+    def body(arguments: Sequence[Any]) -> list[Any]:
+        return _inner(scope, inner, arguments, position, looped=True)
+
+    part = scope.part
+    if part is None or part.position != position[:-1]:
+        return rebuild.scan(equation, values, body)
+    results = part.through(equation, values, body)
+    scope.values = {atom: part.beyond(value) for atom, value in scope.values.items()}
+    scope.moved.clear()
+    return results
+
+
+def _cond(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    """All devices take one branch: the number of the branch is the whole program's."""
+
+    def branch(number: int, inner: Any) -> rebuild.Body:
+        return lambda arguments: _inner(scope, inner, arguments, (*position, number))
+
+    bodies = _compat.inner_jaxprs(equation)
+    return rebuild.cond(values, [branch(i, inner) for i, inner in enumerate(bodies)])

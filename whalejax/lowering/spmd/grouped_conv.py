@@ -1,0 +1,66 @@
+"""Convolutions in groups of channels, each device on its own samples.
+
+XLA's partitioner gathers all samples for one where several mesh axes are in play, and
+sums the gradient of its kernel over all devices, those included that have the same
+samples: it comes out as many times too large. So each device is told what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from whalejax import _compat
+from whalejax.capture.rules.matmul import pointwise
+from whalejax.lowering.spmd.gather_scatter import Parts, on_each
+from whalejax.planner.model.graph import CONVOLUTION
+from whalejax.planner.sharding.layout import Spec
+
+
+def is_grouped(equation: Any) -> bool:
+    """Whether an equation is such a convolution."""
+    counts = ("feature_group_count", "batch_group_count")
+    return equation.primitive.name == CONVOLUTION and any(
+        equation.params[name] > 1 for name in counts
+    )
+
+
+def grouped(
+    equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Any
+) -> list[Any]:
+    """The result of such a convolution.
+
+    Args:
+        equation: the convolution.
+        values: image and kernel.
+        specs: the layout of the image first; empty ones are whole.
+        mesh: the devices.
+    """
+    numbers = equation.params["dimension_numbers"]
+    rank, passed = len(equation.invars[0].aval.shape), _passed(equation)
+    given = tuple(
+        specs[0][dim] if specs[0] and dim in passed else () for dim in range(rank)
+    )
+    source = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
+    return on_each(
+        Parts(
+            given=(given, ((),) * rank),
+            out=(tuple(given[source[dim]] for dim in range(rank)),),
+            run=lambda *operands: _compat.bind(equation, operands),
+        ),
+        values,
+        mesh,
+        linear=False,
+    )
+
+
+def _passed(equation: Any) -> set[int]:
+    """Dimensions of the image that each device may have a part of."""
+    params = equation.params
+    samples, _, *space = params["dimension_numbers"].lhs_spec
+    _, _, *taps = params["dimension_numbers"].rhs_spec
+    kernel = equation.invars[1].aval.shape
+    found = {
+        dim for n, dim in enumerate(space) if pointwise(params, n, kernel[taps[n]])
+    }
+    return found if params["batch_group_count"] > 1 else {samples, *found}

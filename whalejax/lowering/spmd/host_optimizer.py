@@ -1,0 +1,377 @@
+"""The optimizer's step on state that lies in host memory, a piece at a time.
+
+Brought to the device whole, the state of all parameters would be there at once, and
+nothing would be saved: compilers start the transfers as early as they can. Here the
+optimizer is traced, and for every parameter the part of it that is elementwise (all of
+Adam's, and of momentum's) runs in a loop over pieces: a piece of the state comes, is
+updated and goes back. What is not elementwise, such as the norm of all gradients, is
+computed before. State that anything needs as a whole (LAMB's, for its norms) is not
+streamed, and so does not lie in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from whalejax import _compat
+from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.jaxpr import rebuild
+from whalejax.meshes.jax_mesh import partition_spec
+from whalejax.planner.sharding.layout import Spec
+
+
+PIECE_BYTES = 16 << 20
+"""About what one piece of a parameter has, on one device."""
+
+_SPREAD = "broadcast_in_dim"
+
+Update = Callable[[Sequence[Any]], Sequence[Any]]
+"""From flat inputs to flat outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """A parameter and the state that follows it, some of which is in host memory.
+
+    Attributes:
+        inputs: numbers of inputs of its shape: the parameter, its gradient.
+        state: pairs of an input and an output: state, and the same after the update.
+        fresh: number of the output that is the parameter after the update.
+        hosted: numbers of the inputs that lie in host memory, as do their outputs.
+        spec: layout of all of them; needed for running alone.
+    """
+
+    inputs: tuple[int, ...]
+    state: tuple[tuple[int, int], ...]
+    fresh: int
+    hosted: frozenset[int] = frozenset()
+    spec: Spec = ()
+
+
+def streamed(
+    update: Update, values: Sequence[Any], followers: Sequence[Follower], mesh: Mesh
+) -> list[Any]:
+    """Run an optimizer's step some of whose inputs lie in host memory.
+
+    Args:
+        update: the step.
+        values: its inputs.
+        followers: what to stream, each of which ``streamable`` gave.
+        mesh: the devices.
+
+    Returns:
+        The outputs, those that take the place of hosted inputs in host memory.
+    """
+    parts = Parts(flattened(update, values), followers)
+    return Run(parts, values, mesh).outputs()
+
+
+def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
+    """Those of which nothing needs as a whole what lies in host memory.
+
+    Args:
+        program: the step, from ``flattened``.
+        followers: parameters and their state.
+    """
+    return [part.follower for part in Parts(program, followers).parts]
+
+
+def flattened(update: Update, values: Sequence[Any]) -> Any:
+    """An optimizer's step as a program without calls.
+
+    Args:
+        update: the step.
+        values: its inputs, abstract or real.
+    """
+    avals = [_compat.abstract(x.shape, x.dtype) for x in values]
+    program = _compat.trace(lambda *xs: list(update(xs)), avals)
+    return _compat.trace(lambda *xs: _inlined(program, xs), avals)
+
+
+def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
+    """Run a program without its calls, so that every equation stands for itself."""
+
+    def each(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if _compat.recursion(equation) == "inline":
+            return _inlined(_compat.inner_jaxprs(equation)[0], operands)
+        return _compat.bind(equation, operands)
+
+    return rebuild.run(program, values, each)
+
+
+def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
+    return atom.val if _compat.is_literal(atom) else env[atom]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elementwise part of the program that gives one follower's outputs.
+
+    Attributes:
+        follower: whose.
+        places: numbers of the outputs: the parameter, then the state.
+        equations: in program order.
+        whole, single: variables that it reads beside the parameter and its state: of
+            the parameter's shape, and scalars.
+    """
+
+    follower: Follower
+    places: tuple[int, ...]
+    equations: tuple[Any, ...]
+    whole: tuple[Any, ...]
+    single: tuple[Any, ...]
+
+
+class Parts:
+    """The program of an update, and the parts of it that can run in pieces.
+
+    Attributes:
+        body, constants: the program.
+        parts: one for each follower of which nothing else reads what is hosted.
+    """
+
+    def __init__(self, program: Any, followers: Sequence[Follower]) -> None:
+        self.body, self.constants = _compat.open_jaxpr(program)
+        self.maker = {
+            v: (place, e) for place, e in enumerate(self.body.eqns) for v in e.outvars
+        }
+        self.parts = [self._part(f) for f in followers if self._same_form(f)]
+        while self._drop_what_others_need():
+            pass
+
+    def wanted(self) -> set[Any]:
+        """Variables that are computed outside the loops."""
+        outs = self.body.outvars
+        places = {p for part in self.parts for p in part.places}
+        found = {v for part in self.parts for v in (*part.whole, *part.single)}
+        plain = (v for place, v in enumerate(outs) if place not in places)
+        return found | {v for v in plain if not _compat.is_literal(v)}
+
+    def needed(self) -> tuple[list[Any], set[Any]]:
+        """The equations that give what is wanted, and all that they read."""
+        variables = self.wanted()
+        chosen = []
+        for equation in reversed(self.body.eqns):
+            if any(v in variables for v in equation.outvars):
+                chosen.append(equation)
+                variables.update(_variables(equation))
+        return chosen[::-1], variables
+
+    def _same_form(self, follower: Follower) -> bool:
+        """The update changes neither shape nor dtype, so that a buffer serves both."""
+        places = [(follower.inputs[0], follower.fresh), *follower.state]
+        pairs = (
+            (self.body.invars[i].aval, self.body.outvars[o].aval) for i, o in places
+        )
+        return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+
+    def _part(self, follower: Follower) -> Part:
+        target = self.body.invars[follower.inputs[0]]
+        shape = target.aval.shape
+        held = {target, *(self.body.invars[i] for i, _ in follower.state)}
+        places = (follower.fresh, *(o for _, o in follower.state))
+        open_ = [self.body.outvars[place] for place in places]
+        inside: dict[int, Any] = {}
+        read: dict[Any, None] = {}
+        while open_:
+            var = open_.pop()
+            made = None if _compat.is_literal(var) else self.maker.get(var)
+            if made is not None and _elementwise(made[1], shape):
+                place, equation = made
+                if place not in inside:
+                    inside[place] = equation
+                    open_ += equation.invars
+            elif not _compat.is_literal(var) and var not in held:
+                read[var] = None
+        return Part(
+            follower,
+            places,
+            tuple(inside[place] for place in sorted(inside)),
+            tuple(v for v in read if v.aval.shape == shape),
+            tuple(v for v in read if v.aval.shape != shape),
+        )
+
+    def _drop_what_others_need(self) -> bool:
+        """Leave out parts of which what is hosted is read elsewhere; whether any."""
+        _, variables = self.needed()
+        kept = [
+            part
+            for part in self.parts
+            if all(self.body.invars[i] not in variables for i in part.follower.hosted)
+            and all(not v.aval.shape for v in part.single)
+        ]
+        dropped = len(kept) < len(self.parts)
+        self.parts = kept
+        return dropped
+
+
+class Run:
+    """An update on values: what is wanted whole first, then the loops."""
+
+    def __init__(self, parts: Parts, values: Sequence[Any], mesh: Mesh) -> None:
+        self.parts = parts
+        self.body = parts.body
+        self.mesh = mesh
+        self.env: dict[Any, Any] = dict(
+            zip(self.body.constvars, parts.constants, strict=True)
+        )
+        self.env.update(zip(self.body.invars, values, strict=True))
+
+    def outputs(self) -> list[Any]:
+        """What the update gives."""
+        for equation in self.parts.needed()[0]:
+            operands = [_read(atom, self.env) for atom in equation.invars]
+            results = _compat.bind(equation, operands)
+            self.env.update(zip(equation.outvars, results, strict=True))
+        found: dict[int, Any] = {}
+        for part in self.parts.parts:
+            found.update(self.part(part))
+        return [
+            found[place] if place in found else _read(atom, self.env)
+            for place, atom in enumerate(self.body.outvars)
+        ]
+
+    def part(self, part: Part) -> dict[int, Any]:
+        """The outputs of a follower, by number."""
+        follower, spec = part.follower, partition_spec(part.follower.spec)
+        target = self.body.invars[follower.inputs[0]]
+        states = [self.body.invars[i] for i, _ in follower.state]
+        loop = _Loop(
+            equations=part.equations,
+            target=target,
+            states=states,
+            hosted={self.body.invars[i] for i in follower.hosted},
+            whole=part.whole,
+            single=part.single,
+            outs=[self.body.outvars[place] for place in part.places],
+        )
+        read = (target, *states, *loop.whole)
+        mapped = jax.shard_map(
+            loop.run,
+            mesh=self.mesh,
+            in_specs=(*[spec] * len(read), *[PartitionSpec()] * len(part.single)),
+            out_specs=(spec,) * len(part.places),
+            check_vma=False,  # Equations are bound as they were traced.
+        )
+        results = mapped(*(self.env[v] for v in (*read, *part.single)))
+        return dict(zip(part.places, results, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """The elementwise part over pieces of one device's shard.
+
+    Attributes:
+        equations: what runs.
+        target: the parameter.
+        states: what follows it.
+        hosted: what of these lies in host memory.
+        whole, single: what else is read.
+        outs: the parameter and the states after it.
+    """
+
+    equations: Sequence[Any]
+    target: Any
+    states: Sequence[Any]
+    hosted: Collection[Any]
+    whole: Sequence[Any]
+    single: Sequence[Any]
+    outs: Sequence[Any]
+
+    def run(self, target: Any, *others: Any) -> tuple[Any, ...]:
+        """One device's shards, new."""
+        held, others = others[: len(self.states)], others[len(self.states) :]
+        whole = dict(zip(self.whole, others, strict=False))
+        single = dict(zip(self.single, others[len(whole) :], strict=True))
+        carried = (self.target, *self.states)
+        axis, count = pieces(target.shape, target.dtype.itemsize)
+        size = target.shape[axis] // count
+
+        def piece(k: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            def at(x: Any) -> Any:
+                return lax.dynamic_slice_in_dim(x, k * size, size, axis)
+
+            env = {v: at(x) for v, x in whole.items()} | single
+            for v, x in zip(carried, carry, strict=True):
+                env[v] = to_device(at(x)) if v in self.hosted else at(x)
+            new = [
+                to_host(x) if v in self.hosted else x
+                for v, x in zip(
+                    carried,
+                    evaluated(self.equations, self.outs, self.target, env),
+                    strict=True,
+                )
+            ]
+            return tuple(
+                lax.dynamic_update_slice_in_dim(x, y, k * size, axis)
+                for x, y in zip(carry, new, strict=True)
+            )
+
+        new: tuple[Any, ...] = lax.fori_loop(0, count, piece, (target, *held))
+        return new
+
+
+def evaluated(
+    equations: Sequence[Any], outs: Sequence[Any], target: Any, env: dict[Any, Any]
+) -> list[Any]:
+    """Run the elementwise part of a program on a piece of everything.
+
+    Args:
+        equations: the part.
+        outs: the variables that it makes.
+        target: the variable of the parameter, whose shape all have.
+        env: values of what it reads; those of what it makes are added.
+    """
+    shape = env[target].shape
+    for equation in equations:
+        operands = [_read(atom, env) for atom in equation.invars]
+        if equation.primitive.name == _SPREAD:
+            results = [lax.broadcast_in_dim(operands[0], shape, ())]
+        else:
+            results = _compat.bind(equation, operands)
+        env.update(zip(equation.outvars, results, strict=True))
+    return [_read(atom, env) for atom in outs]
+
+
+def to_device(value: Any) -> Any:
+    """The value in the device's own memory."""
+    return jax.device_put(value, jax.memory.Space.Device)
+
+
+def to_host(value: Any) -> Any:
+    """The value in host memory that devices can reach."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
+    """Along which dimension a shard is cut, and into how many equal pieces.
+
+    >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
+    ((0, 4), (0, 1), (1, 32))
+    """
+    wanted = math.ceil(math.prod(shape) * itemsize_bytes / PIECE_BYTES)
+    for axis, size in enumerate(shape):
+        fitting = [n for n in range(wanted, min(size, 4 * wanted) + 1) if size % n == 0]
+        if fitting:
+            return axis, fitting[0]
+    return 0, shape[0]
+
+
+def _elementwise(equation: Any, shape: Sequence[int]) -> bool:
+    """One result of a shape, of operands of that shape and scalars."""
+    if len(equation.outvars) != 1 or equation.outvars[0].aval.shape != shape:
+        return False
+    if equation.primitive.name == _SPREAD:
+        return all(not atom.aval.shape for atom in equation.invars)
+    return equation.primitive.name in SAME_SHAPE
+
+
+def _variables(equation: Any) -> list[Any]:
+    return [atom for atom in equation.invars if not _compat.is_literal(atom)]

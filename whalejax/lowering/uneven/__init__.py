@@ -1,0 +1,1 @@
+"""Executors for replicas that take unlike numbers of micro-batches."""

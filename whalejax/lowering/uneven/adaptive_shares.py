@@ -1,0 +1,174 @@
+"""Shares of replicas that follow what these are measured to take, in any executor.
+
+Every process is told the same measurements and comes to the same shares, so that a step
+needs no further word about who takes what. Shares may be set by hand, too, in all
+processes alike: beside their measurements, replicas tell by which shares they ran.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.lowering.spmd.executor import Program
+from whalejax.lowering.uneven.timer import Stopwatch
+from whalejax.planner.balance.online import Rebalance
+from whalejax.planner.balance.shares import dealt
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.uneven_replicas import most_shares
+from whalejax.runtime.sample_shares import PortionLayout, checked_shares
+
+
+_TOLD: Final = 3
+"""Numbers that a replica tells: its pace, a mark of its shares, and what lacks to
+``_MARKS``, so that the largest of what its processes say shows whether they agree."""
+
+_MARKS: Final = 2**24
+"""Whole numbers up to it are exact in float32."""
+
+
+class Following:
+    """Micro-batches of each replica, now and in the next step.
+
+    Attributes:
+        rebalances: shares follow what replicas are measured to take.
+        program: of the whole model.
+        batch_shardings: of a micro-batch's leaves.
+    """
+
+    program: Program
+    batch_shardings: tuple[NamedSharding, ...]
+
+    def __init__(self, plan: Plan, mine: Sequence[int]) -> None:
+        """Begin with the shares of a plan.
+
+        Args:
+            plan: whose replicas take unlike shares.
+            mine: the replicas that have devices of this process.
+        """
+        self._plan = plan
+        self._mine = list(mine)
+        self.shares = plan.shares
+        self.rebalances = len(plan.shares) > 1
+        self._stopwatches = {r: Stopwatch() for r in self._mine}
+        self._begins: dict[int, Any] = {}
+        self._told: Any = None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step."""
+        return self._balance.shares
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        most = most_shares(self._plan)
+        self._balance = Rebalance(checked_shares(shares, self._plan, most), most)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured; 0 where not known."""
+        return self._balance.seconds
+
+    def layout(self, structure: Any) -> PortionLayout:
+        """How batches are given: to this process its micro-batches.
+
+        Args:
+            structure: tree of a batch.
+        """
+        return PortionLayout(
+            structure=structure,
+            leaves=self._plan.batch,
+            shardings=self.batch_shardings,
+            axes=self.program.batch_axes,
+            count=self._plan.num_micro_batches,
+            mine=self.numbers,
+        )
+
+    def numbers(self) -> list[int]:
+        """The micro-batches that this process runs in the next step."""
+        return [m for r in self._mine for m in dealt(self.shares)[r]]
+
+    def _start(self) -> list[int]:
+        """Micro-batches are about to be issued; the replicas that are measured."""
+        timed = [r for r in self._mine if self.shares[r] and r in self._begins]
+        for r in timed:  # Issuing takes time too, and programs run meanwhile.
+            self._stopwatches[r].start(self._begins[r])
+        return timed
+
+    def _pace(self, replica: int, row: Mesh) -> Any:
+        """``told_pace`` of a replica here, on some of its devices."""
+        seconds = self._stopwatches[replica].seconds if self.rebalances else 0.0
+        return told_pace(seconds, self.shares, replica, row)
+
+    def _settle(self, paces: Any) -> None:
+        """Take the shares of the next step from what was told in the last one.
+
+        Raises:
+            PlanError: replicas ran by different shares in it.
+        """
+        told, self._told = self._told, (paces, self.shares)
+        if told is None:
+            return
+        # On devices of several processes, whose first shard is as all others.
+        paces, shares = told
+        said = np.asarray(paces.addressable_shards[0].data).reshape(_TOLD, -1)
+        _check_marks(said[1:], shares)
+        if self.rebalances:
+            self._balance.saw(said[0].tolist())
+
+
+def _mark_of(shares: Sequence[int]) -> int:
+    """A number for shares; others have another one, but for one in sixteen million."""
+    return zlib.crc32(repr(tuple(shares)).encode()) % _MARKS
+
+
+def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
+    """Refuse to go on where replicas ran by different shares."""
+    mark = _mark_of(shares)
+    others = np.flatnonzero((said != [[mark], [_MARKS - mark]]).any(axis=0)).tolist()
+    if others:
+        which = ", ".join(map(str, others))
+        raise PlanError(
+            f"replica{'s' * (len(others) > 1)} {which} ran by other shares than "
+            f"{list(shares)}, those of process {jax.process_index()}: step.shares was "
+            "set in some processes and not in others, so that samples were left out "
+            "or counted twice. Go back to a checkpoint, and set the same shares in all "
+            "processes before the same step"
+        )
+
+
+def told_size(replicas: int) -> int:
+    """Numbers that so many replicas tell each other."""
+    return _TOLD * replicas
+
+
+def told_pace(seconds: float, shares: Sequence[int], replica: int, row: Mesh) -> Any:
+    """What a replica tells the others of its speed, as its processes measured it.
+
+    Where it lies in several processes these measure differently; the largest number
+    of a column is what they all tell.
+
+    Args:
+        seconds: of a micro-batch, as this process measured it; 0 if it did not.
+        shares: micro-batches of every replica, by which it runs.
+        replica: its number.
+        row: the devices that tell it.
+
+    Returns:
+        ``[devices, told_size(replicas)]``, a row on each device.
+    """
+    mark = _mark_of(shares)
+    mine = np.zeros((_TOLD, len(shares)), np.float32)
+    mine[:, replica] = seconds, mark, _MARKS - mark
+    mine = mine.reshape(1, -1)
+    return jax.make_array_from_single_device_arrays(
+        (row.size, mine.size),
+        NamedSharding(row, PartitionSpec(row.axis_names)),
+        [jax.device_put(mine, device) for device in row.local_devices],
+    )

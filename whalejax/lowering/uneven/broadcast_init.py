@@ -1,0 +1,116 @@
+"""Replicas that begin with one state: that of the first.
+
+The same program gives devices of unlike kinds results that differ in their last bits,
+and replicas that each made their state would never hold the same. So the first one's is
+added to the others' zeros, which changes no bit of it, by what replicas add up their
+gradients with.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from whalejax.lowering.global_arrays import impl_of, unwrapped, wrapped
+from whalejax.lowering.uneven.flat_all_reduce import Buffers, Exchange
+from whalejax.runtime.state import TrainState
+
+
+MOST_BYTES: Final = 2**28
+"""Of what crosses at once, unless one array alone is larger: its copies come on top of
+the state."""
+
+
+def several_kinds(mesh: Mesh) -> bool:
+    """Devices are of several kinds, whoever's they are."""
+    return len({device.device_kind for device in mesh.devices.flat}) > 1
+
+
+def as_first(
+    copies: Mapping[int, TrainState],
+    places: Mapping[int, TrainState],
+    mesh: Mesh,
+    replicas: Sequence[Mesh],
+) -> dict[int, TrainState]:
+    """States with the values of replica 0.
+
+    Args:
+        copies: by replica, of those that have devices here; alike but for values.
+        places: the layouts of each.
+        mesh: all devices, replicas along its first axis.
+        replicas: the mesh of each.
+    """
+    leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
+    layouts = {r: jax.tree.leaves(place) for r, place in places.items()}
+    for numbers in _bundles(next(iter(leaves.values()))):
+        there = {r: [layouts[r][i] for i in numbers] for r in leaves}
+        bundle = {r: [leaves[r][i] for i in numbers] for r in leaves}
+        told = _bundle_as_first(bundle, there, mesh, replicas)
+        for r, several in told.items():
+            for i, leaf in zip(numbers, several, strict=True):
+                leaves[r][i] = leaf
+    return {
+        r: jax.tree.unflatten(jax.tree.structure(copies[r]), several)
+        for r, several in leaves.items()
+    }
+
+
+def _bundles(leaves: Sequence[Any]) -> Iterator[list[int]]:
+    """Numbers of leaves that cross together."""
+    found, size = list[int](), 0
+    for number, leaf in enumerate(leaves):
+        nbytes = unwrapped(leaf).nbytes
+        if found and size + nbytes > MOST_BYTES:
+            yield found
+            found, size = [], 0
+        found.append(number)
+        size += nbytes
+    if found:
+        yield found
+
+
+def _bundle_as_first(
+    bundle: Mapping[int, Sequence[Any]],
+    places: Mapping[int, Sequence[NamedSharding]],
+    mesh: Mesh,
+    replicas: Sequence[Mesh],
+) -> dict[int, list[Any]]:
+    """Some leaves with the values of replica 0."""
+    avals = [jax.eval_shape(_sent, x) for x in next(iter(bundle.values()))]
+    buffers = {r: Buffers(replicas[r], avals, places[r]) for r in bundle}
+
+    def pack(leaves: Sequence[Any], *, replica: int) -> list[Any]:
+        raw = [_sent(x) for x in leaves]
+        if replica:
+            raw = [jnp.zeros_like(x) for x in raw]
+        return buffers[replica].pack(raw)
+
+    def unpack(
+        flat: Sequence[Any], *, replica: int, like: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        several = zip(buffers[replica].unpack(flat), like, strict=True)
+        return [wrapped(x.astype(dtype), impl) for x, (dtype, impl) in several]
+
+    packed = {
+        r: jax.jit(functools.partial(pack, replica=r))(list(leaves))
+        for r, leaves in bundle.items()
+    }
+    first = next(iter(buffers.values()))
+    told = Exchange(mesh, replicas, first.avals).add(packed)
+    found = {}
+    for r, leaves in bundle.items():
+        like = [(jax.eval_shape(unwrapped, x).dtype, impl_of(x)) for x in leaves]
+        made = functools.partial(unpack, replica=r, like=like)
+        found[r] = jax.jit(made, out_shardings=list(places[r]))(told[r])
+    return found
+
+
+def _sent(leaf: Any) -> Any:
+    """A leaf as numbers that can be added up."""
+    raw = unwrapped(leaf)
+    return raw.astype(jnp.uint8) if raw.dtype == jnp.bool_ else raw

@@ -1,0 +1,241 @@
+"""The all-reduce of replicas: one flat buffer for each dtype, in a fixed order.
+
+Replicas compile programs of their own, perhaps for unlike devices, whose collectives
+may stand in other orders. So they meet in one program only, which holds an all-reduce
+of each buffer and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.lowering.global_arrays import shards_on
+
+
+DATA = "data"
+"""The mesh axis along which replicas lie."""
+
+
+def by_dtype(dtypes: Sequence[Any]) -> list[list[int]]:
+    """Numbers of the arrays of each dtype, in an order that all processes come to."""
+    return [
+        [i for i, other in enumerate(dtypes) if other == dtype]
+        for dtype in sorted(set(dtypes), key=str)
+    ]
+
+
+def on_shards(
+    mesh: Mesh, local: Callable[..., Any], given: Any, found: Any
+) -> Callable[..., list[Any]]:
+    """A function of every device's own shards.
+
+    Args:
+        mesh: the devices.
+        local: from a sequence of shards to another.
+        given, found: how the arrays of the two are laid out.
+    """
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(given,),
+        out_specs=found,
+        check_vma=False,  # What is replicated is packed by every device.
+    )
+
+
+class Buffers:
+    """A replica's arrays in one buffer for each dtype, and back.
+
+    Every device packs the shards that it holds. Traced where it is called.
+
+    Attributes:
+        avals: shape and dtype of each buffer, on all devices of the replica together.
+    """
+
+    def __init__(
+        self, mesh: Mesh, avals: Sequence[Any], places: Sequence[NamedSharding]
+    ) -> None:
+        """Know what is packed.
+
+        Args:
+            mesh: of the replica.
+            avals: shapes and dtypes of the arrays.
+            places: their layouts on it.
+        """
+        self._mesh = mesh
+        self._specs = [place.spec for place in places]
+        self._shapes = [
+            place.shard_shape(tuple(aval.shape))
+            for aval, place in zip(avals, places, strict=True)
+        ]
+        dtypes = [jnp.dtype(aval.dtype) for aval in avals]
+        self._groups = by_dtype(dtypes)
+        sizes = [math.prod(shape) for shape in self._shapes]
+        self.avals = [
+            jax.ShapeDtypeStruct(
+                (mesh.size * sum(sizes[i] for i in group),), dtypes[group[0]]
+            )
+            for group in self._groups
+        ]
+
+    def pack(self, arrays: Sequence[Any]) -> list[Any]:
+        """The buffers of the arrays."""
+
+        def local(shards: Sequence[Any]) -> list[Any]:
+            return [
+                jnp.concatenate([shards[i].reshape(-1) for i in group])
+                for group in self._groups
+            ]
+
+        return on_shards(self._mesh, local, self._specs, self._flat)(list(arrays))
+
+    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
+        """The arrays of the buffers."""
+
+        def local(flat: Sequence[Any]) -> list[Any]:
+            found: list[Any] = [None] * len(self._shapes)
+            for buffer, group in zip(flat, self._groups, strict=True):
+                start = 0
+                for i in group:
+                    end = start + math.prod(self._shapes[i])
+                    found[i] = buffer[start:end].reshape(self._shapes[i])
+                    start = end
+            return found
+
+        return on_shards(self._mesh, local, self._flat, self._specs)(list(buffers))
+
+    @property
+    def _flat(self) -> list[PartitionSpec]:
+        return [PartitionSpec(self._mesh.axis_names)] * len(self._groups)
+
+
+class Exchange:
+    """Adds up buffers of all replicas, or gathers them, and gives each the same.
+
+    Attributes:
+        program: what runs on all devices; None where they are unlike in one process,
+            which compiles nothing for both.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        replicas: Sequence[Mesh],
+        avals: Sequence[Any],
+        *,
+        gathers: bool = False,
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+            mesh: all devices, replicas along its first axis, ``data``.
+            replicas: the mesh of each, whose first axis has size 1.
+            avals: of a replica's buffers.
+            gathers: each device is given those of all replicas in their order, one
+                behind the other, and not their sum.
+        """
+        self._gathers = gathers
+        self._mesh = mesh
+        self._replicas = list(replicas)
+        self._avals = list(avals)
+        inner = mesh.axis_names[1:]
+        self._every = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._sums = PartitionSpec(inner) if inner else PartitionSpec()
+        self.program: Callable[..., list[Any]] | None = None
+        if not _unlike(mesh):
+            meet = _gathered if gathers else _added
+            self.program = jax.jit(
+                jax.shard_map(
+                    lambda xs: [meet(x) for x in xs],
+                    mesh=mesh,
+                    in_specs=(self._every.spec,),
+                    out_specs=self._sums,
+                    check_vma=not gathers,  # What was gathered is alike on all.
+                ),
+                donate_argnums=() if gathers else 0,
+            )
+
+    def abstract(self) -> list[Any]:
+        """Shapes, dtypes and layouts of the buffers of all replicas."""
+        return [
+            jax.ShapeDtypeStruct(
+                (len(self._replicas) * aval.shape[0],), aval.dtype, sharding=self._every
+            )
+            for aval in self._avals
+        ]
+
+    def add(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        """What all replicas' buffers give, on each replica that has devices here.
+
+        Args:
+            buffers: by replica, of those; they are consumed.
+        """
+        if self.program is None:
+            return self._copied(buffers)
+        stacked = [
+            jax.make_array_from_single_device_arrays(
+                aval.shape,
+                aval.sharding,
+                [s.data for several in one for s in several.addressable_shards],
+            )
+            for aval, one in zip(
+                self.abstract(), zip(*buffers.values(), strict=True), strict=True
+            )
+        ]
+        sums = self.program(stacked)
+        return {
+            replica: [
+                jax.make_array_from_single_device_arrays(
+                    x.shape, sharding, shards_on(x, sharding)
+                )
+                for x in sums
+            ]
+            for replica in buffers
+            for sharding in [NamedSharding(self._replicas[replica], self._sums)]
+        }
+
+    def _copied(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        """The same, made on the first replica; all are this process's."""
+        places = {
+            replica: NamedSharding(self._replicas[replica], self._every.spec)
+            for replica in buffers
+        }
+        first, *others = buffers
+        met = list(buffers[first])
+        there = [places[first]] * len(met)
+        several = [jax.device_put(list(buffers[r]), there) for r in others]
+        if self._gathers:
+            rows = zip(met, *several, strict=True)
+            met = [_one_behind_the_other(x, self._replicas[first].size) for x in rows]
+        else:
+            for added in several:
+                met = [x + y for x, y in zip(met, added, strict=True)]
+        found: dict[int, list[Any]] = {
+            replica: jax.device_put(met, [place] * len(met))
+            for replica, place in places.items()
+        }
+        return found
+
+
+def _added(buffer: Any) -> Any:
+    return jax.lax.psum(buffer, DATA)
+
+
+def _gathered(buffer: Any) -> Any:
+    return jax.lax.all_gather(buffer, DATA, tiled=True)
+
+
+def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
+    """The buffers of all replicas, by the devices of a replica."""
+    return jnp.stack([x.reshape(devices, -1) for x in rows], axis=1).reshape(-1)
+
+
+def _unlike(mesh: Mesh) -> bool:
+    """Devices of this process are of several kinds."""
+    return len({device.device_kind for device in mesh.local_devices}) > 1

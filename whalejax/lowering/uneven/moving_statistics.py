@@ -1,0 +1,157 @@
+"""How moving statistics change in a micro-batch, so that replicas can share the work.
+
+A moving average is ``r -> a r + c``, with the same ``a`` in every micro-batch and a
+``c`` that its samples say. Of such leaves what micro-batches do one after the other is
+a sum: each replica's part is what its own add, times ``a`` for every micro-batch that
+comes after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.adapters.leaves import is_key
+from whalejax.capture import Captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untrained:
+    """What replicas tell each other of leaves that are not trained, and what follows.
+
+    Moving averages are brought to where all micro-batches, one after the other, bring
+    them; other statistics are averaged, with the micro-batches that each replica has
+    run as weights; what is counted in whole numbers is counted by all together.
+
+    Attributes:
+        slopes: of moving averages, by the number of the leaf.
+        counters: what each micro-batch adds, by the number of the leaf.
+        frozen: numbers of weights.
+        count: micro-batches of all.
+        steady: numbers of leaves that micro-batches leave alone.
+    """
+
+    slopes: Mapping[int, np.ndarray]
+    counters: Mapping[int, Any]
+    count: int
+    frozen: frozenset[int] = frozenset()
+    steady: tuple[int, ...] = ()
+
+    def is_own(self, number: int, leaf: Any) -> bool:
+        """Every replica knows it after the step: a key, a counter, a weight, a count.
+
+        The last are what is ``steady``: no sample changes it.
+        """
+        known = number in self.frozen or number in self.steady
+        return is_key(leaf) or number in self.counters or known
+
+    def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
+        """A replica's part of a leaf, to be added up over replicas.
+
+        Args:
+            number: of the leaf.
+            old, new: before and after the replica's micro-batches.
+            ran: how many these are.
+            later: how many others run behind them.
+        """
+        if number in self.slopes:
+            slope = jnp.asarray(self.slopes[number], new.dtype)
+            one, n = (slope ** x.astype(new.dtype) for x in (ran, later))
+            return (new - one * old) * n
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            return new * (ran / self.count).astype(new.dtype)
+        wide = new.astype(jnp.int32) if new.dtype == jnp.bool_ else new
+        return wide - old.astype(wide.dtype)
+
+    def after(self, number: int, old: Any, total: Any) -> Any:
+        """A leaf after the step of all replicas.
+
+        Args:
+            number: of the leaf.
+            old: before the step.
+            total: what all told of it; of those that ``is_own``, nothing.
+        """
+        if self.is_own(number, old):
+            added = self.count * self.counters.get(number, 0)
+            return old + jnp.asarray(added, old.dtype) if added else old
+        if number in self.slopes:
+            slope = jnp.asarray(self.slopes[number], old.dtype)
+            return slope**self.count * old + total
+        if jnp.issubdtype(old.dtype, jnp.inexact):
+            return total
+        return (old + total).astype(old.dtype)
+
+
+def slopes(captured: Captured) -> dict[int, np.ndarray]:
+    """By the number of a leaf that is not trained, ``a`` of its moving average.
+
+    Leaves that change in another way are left out.
+
+    Args:
+        captured: the loss.
+    """
+    first = len(captured.adapter.param_paths)
+    rest = jax.tree.leaves(captured.adapter.rest)
+    avals = [_compat.abstract(a.shape, a.dtype) for a in captured.jaxpr.in_avals]
+    frozen = captured.frozen
+    numbers = [
+        i
+        for i, leaf in enumerate(rest)
+        if not is_key(leaf)
+        and i not in frozen
+        and jnp.issubdtype(avals[first + i].dtype, jnp.inexact)
+    ]
+    if not numbers:
+        return {}
+
+    def after(leaves: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        given = list(others)
+        for i, leaf in zip(numbers, leaves, strict=True):
+            given[first + i] = leaf
+        found = _compat.run_flowing(captured.jaxpr, given)[-len(rest) :]
+        return [found[i] for i in numbers]
+
+    def slope(others: Sequence[Any], along: Sequence[Any]) -> list[Any]:
+        leaves = [others[first + i] for i in numbers]
+        found: list[Any] = jax.jvp(
+            lambda x: after(x, others), (leaves,), (list(along),)
+        )[1]
+        return found
+
+    along = [avals[first + i] for i in numbers]
+    traced = jax.make_jaxpr(slope)(avals, along)
+    flags = [True] * len(avals) + [False] * len(along)
+    varying = _compat.depending(traced, flags)
+    kept = [place for place, varies in enumerate(varying) if not varies]
+
+    @jax.jit
+    def constant(along: Sequence[Any]) -> list[Any]:
+        # Of nothing of which the results depend the values matter.
+        nothing = [jnp.zeros(a.shape, a.dtype) for a in avals]
+        found = _compat.run_flowing(traced, [*nothing, *along])
+        return [found[place] for place in kept]
+
+    return _alone(constant, along, kept, numbers) if kept else {}
+
+
+def _alone(
+    constant: Callable[..., list[Any]],
+    along: Sequence[Any],
+    kept: Sequence[int],
+    numbers: Sequence[int],
+) -> dict[int, np.ndarray]:
+    """The slopes of leaves whose elements change each by itself."""
+    rng = np.random.default_rng(0)
+    ones = [np.ones(a.shape, a.dtype) for a in along]
+    other = [rng.uniform(0.5, 2.0, a.shape).astype(a.dtype) for a in along]
+    found = {}
+    for place, one, there in zip(kept, constant(ones), constant(other), strict=True):
+        if np.allclose(there, one * other[place], rtol=1e-4):
+            found[numbers[place]] = np.asarray(one)
+    return found

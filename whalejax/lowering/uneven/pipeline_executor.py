@@ -1,0 +1,473 @@
+"""The executor for pipelines side by side that take unlike numbers of micro-batches.
+
+Every replica is a pipeline of its own, cut as suits its devices, with programs of its
+stages; it runs the micro-batches of its share by its own schedule. Then all add up what
+they have, stage by stage, and each updates its copy of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.adapters.leaves import is_key
+from whalejax.capture import Captured
+from whalejax.lowering.global_arrays import (
+    Report,
+    absent,
+    impl_of,
+    is_here,
+    joined,
+    placed,
+    seen_on,
+    stages_mesh,
+    wrapped,
+)
+from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
+from whalejax.lowering.pipeline_mpmd.step import Pass
+from whalejax.lowering.spmd.executor import Sums
+from whalejax.lowering.uneven.adaptive_shares import Following, told_size
+from whalejax.lowering.uneven.broadcast_init import several_kinds
+from whalejax.lowering.uneven.moving_statistics import Untrained, slopes
+from whalejax.lowering.uneven.stage_groups import Group, groups_of, together
+from whalejax.planner.balance.shares import dealt
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.schedules import Row, schedule
+from whalejax.planner.pipeline.transfer_order import Handing
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.runner import Evaluation, Metrics
+from whalejax.runtime.state import Origin, TrainState, bare, consuming
+
+
+WHOLE = PartitionSpec()
+
+MicroBatches = Mapping[int, Sequence[Any]]
+"""Flat leaves of micro-batches, by their numbers."""
+
+
+class Pipes(Following):
+    """Runs a plan whose replicas are pipelines of their own; see ``runner.Runner``.
+
+    Attributes:
+        pipelines: each of them.
+        program: of the whole model, on the devices of the first.
+        mesh: all devices, by stage, those of the first pipeline first.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        captured: Captured,
+        optimizer: optax.GradientTransformationExtraArgs,
+        devices: Sequence[Any],
+        batch_axes: tuple[int | None, ...],
+        origin: Origin,
+        *,
+        home: Pipes | None = None,
+    ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, captured, optimizer, devices, batch_axes, origin: as for all runners.
+            home: runs the same plan, and its states are to be evaluated.
+        """
+        each = len(devices) // len(plan.pipelines)
+        self.pipelines: list[Apart] = []
+        for r, own in enumerate(plan.pipelines):
+            some = devices[r * each : (r + 1) * each]
+            given = own, captured, optimizer, some, batch_axes, origin
+            self.pipelines.append(
+                Apart(*given) if home is None else Evaluating(home.pipelines[r], *given)
+            )
+        super().__init__(
+            plan, [r for r, one in enumerate(self.pipelines) if any(one.here)]
+        )
+        self.program = self.pipelines[0].program
+        self.mesh: Mesh = stages_mesh(plan, devices)
+        self.shardings: TrainState = jax.tree.map(
+            together, *[one.shardings for one in self.pipelines]
+        )
+        self.batch_shardings = self.pipelines[self._mine[0]].batch_shardings
+        self._agreement = Agreement(self.mesh)
+        self._watch = Watch(alone=not self.mesh.is_multi_process)
+
+    # Starting.
+
+    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        copies = {r: self.pipelines[r].born(build, *arguments) for r in self._mine}
+        if several_kinds(self.mesh):
+            self._agree()
+            copies = self._as_first(copies)
+        found: TrainState = self._joined(copies)
+        return found
+
+    def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
+        """States with the values of the first pipeline, but for what is counted."""
+        owners = [jax.tree.leaves(one.stages) for one in self.pipelines]
+        leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
+        specs = [s.spec for s in jax.tree.leaves(self.shardings)]
+        stages = [*zip(*owners, strict=True)]
+        for group in self._groups.values():
+            several = [i for i, own in enumerate(stages) if own == group.stages]
+            mine = {r: [leaves[r][i] for i in several] for r in group.here}
+            found = group.as_first(mine, [specs[i] for i in several])
+            for r, same in found.items():
+                for i, leaf in zip(several, same, strict=True):
+                    leaves[r][i] = leaf
+        trees: Any = {r: jax.tree.structure(copy) for r, copy in copies.items()}
+        return {r: trees[r].unflatten(several) for r, several in leaves.items()}
+
+    def _agree(self) -> None:
+        """Compare plans and shares with those of the others, the first time."""
+        self._agreement.check(self.program, self._described, plan=self._plan)
+
+    def _described(self) -> dict[str, object]:
+        each = [one.moves.described() for one in self.pipelines]
+        found: dict[str, object] = {"shares": self.shares}
+        for name in each[0]:
+            found[f"{name} of pipelines"] = [one[name] for one in each]
+        return found
+
+    def _joined(self, copies: Mapping[int, Any]) -> Any:
+        """A tree on all devices, of those of the pipelines here."""
+
+        def one(sharding: NamedSharding, *leaves: Any) -> Any:
+            here = [x for x in leaves if is_here(x.sharding)]
+            return joined(here, sharding) if here else absent(leaves[0], sharding)
+
+        return jax.tree.map(one, self.shardings, *copies.values())
+
+    def _seen(
+        self, state: TrainState, replica: int, *, whole: bool = True
+    ) -> TrainState:
+        """The state, or what an evaluation reads, on the devices of one pipeline."""
+        places = self.pipelines[replica].shardings
+
+        def one(leaf: Any, sharding: NamedSharding) -> Any:
+            there = seen_on(leaf, sharding)
+            return absent(leaf, sharding) if there is None else there
+
+        found: TrainState = jax.tree.map(one, state, places if whole else bare(places))
+        return found
+
+    # Running.
+
+    def advance(
+        self, state: TrainState, batch: MicroBatches
+    ) -> tuple[TrainState, Metrics]:
+        self._agree()
+        with self._watch.step():
+            new, metrics = self._advance(state, batch)
+        self._watch.issued(jax.tree.leaves((metrics, new.step)))
+        return new, metrics
+
+    def _advance(
+        self, state: TrainState, batch: MicroBatches
+    ) -> tuple[TrainState, Metrics]:
+        seen = {r: self._seen(state, r) for r in self._mine}
+        timed = self._start()
+        runs = self._ran(seen, batch)
+        gradients = {r: run.summed() for r, run in runs.items()}
+        for r in timed:  # No name here may hold them while they cross.
+            self._stopwatches[r].stop(
+                [x for x in gradients[r] if x is not ABSENT], self.shares[r]
+            )
+        losses, rest = self._met(runs, gradients)
+        paces = self._paces()
+        new, metrics = dict[int, TrainState](), dict[int, Metrics]()
+        with consuming(state):
+            for r in self._mine:
+                new[r], metrics[r] = self.pipelines[r].finished(
+                    seen[r], losses[r], gradients[r], rest[r]
+                )
+        self._begins = {r: metrics[r]["loss"] for r in self._mine}
+        found = self._joined(new), self._agreed(metrics)
+        self._settle(paces)
+        return found
+
+    def _ran(
+        self,
+        seen: Mapping[int, TrainState],
+        batch: MicroBatches,
+        *,
+        keeps: bool = True,
+    ) -> dict[int, Pass]:
+        """Run all micro-batches of the pipelines here, side by side."""
+        numbers = dealt(self.shares)
+        runs = {
+            r: Pass(
+                self.pipelines[r],
+                seen[r],
+                self._batch(r, batch),
+                keeps=keeps,
+                first_micro_batch=numbers[r].start,
+            )
+            for r in self._mine
+        }
+        orders = [self._order(r, self.shares[r]) for r in self._mine]
+        for events in itertools.zip_longest(*orders):
+            for r, event in zip(self._mine, events, strict=True):
+                if event is not None and (keeps or event.action == "forward"):
+                    self._watch.doing = event
+                    runs[r].do(event)
+        return runs
+
+    @functools.cached_property
+    def _orders(self) -> dict[tuple[int, int], tuple[Row | Handing, ...]]:
+        return {}
+
+    def _order(self, replica: int, count: int) -> tuple[Row | Handing, ...]:
+        """In which order a pipeline issues so many micro-batches."""
+        if not count:
+            return ()
+        key = replica, count
+        if key not in self._orders:
+            one = self.pipelines[replica]
+            table = schedule(one.table.name, one.table.num_stages, count)
+            self._orders[key] = one.moves.order_of(table)
+        return self._orders[key]
+
+    def _batch(self, replica: int, batch: MicroBatches) -> list[Any]:
+        """The global batch on a pipeline, as far as it is read there."""
+        numbers, axes = dealt(self.shares)[replica], self.program.batch_axes
+        found = []
+        for i, (leaf, axis) in enumerate(zip(self._plan.batch, axes, strict=True)):
+            sharding = self.pipelines[replica].batch_shardings[i]
+            parts = [batch[m][i] for m in numbers]
+            aval = self._batch_avals[i]
+            if not is_here(sharding):
+                found.append(absent(aval, sharding))
+            elif axis is None and parts:
+                found.append(placed(parts[0], sharding))
+            else:
+                where = (slice(None),) * ((axis or 0) % max(1, len(leaf.shape)))
+                found.append(self._filled(aval, where, numbers, parts, sharding))
+        return found
+
+    def _filled(
+        self,
+        aval: Any,
+        before: tuple[slice, ...],
+        numbers: range,
+        parts: Sequence[Any],
+        sharding: NamedSharding,
+    ) -> Any:
+        """A leaf of the global batch with the samples of some micro-batches."""
+        raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
+        whole = np.zeros(raw.shape, raw.dtype)
+        for m, part in zip(numbers, parts, strict=True):
+            rows = slice(m, None, self._plan.num_micro_batches)
+            whole[(*before, rows)] = jax.random.key_data(part) if is_key(part) else part
+        return wrapped(placed(whole, sharding), impl_of(aval))
+
+    @functools.cached_property
+    def _batch_avals(self) -> list[Any]:
+        """Shapes and dtypes of the global batch."""
+        first = self.pipelines[0].first_batch
+        avals = self.program.captured.jaxpr.in_avals[first:]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, aval.dtype)
+            for leaf, aval in zip(self._plan.batch, avals, strict=False)
+        ]
+
+    # What pipelines add up together.
+
+    @functools.cached_property
+    def _groups(self) -> dict[tuple[int, ...], Group]:
+        """Stages that hold the same, in the order in which they meet."""
+        meshes = [one.meshes for one in self.pipelines]
+        return groups_of([*self._owners, self._starts, self._ends], meshes)
+
+    @property
+    def _starts(self) -> tuple[int, ...]:
+        """The first stage of each pipeline, whose last backward ends its pass."""
+        return (0,) * len(self.pipelines)
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        """The last stage of each pipeline."""
+        return tuple(len(one.plans) - 1 for one in self.pipelines)
+
+    @functools.cached_property
+    def _owners(self) -> list[tuple[int, ...]]:
+        """By the number of an input of the loss, the stage of each that holds it."""
+        count = self.pipelines[0].first_batch
+        return [tuple(one.owner(n) for one in self.pipelines) for n in range(count)]
+
+    @property
+    def _first_rest(self) -> int:
+        """The number of the first input of the loss that is not trained."""
+        return len(self.program.adapter.param_paths)
+
+    @functools.cached_property
+    def _untrained(self) -> Untrained:
+        counters = self.pipelines[0].division.units.counters
+        return Untrained(
+            slopes=slopes(self.program.captured),
+            counters={n - self._first_rest: x for n, x in counters.items()},
+            frozen=self.program.captured.frozen,
+            count=self._plan.num_micro_batches,
+            steady=self.program.captured.steady.leaves,
+        )
+
+    def _met(
+        self, runs: Mapping[int, Pass], gradients: Mapping[int, list[Any]]
+    ) -> tuple[dict[int, Sums | None], dict[int, Any]]:
+        """Losses and what is not trained, of all; gradients in their place."""
+        losses: dict[int, Sums | None] = dict.fromkeys(runs)
+        rest = {r: [*jax.tree.leaves(run.state.rest)] for r, run in runs.items()}
+        for stages, group in self._groups.items():
+            mine = [n for n, own in enumerate(self._owners) if own == stages]
+            params = [n for n in mine if n < self._first_rest]
+            others = [n for n in mine if n >= self._first_rest]
+            specs = [
+                self.pipelines[0].gradient_sharding(n, stages[0]).spec for n in params
+            ]
+            told = {r: self._told_of(runs[r], others) for r in group.here}
+            ends = stages == self._ends
+            sums = {r: runs[r].losses() if ends else None for r in group.here}
+            arrays = {
+                r: [
+                    *(_taken(gradients[r], n) for n in params),
+                    *told[r].values(),
+                    *jax.tree.leaves(sums[r]),
+                ]
+                for r in group.here
+            }
+            count = len(next(iter(arrays.values()), ()))
+            found = group.add(arrays, [*specs, *[WHOLE] * (count - len(specs))])
+            for r, several in found.items():
+                flat = iter(several)
+                for n in params:
+                    gradients[r][n] = next(flat)
+                given = {n: next(flat) for n in told[r]}
+                for n in others:
+                    i = n - self._first_rest
+                    rest[r][i] = self._after(i, rest[r][i], given.get(n))
+                if ends:
+                    tree: Any = jax.tree.structure(sums[r])
+                    losses[r] = tree.unflatten(flat)
+        return losses, {
+            r: jax.tree.unflatten(jax.tree.structure(run.state.rest), rest[r])
+            for r, run in runs.items()
+        }
+
+    def _told_of(self, run: Pass, numbers: Sequence[int]) -> dict[int, Any]:
+        """A pipeline's part of what is not trained, by its number."""
+        old = jax.tree.leaves(run.state.rest)
+        replica = [*map(id, self.pipelines)].index(id(run.apart))
+        ran, later = self.shares[replica], sum(self.shares[replica + 1 :])
+        return {
+            n: self._tell(i, old[i], run.leaves[n], np.float32(ran), np.float32(later))
+            for n in numbers
+            for i in [n - self._first_rest]
+            if not self._untrained.is_own(i, old[i])
+        }
+
+    @functools.cached_property
+    def _tell(self) -> Callable[..., Any]:
+        return jax.jit(self._untrained.told, static_argnums=0)
+
+    @functools.cached_property
+    def _after(self) -> Callable[..., Any]:
+        return jax.jit(self._untrained.after, static_argnums=0)
+
+    def _paces(self) -> Any:
+        """What all pipelines were measured to take, on all devices here.
+
+        Each is told by the processes of its first stage: others are done before.
+        """
+        group = self._groups[self._starts]
+        mine = {r: [self._largest(self._pace(r, group.rows[r]))] for r in group.here}
+        mine = {
+            r: [seen_on(x, self.pipelines[r].whole[0]) for x in xs]
+            for r, xs in mine.items()
+        }
+        found = group.add(mine, [WHOLE])
+        told = {
+            r: self._tellers[r](found[r] if r in found else [None])["paces"]
+            for r in self._mine
+        }
+        return told[self._mine[0]]
+
+    @functools.cached_property
+    def _largest(self) -> Callable[..., Any]:
+        return jax.jit(lambda paces: paces.max(0))
+
+    @functools.cached_property
+    def _tellers(self) -> dict[int, Report]:
+        aval = jax.ShapeDtypeStruct((told_size(len(self.pipelines)),), jnp.float32)
+        return {
+            r: Report({"paces": aval}, self.pipelines[r].whole, stage=0)
+            for r in self._mine
+        }
+
+    def _agreed(self, copies: Mapping[int, Any]) -> Any:
+        """Metrics that all processes can read, of those of the pipelines here."""
+        if not self.mesh.is_multi_process:
+            return copies[self._mine[0]]
+        everywhere = {r: NamedSharding(self.pipelines[r].mesh, WHOLE) for r in copies}
+        spread = {
+            # Told to all of its devices, if these are several processes'.
+            r: jax.device_put(told, everywhere[r])
+            if everywhere[r].is_fully_addressable
+            else told
+            for r, told in copies.items()
+        }
+        whole = NamedSharding(self.mesh, WHOLE)
+        found: Any = jax.tree.map(
+            lambda *leaves: joined(leaves, whole), *spread.values()
+        )
+        return found
+
+    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        self._agree()
+        with self._watch.step("an evaluation"):
+            found = self._evaluate(state, batch)
+        self._watch.issued(jax.tree.leaves(found))
+        return found
+
+    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
+        runs = self._ran(seen, batch, keeps=False)
+        for r in self._mine:
+            self.pipelines[r].moves.settle()
+        group = self._groups[self._ends]
+        sums = {r: runs[r].losses() for r in group.here}
+        flat = {r: jax.tree.leaves(one) for r, one in sums.items()}
+        count = len(next(iter(flat.values()), ()))
+        added = group.add(flat, [WHOLE] * count)
+        told = {
+            r: self.pipelines[r].reported(
+                jax.tree.unflatten(jax.tree.structure(sums[r]), added[r])
+                if r in added
+                else None
+            )
+            for r in self._mine
+        }
+        found: Evaluation = self._agreed(told)
+        return found
+
+    def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
+        raise PlanError(
+            "the stages of this plan have programs of their own, so there is no one "
+            "program to lower"
+        )
+
+
+def _taken(several: list[Any], number: int) -> Any:
+    """An array that is held here no longer."""
+    found, several[number] = several[number], ABSENT
+    return found

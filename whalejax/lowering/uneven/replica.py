@@ -1,0 +1,254 @@
+"""One replica of a model: the programs that run its micro-batches and its update.
+
+All replicas hold the whole model and take whole micro-batches, each as many as it has
+time for: how many is no part of any program, so that other shares compile nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from whalejax.capture.units import units_of
+from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.executor import Program, Sums, differentiator, evaluator
+from whalejax.lowering.uneven.adaptive_shares import told_size
+from whalejax.lowering.uneven.flat_all_reduce import Buffers
+from whalejax.lowering.uneven.moving_statistics import Untrained
+from whalejax.runtime.runner import (
+    Evaluation,
+    Metrics,
+    evaluation_of,
+    finished,
+    rest_layouts,
+)
+from whalejax.runtime.state import TrainState
+
+
+class Replica:
+    """The programs of a replica.
+
+    Attributes:
+        program: the plan on its devices.
+        begin: nothing added up yet.
+        add: from sums, the rest, what ``inputs_of`` takes of the state, a micro-batch
+            and its number to sums and the rest.
+        pack: from sums, the rest before and after, how many micro-batches were run and
+            how many others run later, and ``following.told_pace`` to buffers for the
+            exchange, and a number that is there when all of them are.
+        finish: from the state and what the exchange gave to the next state, metrics and
+            the paces of all replicas.
+        evaluate: from sums, what ``inputs_of`` takes, a micro-batch and its number to
+            sums, without gradients.
+        pack_sums, report: from such sums to buffers, and from what the exchange of them
+            gave to metrics and their weight.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        state: TrainState,
+        batch: Sequence[Any],
+        *,
+        replicas: int,
+        slopes: Mapping[int, np.ndarray],
+        options: Any,
+    ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            program: on the replica's mesh.
+            state: an abstract one.
+            batch: flat abstract leaves of a micro-batch.
+            replicas: how many there are.
+            slopes: of moving statistics; see ``moving_statistics``.
+            options: of the compiler.
+        """
+        self.program = program
+        first = len(jax.tree.leaves(state.params))
+        # A stream of random keys counts micro-batches, whoever has run those before.
+        self._counters = {
+            number - first: added
+            for number, added in units_of(program.captured).counters.items()
+        }
+        self._untrained = Untrained(
+            slopes=slopes,
+            counters=self._counters,
+            frozen=program.captured.frozen,
+            count=program.plan.num_micro_batches,
+            steady=program.captured.steady.leaves,
+        )
+        self._whole = NamedSharding(program.mesh, PartitionSpec())
+        self._jit = functools.partial(jax.jit, compiler_options=options)
+        given = (*inputs_of(program, state), batch, jnp.int32(0))
+        self._train(given, replicas)
+        self._eval(given)
+
+    def _train(self, given: Sequence[Any], replicas: int) -> None:
+        mesh, whole = self.program.mesh, self._whole
+        shapes, rest = jax.eval_shape(self._one, given[1], *given)
+        places = jax.tree.map(lambda _: whole, shapes)
+        specs = [leaf.gradient_spec for leaf in self.program.plan.trained]
+        gradients = tuple(named(spec, mesh) for spec in specs)
+        places = dataclasses.replace(places, gradients=gradients)
+        paces = jax.ShapeDtypeStruct((told_size(replicas),), jnp.float32)
+        none = jnp.float32(0.0)
+        told = jax.eval_shape(self._told, rest, rest, none, none)
+        sent = shapes, told, paces
+        self._sent: Any = jax.tree.structure(sent)
+        others = jax.tree.map(lambda _: whole, (told, paces))
+        self._buffers = Buffers(
+            mesh, jax.tree.leaves(sent), jax.tree.leaves((places, others))
+        )
+        self.begin: Callable[[], Sums] = self._jit(
+            functools.partial(_zeros, shapes), out_shardings=places
+        )
+        self.add: Callable[..., tuple[Sums, Any]] = self._jit(
+            self._add,
+            donate_argnums=0,
+            out_shardings=(places, self._rest_places(rest)),
+        )
+        self.pack: Callable[..., tuple[list[Any], Any]] = self._jit(self._pack)
+        self.finish: Callable[..., tuple[TrainState, Metrics, Any]] = self._jit(
+            self._finish, donate_argnums=0
+        )
+
+    def _rest_places(self, rest: Any) -> Any:
+        """Layouts of what is not trained."""
+        place = rest_layouts(self.program, self.program.mesh)
+        tree: Any = jax.tree.structure(rest)
+        return tree.unflatten([place(i) for i in range(tree.num_leaves)])
+
+    def _eval(self, given: Sequence[Any]) -> None:
+        shapes = jax.eval_shape(self._loss, *given)
+        self._reported: Any = jax.tree.structure(shapes)
+        leaves = jax.tree.leaves(shapes)
+        self._told_buffers = Buffers(
+            self.program.mesh, leaves, [self._whole] * len(leaves)
+        )
+        self.begin_eval: Callable[[], Sums] = self._jit(
+            functools.partial(_zeros, shapes), out_shardings=self._whole
+        )
+        self.evaluate: Callable[..., Sums] = self._jit(
+            self._evaluate, donate_argnums=0, out_shardings=self._whole
+        )
+        self.pack_sums: Callable[..., list[Any]] = self._jit(
+            lambda sums: self._told_buffers.pack(jax.tree.leaves(sums))
+        )
+        self.report: Callable[..., Evaluation] = self._jit(
+            self._report, out_shardings=self._whole
+        )
+
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        """The buffers of ``pack``, and of ``pack_sums``."""
+        return self._buffers.avals, self._told_buffers.avals
+
+    # Micro-batches.
+
+    def _one(
+        self,
+        rest: Any,
+        params: Any,
+        before: Any,
+        rng: Any,
+        step: Any,
+        scale: Any,
+        batch: Sequence[Any],
+        number: Any,
+    ) -> tuple[Sums, Any]:
+        flat = jax.tree.leaves(params)
+        run = differentiator(self.program, flat, before, rng, step, scale)
+        return run(self._counted(before, rest, number), batch, number)
+
+    def _add(self, sums: Sums, rest: Any, *given: Any) -> tuple[Sums, Any]:
+        added, rest = self._one(rest, *given)
+        return jax.tree.map(jnp.add, sums, added), rest
+
+    def _counted(self, before: Any, rest: Any, number: Any) -> Any:
+        """The rest, with counters where so many micro-batches bring them."""
+        structure: Any = jax.tree.structure(rest)
+        leaves = jax.tree.leaves(rest)
+        for i, old in enumerate(jax.tree.leaves(before)):
+            if i in self._counters:
+                leaves[i] = old + jnp.asarray(number * self._counters[i], old.dtype)
+        return structure.unflatten(leaves)
+
+    def _loss(
+        self,
+        params: Any,
+        rest: Any,
+        rng: Any,
+        step: Any,
+        scale: Any,
+        batch: Sequence[Any],
+        number: Any,
+    ) -> Sums:
+        del scale
+        run = evaluator(self.program, jax.tree.leaves(params), rest, rng, step)
+        return run(number, batch)
+
+    def _evaluate(self, sums: Sums, *given: Any) -> Sums:
+        added: Sums = jax.tree.map(jnp.add, sums, self._loss(*given))
+        return added
+
+    # What replicas add up, and the update.
+
+    def _pack(
+        self, sums: Sums, before: Any, rest: Any, ran: Any, later: Any, paces: Any
+    ) -> tuple[list[Any], Any]:
+        sent = sums, self._told(before, rest, ran, later), paces.max(0)
+        return self._buffers.pack(jax.tree.leaves(sent)), sums.weight
+
+    def _finish(
+        self, state: TrainState, buffers: Sequence[Any]
+    ) -> tuple[TrainState, Metrics, Any]:
+        flat = self._buffers.unpack(buffers)
+        sums, told, paces = self._sent.unflatten(flat)
+        rest = self._after(state.rest, told)
+        return *finished(self.program, state, sums, rest), paces
+
+    def _told(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
+        """A replica's part of what is not trained, to be added up over replicas."""
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(rest), strict=True)
+        return [
+            self._untrained.told(i, old, new, ran, later)
+            for i, (old, new) in enumerate(pairs)
+            if not self._untrained.is_own(i, old)
+        ]
+
+    def _after(self, before: Any, told: Sequence[Any]) -> Any:
+        """What is not trained, after the step of all replicas."""
+        structure: Any = jax.tree.structure(before)
+        sums, found = iter(told), []
+        for i, old in enumerate(jax.tree.leaves(before)):
+            total = None if self._untrained.is_own(i, old) else next(sums)
+            found.append(self._untrained.after(i, old, total))
+        return structure.unflatten(found)
+
+    def _report(self, buffers: Sequence[Any]) -> Evaluation:
+        sums = self._reported.unflatten(self._told_buffers.unpack(buffers))
+        return evaluation_of(self.program, sums)
+
+
+def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:
+    """What a micro-batch takes of a state: parameters, rest, key, step, loss scale.
+
+    Args:
+        program: what is run.
+        state: the state, or an abstract one.
+    """
+    rng = state.rng if program.adapter.takes_rng else None
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+    return state.params, state.rest, rng, state.step, scale
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

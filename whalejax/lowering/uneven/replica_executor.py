@@ -1,0 +1,405 @@
+"""The executor for replicas of unlike speed: each takes as many micro-batches as suit.
+
+Every replica, a row of the mesh along ``data``, runs programs of its own on its own
+micro-batches and adds up what they give; then all add up together, and each updates its
+copy of the model. Shares are no part of any program: other ones compile nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from whalejax.capture import Captured
+from whalejax.lowering.global_arrays import is_here, joined, placed, seen_on
+from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.spmd.constraints import constraints_of
+from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.executor import Program
+from whalejax.lowering.uneven.adaptive_shares import Following
+from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
+from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
+from whalejax.lowering.uneven.moving_statistics import slopes
+from whalejax.lowering.uneven.replica import Replica, inputs_of
+from whalejax.lowering.uneven.zero1_update import OwningReplica, Slices
+from whalejax.planner.balance.shares import dealt
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.spmd import analysed_for
+from whalejax.runtime.batch_record import dtype_of
+from whalejax.runtime.runner import (
+    Evaluation,
+    Metrics,
+    abstract_state,
+    check_compiler_options,
+    fresh_state,
+    laid_out,
+    rest_layouts,
+)
+from whalejax.runtime.state import Origin, TrainState, bare, consuming
+
+
+MicroBatches = Mapping[int, Sequence[Any]]
+"""Flat leaves of micro-batches, by their numbers."""
+
+
+class Uneven(Following):
+    """Runs a plan whose replicas take unlike shares; see ``runner.Runner``.
+
+    Attributes:
+        program: on all devices.
+        mesh: all devices, replicas along its first axis.
+        exchange: what replicas add up together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        captured: Captured,
+        optimizer: optax.GradientTransformationExtraArgs,
+        devices: Sequence[Any],
+        batch_axes: tuple[int | None, ...],
+        origin: Origin,
+    ) -> None:
+        self._origin = origin
+        self._options: Any = dict(plan.compiler_options) or None
+        self.mesh: Mesh = plan.mesh(devices)
+        self._meshes = _rows(self.mesh)
+        self._wholes = [NamedSharding(mesh, PartitionSpec()) for mesh in self._meshes]
+        super().__init__(
+            plan, [r for r, whole in enumerate(self._wholes) if is_here(whole)]
+        )
+        inner = plan.replica
+        analysed = analysed_for(inner, captured.graph)
+        constraints = constraints_of(inner, analysed, captured)
+        self._programs = [
+            Program(
+                plan=inner,
+                captured=captured,
+                adapter=captured.adapter,
+                constraints=constraints,
+                mesh=mesh,
+                optimizer=optimizer,
+                batch_axes=batch_axes,
+            )
+            for mesh in (self.mesh, *self._meshes)
+        ]
+        self.program = self._programs[0]
+        check_compiler_options(
+            self._options, self._wholes[self._mine[0]], devices[0].platform
+        )
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
+        self.shardings = laid_out(
+            self.program,
+            origin,
+            params=[named(x.param_spec, self.mesh) for x in plan.trained],
+            followers=[named(x.optimizer_spec, self.mesh) for x in plan.trained],
+            rest=rest_layouts(self.program, self.mesh),
+            others=whole,
+        )
+        self._agreement = Agreement(self.mesh)
+        self._watch = Watch(alone=not self.mesh.is_multi_process)
+
+    # Starting.
+
+    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        whole = fresh_state(self.program, self._origin, build)
+        copies = {
+            r: jax.jit(self._kept(whole, r), out_shardings=self._on(r))(*arguments)
+            for r in self._mine
+        }
+        if several_kinds(self.mesh):
+            self._agree()
+            places = {replica: self._on(replica) for replica in self._mine}
+            same = as_first(copies, places, self.mesh, self._meshes)
+            # Of what is cut between replicas, each has slices of its own.
+            copies = {
+                r: jax.tree.map(
+                    lambda own, first, place: own if _cut(place) else first,
+                    copies[r],
+                    same[r],
+                    places[r],
+                )
+                for r in copies
+            }
+        return self._joined(copies)
+
+    def _kept(self, whole: Callable[..., TrainState], r: int) -> Callable[..., Any]:
+        """What makes a replica's state, of what makes the whole one."""
+        if not self._plan.zero:
+            return whole
+        slices = Slices(self._programs[1 + r], self._abstract, r, len(self._meshes))
+
+        def own(*arguments: Any) -> TrainState:
+            state = whole(*arguments)
+            opt_state = slices.begun(state.opt_state)
+            return dataclasses.replace(state, opt_state=opt_state)
+
+        return own
+
+    def _agree(self) -> None:
+        """Compare the plan with that of the other processes, the first time."""
+        self._agreement.check(
+            self.program, lambda: {"shares": self.shares}, plan=self._plan
+        )
+
+    def _on(self, replica: int, *, whole: bool = True) -> TrainState:
+        """The layouts of a state, or of what an evaluation reads, on one replica."""
+        found: TrainState = jax.tree.map(
+            lambda s: NamedSharding(self._meshes[replica], s.spec),
+            self.shardings if whole else bare(self.shardings),
+        )
+        return found
+
+    def _joined(self, copies: Mapping[int, TrainState]) -> TrainState:
+        """The state on all devices, of those of the replicas here."""
+        found: TrainState = jax.tree.map(
+            lambda sharding, *leaves: joined(
+                leaves, sharding, _times(leaves[0].shape, sharding, len(self._meshes))
+            ),
+            self.shardings,
+            *copies.values(),
+        )
+        return found
+
+    def _seen(
+        self, state: TrainState, replica: int, *, whole: bool = True
+    ) -> TrainState:
+        """The state, or what an evaluation reads, on the devices of one replica."""
+        found: TrainState = jax.tree.map(
+            lambda leaf, sharding: seen_on(
+                leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
+            ),
+            state,
+            self._on(replica, whole=whole),
+        )
+        return found
+
+    # Running.
+
+    def advance(
+        self, state: TrainState, batch: MicroBatches
+    ) -> tuple[TrainState, Metrics]:
+        self._agree()
+        with self._watch.step():
+            new, metrics = self._advance(state, batch)
+        self._watch.issued(jax.tree.leaves((metrics, new.step)))
+        return new, metrics
+
+    def _advance(
+        self, state: TrainState, batch: MicroBatches
+    ) -> tuple[TrainState, Metrics]:
+        seen = {r: self._seen(state, r) for r in self._mine}
+        told = self.exchange.add(self._ran(seen, batch))
+        with consuming(state):
+            new, metrics, paces = self._finished(seen, told)
+        found = self._joined(new), self._agreed(metrics)
+        self._settle(paces)
+        return found
+
+    def _finished(
+        self, seen: Mapping[int, TrainState], told: Mapping[int, Sequence[Any]]
+    ) -> tuple[dict[int, TrainState], dict[int, Metrics], Any]:
+        """The update, of what the exchange gave: states, metrics, and all paces."""
+        new, metrics, paces = dict[int, TrainState](), dict[int, Metrics](), None
+        if not self._plan.zero:
+            for r in self._mine:
+                new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
+            self._begins = {r: metrics[r]["loss"] for r in self._mine}
+            return new, metrics, paces
+        packed = {}
+        for r, one in self._owning.items():
+            new[r], metrics[r], paces, packed[r] = one.finish_own(seen[r], told[r])
+        gathered = self.gathering.add(packed)
+        for r, one in self._owning.items():
+            leaves, self._begins[r] = one.collect(gathered[r])
+            new[r] = one.whole(new[r], leaves)
+        return new, metrics, paces
+
+    def _ran(
+        self, seen: Mapping[int, TrainState], batch: MicroBatches
+    ) -> dict[int, list[Any]]:
+        """Run all micro-batches here; what each replica has for the exchange."""
+        timed = self._start()
+        sums = {r: self._replicas[r].begin() for r in self._mine}
+        rest = {r: seen[r].rest for r in self._mine}
+        for replica, number in self._turns():
+            sums[replica], rest[replica] = self._replicas[replica].add(
+                sums[replica],
+                rest[replica],
+                *inputs_of(self.program, seen[replica]),
+                self._placed(replica, batch[number]),
+                self._numbers[replica][number],
+            )
+        found = {}
+        for r in self._mine:
+            count, later = self.shares[r], sum(self.shares[r + 1 :])
+            numbers = [placed(np.float32(n), self._wholes[r]) for n in (count, later)]
+            found[r], done = self._replicas[r].pack(
+                sums[r], seen[r].rest, rest[r], *numbers, self._pace(r, self._meshes[r])
+            )
+            if r in timed:
+                self._stopwatches[r].stop(done, count)
+        return found
+
+    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        self._agree()
+        with self._watch.step("an evaluation"):
+            found = self._evaluate(state, batch)
+        self._watch.issued(jax.tree.leaves(found))
+        return found
+
+    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
+        sums = {r: self._replicas[r].begin_eval() for r in self._mine}
+        for replica, number in self._turns():
+            sums[replica] = self._replicas[replica].evaluate(
+                sums[replica],
+                *inputs_of(self.program, seen[replica]),
+                self._placed(replica, batch[number]),
+                self._numbers[replica][number],
+            )
+        told = self._telling.add(
+            {r: self._replicas[r].pack_sums(sums[r]) for r in self._mine}
+        )
+        found: Evaluation = self._agreed(
+            {r: self._replicas[r].report(told[r]) for r in self._mine}
+        )
+        return found
+
+    def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
+        raise PlanError(
+            "every replica of this plan has programs of its own, so there is no one "
+            "program to lower"
+        )
+
+    def _turns(self) -> list[tuple[int, int]]:
+        """The replicas' micro-batches here, in turn, so that all begin at once."""
+        numbers = dealt(self.shares)
+        return [
+            (r, numbers[r][turn])
+            for turn in range(max(self.shares))
+            for r in self._mine
+            if turn < len(numbers[r])
+        ]
+
+    def _placed(self, replica: int, leaves: Sequence[Any]) -> list[Any]:
+        """A micro-batch on the devices of a replica."""
+        places = [named(x.spec, self._meshes[replica]) for x in self._plan.batch]
+        return [placed(x, place) for x, place in zip(leaves, places, strict=True)]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, list[Any]]:
+        """For each replica here, the numbers of micro-batches on its devices."""
+        count = self._plan.num_micro_batches
+        return {
+            r: [placed(np.int32(m), self._wholes[r]) for m in range(count)]
+            for r in self._mine
+        }
+
+    def _agreed(self, copies: Mapping[int, Any]) -> Any:
+        """Metrics on all devices, of those on the replicas here."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        found: Any = jax.tree.map(
+            lambda *leaves: joined(leaves, whole), *copies.values()
+        )
+        return found
+
+    # Programs.
+
+    @functools.cached_property
+    def _replicas(self) -> dict[int, Replica]:
+        """Those with devices here."""
+        if self._plan.zero:
+            return {**self._owning}
+        return {r: Replica(*self._own(r), **self._common) for r in self._mine}
+
+    @functools.cached_property
+    def _owning(self) -> dict[int, OwningReplica]:
+        """The same, where each updates slices."""
+        return {
+            r: OwningReplica(*self._own(r), replica=r, **self._common)
+            for r in self._mine
+        }
+
+    def _own(self, replica: int) -> tuple[Any, ...]:
+        return self._programs[1 + replica], self._abstract, self._micro_batch
+
+    @functools.cached_property
+    def _common(self) -> dict[str, Any]:
+        return {
+            "replicas": len(self._meshes),
+            "slopes": slopes(self.program.captured),
+            "options": self._options,
+        }
+
+    @functools.cached_property
+    def _abstract(self) -> TrainState:
+        return abstract_state(self.program, self._origin)
+
+    @property
+    def _micro_batch(self) -> list[Any]:
+        """Shapes and dtypes of a micro-batch."""
+        found = []
+        for leaf, axis in zip(self._plan.batch, self.program.batch_axes, strict=True):
+            shape = list(leaf.shape)
+            if axis is not None:
+                shape[axis] //= self._plan.num_micro_batches
+            found.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(leaf.dtype)))
+        return found
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        return self._exchange(0)
+
+    @functools.cached_property
+    def gathering(self) -> Exchange:
+        """What replicas gather, where each updates slices."""
+        avals = self._owning[self._mine[0]].gathered.avals
+        return Exchange(self.mesh, self._meshes, avals, gathers=True)
+
+    @functools.cached_property
+    def _telling(self) -> Exchange:
+        return self._exchange(1)
+
+    def _exchange(self, which: int) -> Exchange:
+        avals = self._replicas[self._mine[0]].avals[which]
+        return Exchange(self.mesh, self._meshes, avals)
+
+
+def _times(
+    shape: tuple[int, ...], sharding: NamedSharding, times: float
+) -> tuple[int, ...]:
+    """A shape whose dimension that is cut between replicas is so much longer."""
+    cut = _cut(sharding)
+    return tuple(
+        round(size * times) if dim in cut else size for dim, size in enumerate(shape)
+    )
+
+
+def _cut(sharding: NamedSharding) -> list[int]:
+    """The dimensions that are cut between replicas."""
+    return [
+        dim
+        for dim, axes in enumerate(sharding.spec)
+        if axes == DATA or (isinstance(axes, tuple) and DATA in axes)
+    ]
+
+
+def _rows(mesh: Mesh) -> list[Mesh]:
+    """The devices of each replica, as a mesh with one row along ``data``."""
+    assert mesh.axis_names[0] == DATA
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return [
+        Mesh(mesh.devices[r : r + 1], mesh.axis_names, axis_types=kinds)
+        for r in range(mesh.devices.shape[0])
+    ]

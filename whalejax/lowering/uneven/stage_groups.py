@@ -1,0 +1,177 @@
+"""What pipelines side by side add up: stage by stage, of those that hold the same.
+
+Each pipeline is cut as suits its devices, so that a parameter may lie on other stages
+of each. Those that lie on the same stages of all make a group, and cross together. All
+processes go through the groups in one order, and each takes part where it has devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.lowering.global_arrays import is_here, run_alone, seen_on
+from whalejax.lowering.uneven.broadcast_init import as_first
+from whalejax.lowering.uneven.flat_all_reduce import DATA, Buffers, Exchange
+
+
+def together(*each: NamedSharding) -> NamedSharding:
+    """The layout of an array of which every pipeline holds a copy.
+
+    Args:
+        each: its layout on each of them, alike but for the devices.
+    """
+    return NamedSharding(_stacked([s.mesh for s in each]), each[0].spec)
+
+
+def row_of(mesh: Any) -> Mesh:
+    """The devices of a stage, as one of the rows along ``data``."""
+    return Mesh(mesh.devices[None], (DATA, *mesh.axis_names))
+
+
+def _stacked(meshes: Sequence[Any]) -> Mesh:
+    devices = np.stack([mesh.devices for mesh in meshes])
+    return Mesh(devices, (DATA, *meshes[0].axis_names))
+
+
+class Group:
+    """Stages of all pipelines, one of each, that hold the same arrays.
+
+    Attributes:
+        stages: of each pipeline, the number of the stage.
+        here: the pipelines whose stage has devices of this process.
+        rows: the devices of each.
+    """
+
+    def __init__(self, stages: Sequence[int], meshes: Sequence[Mesh]) -> None:
+        """Know where it is; compile nothing.
+
+        Args:
+            stages: of each pipeline, the number of the stage.
+            meshes: of these stages.
+        """
+        self.stages = tuple(stages)
+        self.rows = [row_of(mesh) for mesh in meshes]
+        self._meshes = list(meshes)
+        self._mesh = _stacked(meshes)
+        wholes = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
+        self.here = [r for r, whole in enumerate(wholes) if is_here(whole)]
+        self._added: dict[Any, _Added] = {}
+
+    def add(
+        self, arrays: Mapping[int, list[Any]], specs: Sequence[PartitionSpec]
+    ) -> dict[int, list[Any]]:
+        """The sums of arrays over all pipelines, on each stage that is here.
+
+        Args:
+            arrays: by pipeline, of those that are here, on the stage's devices. The
+                lists are emptied, so that what is packed need not be held twice.
+            specs: their layouts.
+        """
+        if not arrays:
+            return {}
+        avals = [(x.shape, x.dtype) for x in next(iter(arrays.values()))]
+        key = tuple(map(str, avals)), tuple(specs)
+        if key not in self._added:
+            shapes = [jax.ShapeDtypeStruct(*aval) for aval in avals]
+            self._added[key] = _Added(self._mesh, self.rows, self.here, shapes, specs)
+        seen = self._seen(arrays, specs)
+        for several in arrays.values():
+            several.clear()
+        found = self._added[key].run(seen)
+        return {
+            r: [
+                seen_on(x, NamedSharding(self._meshes[r], spec))
+                for x, spec in zip(several, specs, strict=True)
+            ]
+            for r, several in found.items()
+        }
+
+    def as_first(
+        self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
+    ) -> dict[int, list[Any]]:
+        """Arrays with the values of the first pipeline.
+
+        Args:
+            arrays, specs: as for ``add``.
+        """
+        if not arrays:
+            return {}
+        places: Any = {
+            r: [NamedSharding(self.rows[r], s) for s in specs] for r in arrays
+        }
+        seen: Any = self._seen(arrays, specs)
+        found: Any = as_first(seen, places, self._mesh, self.rows)
+        return {
+            r: [
+                seen_on(x, NamedSharding(self._meshes[r], spec))
+                for x, spec in zip(several, specs, strict=True)
+            ]
+            for r, several in jax.block_until_ready(found).items()
+        }
+
+    def _seen(
+        self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
+    ) -> dict[int, list[Any]]:
+        """Arrays of the stages as those of rows."""
+        return {
+            r: [
+                seen_on(x, NamedSharding(self.rows[r], spec))
+                for x, spec in zip(several, specs, strict=True)
+            ]
+            for r, several in arrays.items()
+        }
+
+
+class _Added:
+    """Sums of certain arrays over the rows of a group."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rows: Sequence[Mesh],
+        here: Sequence[int],
+        avals: Sequence[Any],
+        specs: Sequence[PartitionSpec],
+    ) -> None:
+        self._mesh = mesh
+        buffers = {
+            r: Buffers(rows[r], avals, [NamedSharding(rows[r], s) for s in specs])
+            for r in here
+        }
+        self._pack = {r: jax.jit(one.pack) for r, one in buffers.items()}
+        self._unpack = {
+            r: jax.jit(
+                one.unpack, out_shardings=[NamedSharding(rows[r], s) for s in specs]
+            )
+            for r, one in buffers.items()
+        }
+        self._exchange = Exchange(mesh, rows, buffers[here[0]].avals)
+
+    def run(self, arrays: Mapping[int, list[Any]]) -> dict[int, list[Any]]:
+        """Their sums; the lists are emptied."""
+        packed = {}
+        for r, several in arrays.items():
+            packed[r] = self._pack[r](several)
+            several.clear()
+        told = run_alone(self._exchange.add, packed, self._mesh)
+        return {r: self._unpack[r](several) for r, several in told.items()}
+
+
+def groups_of(
+    owners: Sequence[tuple[int, ...]], meshes: Sequence[Sequence[Mesh]]
+) -> dict[tuple[int, ...], Group]:
+    """Groups by the stages of each pipeline, in the order in which they cross.
+
+    Args:
+        owners: of anything that is to cross, the stage that holds it in each pipeline.
+        meshes: of each pipeline, those of its stages.
+    """
+    return {
+        stages: Group(stages, [own[s] for own, s in zip(meshes, stages, strict=True)])
+        for stages in sorted(set(owners))
+    }

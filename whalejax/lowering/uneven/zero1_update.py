@@ -1,0 +1,460 @@
+"""The optimizer's state in slices: each replica keeps and updates a part of it.
+
+After replicas have added up their gradients, each has all of them. What optimizers take
+of the whole, such as the norm of all gradients, each works out for itself; the part of
+the update that goes element by element runs on the replica's own slices. Then they
+gather the parameters, so that every number comes from one replica and copies cannot
+drift apart, whatever devices they lie on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
+from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.executor import Program, followers, stepping
+from whalejax.lowering.spmd.host_optimizer import (
+    Follower,
+    Part,
+    Parts,
+    Run,
+    evaluated,
+    flattened,
+)
+from whalejax.lowering.uneven.flat_all_reduce import DATA, by_dtype, on_shards
+from whalejax.lowering.uneven.replica import Replica
+from whalejax.meshes.jax_mesh import partition_spec
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.optimizer_state import owners_of
+from whalejax.runtime.runner import Metrics, finished
+from whalejax.runtime.state import TrainState
+
+
+def cut_along(plan: Plan) -> dict[int, int]:
+    """By the number of a parameter, the dimension in which its state is cut.
+
+    Args:
+        plan: of replicas.
+    """
+    return {
+        number: dim
+        for number, leaf in enumerate(plan.trained)
+        for dim, axes in enumerate(leaf.optimizer_spec)
+        if DATA in axes
+    }
+
+
+def elementwise(
+    adapter: Adapter, optimizer: optax.GradientTransformation
+) -> frozenset[str]:
+    """Paths of parameters that have optimizer state, updated element by element.
+
+    Args:
+        adapter: the model, with abstract parameters.
+        optimizer: an optax transformation.
+    """
+    extended = optax.with_extra_args_support(optimizer)
+    found = followers(extended, adapter, state=True, params=(), small=True)
+    return frozenset(adapter.param_paths[one.fresh] for one in found if one.state)
+
+
+class Slices:
+    """The slices of one replica, and the update of them.
+
+    Attributes:
+        dims: by the number of a parameter, the dimension in which its state is cut.
+        owners: of each leaf of the optimizer's state, the parameter that it follows.
+    """
+
+    def __init__(
+        self, program: Program, state: TrainState, replica: int, replicas: int
+    ) -> None:
+        """Compile nothing.
+
+        Args:
+            program: on the replica's mesh.
+            state: an abstract one, whole.
+            replica: its number.
+            replicas: how many there are.
+        """
+        self.program, self.dims = program, cut_along(program.plan)
+        self._state = jax.tree.leaves(state.opt_state)
+        leaves = program.plan.trained
+        self._replica, self._replicas = replica, replicas
+        self.owners = owners_of(
+            state.opt_state, [(leaf.path, leaf.shape) for leaf in leaves]
+        )
+        self._followers = [self._follower(number) for number in self.dims]
+
+    def _follower(self, number: int) -> Follower:
+        """A parameter with its state, by the numbers of ``stepping``."""
+        leaves = self.program.plan.trained
+        count = len(leaves)
+        places = [i for i, owner in enumerate(self.owners) if owner == number]
+        return Follower(
+            inputs=(number, count + number),
+            state=tuple((2 * count + i, count + i) for i in places),
+            fresh=number,
+            hosted=frozenset(2 * count + i for i in places),
+            spec=leaves[number].param_spec,
+        )
+
+    def own(self, shard: Any, number: int) -> Any:
+        """The replica's slice of a device's shard of a parameter, by number."""
+        dim = self.dims[number]
+        size = shard.shape[dim] // self._replicas
+        first = self._replica * size
+        return lax.slice_in_dim(shard, first, first + size, axis=dim)
+
+    def begun(self, state: Any) -> Any:
+        """Of the optimizer's whole state, what this replica keeps."""
+        leaves = jax.tree.leaves(state)
+        structure: Any = jax.tree.structure(state)
+        for place, owner in enumerate(self.owners):
+            if owner in self.dims:
+                spec = partition_spec(self.program.plan.trained[owner].param_spec)
+                leaves[place] = jax.shard_map(
+                    functools.partial(self.own, number=owner),
+                    mesh=self.program.mesh,
+                    in_specs=spec,
+                    out_specs=spec,
+                )(leaves[place])
+        return structure.unflatten(leaves)
+
+    def update(
+        self,
+        program: Program,
+        params: Sequence[Any],
+        state: Any,
+        gradients: Sequence[Any],
+        loss: Any,
+        applies: Any = None,
+    ) -> tuple[list[Any], Any]:
+        """The optimizer's step on this replica's slices; see ``spmd.update``.
+
+        Returns:
+            New parameters and state: slices, but for parameters that are not cut.
+
+        Raises:
+            PlanError: the optimizer takes more of the state than slices.
+        """
+        structure: Any = jax.tree.structure(program.adapter.params)
+        tree: Any = jax.tree.structure(state)
+        step = stepping(program.optimizer, structure, tree, skips=applies is not None)
+        others = loss, jnp.asarray(True) if applies is None else applies
+        values = [*params, *gradients, *self._state, *others]
+        parts = Parts(flattened(step, values), self._followers)
+        whole = self.dims.keys() - {part.follower.fresh for part in parts.parts}
+        if whole:
+            raise PlanError(
+                f"the plan cuts the optimizer's state of {len(whole)} parameters into "
+                f"slices, such as {program.plan.trained[min(whole)].path}, of which "
+                "this optimizer needs the whole at once. Compile with the optimizer "
+                "that the plan was made for, or plan with this one"
+            )
+        values = [*params, *gradients, *jax.tree.leaves(state), *others]
+        results = _Own(self, parts, values).outputs()
+        count = len(params)
+        return results[:count], tree.unflatten(results[count:])
+
+
+class _Own(Run):
+    """An update on values: what is wanted whole first, then this replica's slices."""
+
+    def __init__(self, slices: Slices, parts: Parts, values: Sequence[Any]) -> None:
+        super().__init__(parts, values, slices.program.mesh)
+        self._slices = slices
+
+    def part(self, part: Part) -> dict[int, Any]:
+        follower, spec = part.follower, partition_spec(part.follower.spec)
+        target = self.body.invars[follower.inputs[0]]
+        states = [self.body.invars[i] for i, _ in follower.state]
+        whole = [target, *part.whole]
+        outs = [self.body.outvars[place] for place in part.places]
+
+        def local(
+            cut: Sequence[Any], held: Sequence[Any], single: Sequence[Any]
+        ) -> list[Any]:
+            own = [self._slices.own(x, follower.fresh) for x in cut]
+            env = dict(
+                zip(
+                    (*whole, *states, *part.single), (*own, *held, *single), strict=True
+                )
+            )
+            return evaluated(part.equations, outs, target, env)
+
+        mapped = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(spec, spec, PartitionSpec()),
+            out_specs=[spec] * len(outs),
+            check_vma=False,  # Equations are bound as they were traced.
+        )
+        results = mapped(
+            *(
+                [self.env[v] for v in several]
+                for several in (whole, states, part.single)
+            )
+        )
+        return dict(zip(part.places, results, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Of an array that replicas gather, what each sends.
+
+    Attributes:
+        shard: shape of a device's part of the whole array.
+        spec: its layout on a replica.
+        dim: in which every replica has its slice; None where all have the whole, of
+            which each sends as much.
+    """
+
+    shard: tuple[int, ...]
+    spec: PartitionSpec
+    dim: int | None
+
+    def size(self, replicas: int) -> int:
+        """Numbers that one device sends."""
+        return -(-math.prod(self.shard) // replicas)
+
+    def sent(self, shard: Any, replica: int, replicas: int) -> Any:
+        """What a device sends of its slice, or of the whole."""
+        flat = shard.reshape(-1)
+        if self.dim is not None:
+            return flat
+        size = self.size(replicas)
+        flat = jnp.pad(flat, (0, size * replicas - flat.size))
+        return lax.slice_in_dim(flat, replica * size, (replica + 1) * size)
+
+    def joined(self, rows: Any) -> Any:
+        """The device's part of the whole array, of what each replica sent."""
+        if self.dim is None:
+            return rows.reshape(-1)[: math.prod(self.shard)].reshape(self.shard)
+        slices, dim = len(rows), self.dim
+        shape = list(self.shard)
+        shape[dim] //= slices
+        return jnp.moveaxis(rows.reshape(slices, *shape), 0, dim).reshape(self.shard)
+
+
+class Gathered:
+    """A replica's part of what all gather, in one buffer for each dtype, and back.
+
+    Attributes:
+        avals: shape and dtype of each buffer, on all devices of the replica together.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        pieces: Sequence[Piece],
+        dtypes: Sequence[Any],
+        replica: int,
+        replicas: int,
+    ) -> None:
+        """Know what is gathered.
+
+        Args:
+            mesh: of the replica.
+            pieces: of each array.
+            dtypes: theirs.
+            replica: its number.
+            replicas: how many there are.
+        """
+        self._mesh, self._pieces = mesh, list(pieces)
+        self._replica, self._replicas = replica, replicas
+        self._groups = by_dtype(dtypes)
+        self.avals = [
+            jax.ShapeDtypeStruct(
+                (mesh.size * sum(pieces[i].size(replicas) for i in group),),
+                dtypes[group[0]],
+            )
+            for group in self._groups
+        ]
+
+    def pack(self, arrays: Sequence[Any]) -> list[Any]:
+        """The buffers that this replica sends."""
+
+        def local(shards: Sequence[Any]) -> list[Any]:
+            return [
+                jnp.concatenate(
+                    [
+                        self._pieces[i].sent(shards[i], self._replica, self._replicas)
+                        for i in group
+                    ]
+                )
+                for group in self._groups
+            ]
+
+        return on_shards(self._mesh, local, self._specs, self._flat)(list(arrays))
+
+    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
+        """The whole arrays, of the buffers of all replicas, one behind the other."""
+
+        def local(flat: Sequence[Any]) -> list[Any]:
+            found: list[Any] = [None] * len(self._pieces)
+            for buffer, group in zip(flat, self._groups, strict=True):
+                rows, start = buffer.reshape(self._replicas, -1), 0
+                for i in group:
+                    end = start + self._pieces[i].size(self._replicas)
+                    found[i] = self._pieces[i].joined(rows[:, start:end])
+                    start = end
+            return found
+
+        return on_shards(self._mesh, local, self._flat, self._specs)(list(buffers))
+
+    @property
+    def _specs(self) -> list[PartitionSpec]:
+        return [piece.spec for piece in self._pieces]
+
+    @property
+    def _flat(self) -> list[PartitionSpec]:
+        return [PartitionSpec(self._mesh.axis_names)] * len(self._groups)
+
+
+class OwningReplica(Replica):
+    """A replica that updates its slices, and gathers what all have updated.
+
+    Attributes:
+        slices: what it keeps of the optimizer's state.
+        gathered: what all replicas gather.
+        collect: from what was gathered to what ``whole`` puts into the state, and a
+            number that is there when all of it is.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        state: TrainState,
+        batch: Sequence[Any],
+        *,
+        replica: int,
+        replicas: int,
+        slopes: Mapping[int, Any],
+        options: Any,
+    ) -> None:
+        """Trace what is needed to know shapes; compile nothing; see ``Replica``."""
+        super().__init__(
+            program, state, batch, replicas=replicas, slopes=slopes, options=options
+        )
+        self.slices = Slices(program, state, replica, replicas)
+        mesh, leaves = program.mesh, program.plan.trained
+        self._kept = [
+            place
+            for place, leaf in enumerate(jax.tree.leaves(state.opt_state))
+            if self.slices.owners[place] not in self.slices.dims and _drifts(leaf)
+        ]
+        frozen = program.captured.frozen
+        self._moving = [
+            i
+            for i, x in enumerate(jax.tree.leaves(state.rest))
+            if _drifts(x) and i not in frozen
+        ]
+        followed = [self.slices.owners[place] for place in self._kept]
+        specs = [
+            *(leaf.param_spec for leaf in leaves),
+            *(() if i is None else leaves[i].optimizer_spec for i in followed),
+            *[()] * len(self._moving),
+        ]
+        places = [named(spec, mesh) for spec in specs]
+        avals = self._told_of(state)
+        pieces = [
+            Piece(
+                shard=place.shard_shape(tuple(aval.shape)),
+                spec=place.spec,
+                dim=self.slices.dims.get(i) if i < len(leaves) else None,
+            )
+            for i, (aval, place) in enumerate(zip(avals, places, strict=True))
+        ]
+        dtypes = [jnp.dtype(aval.dtype) for aval in avals]
+        self.gathered = Gathered(mesh, pieces, dtypes, replica, replicas)
+        self._finished = self._jit(self._finish_own, donate_argnums=0)
+        self.collect: Callable[..., tuple[list[Any], Any]] = self._jit(
+            self._collect, out_shardings=(places, None)
+        )
+
+    def _told_of(self, state: TrainState) -> list[Any]:
+        """What is gathered of a state: all that devices could make unlike."""
+        kept, rest = jax.tree.leaves(state.opt_state), jax.tree.leaves(state.rest)
+        return [
+            *jax.tree.leaves(state.params),
+            *(kept[place] for place in self._kept),
+            *(rest[i] for i in self._moving),
+        ]
+
+    def finish_own(
+        self, state: TrainState, buffers: Sequence[Any]
+    ) -> tuple[TrainState, Metrics, Any, list[Any]]:
+        """The update of this replica's slices.
+
+        Args:
+            state: is consumed.
+            buffers: what the exchange gave.
+
+        Returns:
+            A state without parameters, metrics, the paces of all replicas, and buffers
+            to be gathered.
+        """
+        rest = dataclasses.replace(state, params=())
+        found: tuple[TrainState, Metrics, Any, list[Any]] = self._finished(
+            rest, state.params, buffers
+        )
+        for leaf in jax.tree.leaves(state.params):
+            leaf.delete()
+        return found
+
+    def _finish_own(
+        self, state: TrainState, params: Any, buffers: Sequence[Any]
+    ) -> tuple[TrainState, Metrics, Any, list[Any]]:
+        state = dataclasses.replace(state, params=params)
+        sums, told, paces = self._sent.unflatten(self._buffers.unpack(buffers))
+        rest = self._after(state.rest, told)
+        new, metrics = finished(self.program, state, sums, rest, end=self.slices.update)
+        packed = self.gathered.pack(self._told_of(new))
+        return dataclasses.replace(new, params=()), metrics, paces, packed
+
+    def _collect(self, buffers: Sequence[Any]) -> tuple[list[Any], Any]:
+        return self.gathered.unpack(buffers), buffers[0][0]
+
+    def whole(self, state: TrainState, told: Sequence[Any]) -> TrainState:
+        """The state with what was gathered.
+
+        Args:
+            state: without parameters.
+            told: what ``collect`` made.
+        """
+        tree: Any = jax.tree.structure(self.program.adapter.params)
+        count = tree.num_leaves
+        kept, rest = jax.tree.leaves(state.opt_state), jax.tree.leaves(state.rest)
+        for several, places, first in (
+            (kept, self._kept, count),
+            (rest, self._moving, count + len(self._kept)),
+        ):
+            for offset, place in enumerate(places):
+                several[place] = told[first + offset]
+        kept_tree: Any = jax.tree.structure(state.opt_state)
+        rest_tree: Any = jax.tree.structure(state.rest)
+        return dataclasses.replace(
+            state,
+            params=tree.unflatten(list(told[:count])),
+            opt_state=kept_tree.unflatten(kept),
+            rest=rest_tree.unflatten(rest),
+        )
+
+
+def _drifts(leaf: Any) -> bool:
+    """A number that devices of unlike kinds may make unlike in its last bits."""
+    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,1 @@
+"""A plan at work: the compiled step, its state and its checkpoints."""

@@ -1,0 +1,354 @@
+"""Moves the state of one compiled step to the layout of another.
+
+A state belongs to a layout: a step takes every state of its own model and optimizer
+whose arrays lie where its own would. Others are moved from device to device. It is
+apart from the step because it compares and moves arrays and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from whalejax import _compat
+from whalejax.adapters.leaves import is_key, is_leaf
+from whalejax.meshes.checks import is_whole, plain, shown
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.runtime.mixed_precision import LossScale
+from whalejax.runtime.state import Origin, TrainState, bare, check_alive, following
+
+
+_SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
+
+
+class OwnStates:
+    """What a step takes as a state of its own.
+
+    A state that came in the layout of the one before is not compared again: its types
+    and placements are then mostly the very objects that were seen.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        """Know of no state yet.
+
+        Args:
+            origin: of the step's own.
+        """
+        self._origin = origin
+        self._seen: dict[bool, Any] = {}
+
+    def checked(
+        self, given: Any, own: Callable[[], TrainState], *, trains: bool
+    ) -> TrainState:
+        """A state as one of the step's own.
+
+        Args:
+            given: what the step was given.
+            own: gives an abstract one, with layouts.
+            trains: it is trained; else an evaluation reads it, and gets no more than
+                that needs.
+
+        Raises:
+            PlanError: it is consumed, or no state of such a layout; what differs is
+                listed.
+        """
+        whole = checked(given)
+        state = whole if trains else bare(whole)
+        if _layout(state) != self._seen.get(trains):
+            abstract = own() if trains else bare(own())
+            check_leaves(state, abstract, trains=trains)
+            _raise_for([*_other_places(state, abstract)], _ELSEWHERE)
+            state = _placed(replace(state, origin=self._origin), abstract)
+            self._seen[trains] = _layout(state)
+            state = following(state, whole)
+        if trains:
+            _check_apart(state)
+        return state
+
+
+def _layout(state: TrainState) -> Any:
+    """What tells whether a state lies as another one did."""
+    leaves, tree = jax.tree.flatten(state)
+    places = [getattr(leaf, "sharding", None) for leaf in leaves]
+    return tree, [getattr(leaf, "aval", None) for leaf in leaves], places
+
+
+def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
+    """Refuse a state with other arrays than a step's own has, wherever they lie.
+
+    Args:
+        state: what was given.
+        own: an abstract one of the step.
+        trains: say that the optimizer may be another one.
+
+    Raises:
+        PlanError: what differs.
+    """
+    _raise_for([*_other_leaves(state, own)], _OTHER if trains else _OTHER_MODEL)
+
+
+def _is_loose(leaf: Any) -> bool:
+    """Whether it is an array that JAX puts wherever it is needed."""
+    if isinstance(leaf, jax.Array) and _compat.is_concrete(leaf):
+        return not leaf.committed
+    return isinstance(leaf, np.ndarray | np.generic)
+
+
+def _placed(state: TrainState, own: TrainState) -> TrainState:
+    """The same, what lies nowhere of its own where the step has it."""
+
+    def put(leaf: Any, aval: Any) -> Any:
+        return jax.device_put(leaf, aval.sharding) if _is_loose(leaf) else leaf
+
+    if not any(map(_is_loose, jax.tree.leaves(state))):
+        return state
+    parts = {
+        name: jax.tree.map(put, getattr(state, name), getattr(own, name))
+        for name in _SECTIONS
+    }
+    return replace(state, **parts)
+
+
+_OTHER = (
+    "this state is another model's or optimizer's than this step is compiled for. Give "
+    "a state of the same model and optimizer, or begin with step.init_from(state.model)"
+)
+_OTHER_MODEL = (
+    "this state is another model's than this step is compiled for. Give a state of the "
+    "same model"
+)
+_ELSEWHERE = (
+    "the arrays of this state lie otherwise than this step has them. Move them with "
+    "state = step.adopt(state)"
+)
+_MOST_LISTED = 5
+
+
+def checked(state: Any) -> TrainState:
+    """A state whose arrays are all there.
+
+    Raises:
+        PlanError: it is none, or a step has consumed it.
+    """
+    if not isinstance(state, TrainState):
+        raise PlanError(
+            f"the state is {type(state).__name__}; expected the TrainState that init, "
+            "init_from, restore or adopt of a step gave, or that its last call returned"
+        )
+    check_alive(state)
+    seen = state.samples
+    if seen is None or type(seen) is int and is_whole(seen, 0):
+        return state
+    if not is_whole(seen, 0):
+        raise PlanError(
+            f"state.samples is {shown(seen)}; expected the number of samples that its "
+            "steps took, 0 or more, or None where that is not known"
+        )
+    return following(replace(state, samples=plain(seen)), state)
+
+
+def _check_apart(state: TrainState) -> None:
+    """Refuse an array that stands in two places, which a step cannot reuse twice."""
+    leaves = jax.tree.leaves(state)
+    if len({*map(id, leaves)}) == len(leaves):
+        return
+    names: dict[int, str] = {}
+    for name, leaf in _leaves(state).items():
+        first = names.setdefault(id(leaf), name)
+        if first != name and isinstance(leaf, jax.Array):
+            raise PlanError(
+                f"{first} and {name} are one array, and a step reuses the memory of "
+                "each. Put a copy into one of them: jax.numpy.copy(x)"
+            )
+
+
+def _raise_for(problems: Sequence[str], title: str) -> None:
+    found = Problems(kind=PlanError)
+    for text in problems[:_MOST_LISTED]:
+        found.add(text)
+    if len(problems) > _MOST_LISTED:
+        found.add(f"and {len(problems) - _MOST_LISTED} more arrays")
+    found.raise_if_any(title=title)
+
+
+def _leaves(state: TrainState) -> dict[str, Any]:
+    found = {}
+    for section in _SECTIONS:
+        several = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
+        for path, leaf in several:
+            found[f"state.{section}{jax.tree_util.keystr(path)}"] = leaf
+    return found
+
+
+def _other_leaves(state: TrainState, own: TrainState) -> Iterator[str]:
+    """Arrays that only one of two states has, or of which they have unlike ones."""
+    given, wanted = _leaves(state), _leaves(own)
+    # Steps fold keys of any algorithm, if the loss was traced with none.
+    free = "" if own.origin.adapter.takes_rng else "state.rng"
+    for name in [*wanted, *(n for n in given if n not in wanted)]:
+        x: Any = given.get(name)
+        y: Any = wanted.get(name)
+        a, b = _text(x), _text(y)
+        alike = name == free and is_key(x) and is_key(y) and x.shape == y.shape
+        if a != b and not alike:
+            yield f"{name} is {a}; expected {b}"
+    there: Any = jax.tree.structure(_sections(state))
+    here: Any = jax.tree.structure(_sections(own))
+    if given.keys() == wanted.keys() and there != here:
+        yield f"its containers are {there!s:.200}; expected {here!s:.200}"
+
+
+def _sections(state: TrainState) -> list[Any]:
+    return [getattr(state, section) for section in _SECTIONS]
+
+
+def _text(leaf: Any) -> str:
+    if leaf is None:
+        return "not there"
+    if not is_leaf(leaf):
+        return f"a {type(leaf).__name__}"
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(jnp.shape(leaf))}"
+
+
+def _other_places(state: TrainState, own: TrainState) -> Iterator[str]:
+    given, wanted = _leaves(state), _leaves(own)
+    for name, leaf in given.items():
+        target = wanted[name].sharding
+        if _is_loose(leaf):
+            continue
+        if not isinstance(leaf, jax.Array) or not _compat.is_concrete(leaf):
+            what = "being traced" if isinstance(leaf, jax.Array) else _text(leaf)
+            yield f"{name} is {what}; expected a jax.Array with values"
+        elif not _lies(leaf, target):
+            yield f"{name} lies as {_place(leaf.sharding)}; here {_place(target)}"
+
+
+def _lies(leaf: Any, target: Any) -> bool:
+    there = leaf.sharding
+    if (there.memory_kind or "device") != (target.memory_kind or "device"):
+        return False
+    return bool(there == target or there.is_equivalent_to(target, leaf.ndim))
+
+
+def _place(sharding: Any) -> str:
+    devices = len(sharding.device_set)
+    where = f"{devices} device{'s' * (devices > 1)}"
+    if not isinstance(sharding, NamedSharding):
+        return f"{type(sharding).__name__} on {where}"
+    kind = sharding.memory_kind
+    host = "" if kind in (None, "device") else f" in {kind}"
+    return f"{sharding.spec} on {where}{host}"
+
+
+def to_lower(
+    given: Any, states: OwnStates, own: Callable[[], TrainState]
+) -> TrainState:
+    """A state to lower a step with, which may be an abstract one.
+
+    Args:
+        given: what the step was given.
+        states, own: of the step, as for ``OwnStates.checked``.
+    """
+    leaves = jax.tree.leaves(given)
+    if not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return states.checked(given, own, trains=True)
+    abstract = own()
+    check_leaves(checked(given), abstract, trains=True)
+    return abstract
+
+
+def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
+    """A state that a checkpoint of a step can hold, wherever its arrays lie.
+
+    Args:
+        given: what is to be saved.
+        own: an abstract one of the step.
+        trains: the step trains; else it may hold another one's optimizer state.
+    """
+    state = checked(given)
+    compared = (state, own) if trains else (bare(state), bare(own))
+    check_leaves(*compared, trains=trains)
+    check_values(state)
+    known = isinstance(state.origin, Origin)
+    return state if known else replace(state, origin=own.origin)
+
+
+# Moving.
+
+
+def adopted(given: Any, abstract: TrainState) -> TrainState:
+    """A copy of a state where a step has its own.
+
+    Args:
+        given: a state of the same model and optimizer; of an optimizer's state and a
+            loss scale as far as the step has them.
+        abstract: a state of the step, with layouts.
+
+    Raises:
+        PlanError: it is consumed, another model's, or lies in parts in other processes.
+    """
+    state = checked(given)
+    if not jax.tree.leaves(abstract.opt_state):
+        state = following(replace(state, opt_state=abstract.opt_state), state)
+    if (state.loss_scale is None) != (abstract.loss_scale is None):
+        scale = None if abstract.loss_scale is None else LossScale.fresh()
+        state = following(replace(state, loss_scale=scale), state)
+    check_leaves(state, abstract, trains=True)
+    check_values(state)
+    _check_reach(state, abstract)
+    moved = {
+        name: jax.tree.map(
+            lambda leaf, aval: _moved(leaf, aval.sharding),
+            getattr(state, name),
+            getattr(abstract, name),
+        )
+        for name in _SECTIONS
+    }
+    return following(replace(abstract, samples=state.samples, **moved), state)
+
+
+def check_values(state: TrainState) -> None:
+    """Refuse an abstract state, in whole or in part.
+
+    Raises:
+        PlanError: which leaves have no values.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        shapes = [
+            f"{name} is a shape; expected a jax.Array"
+            for name, leaf in _leaves(state).items()
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        ]
+        _raise_for(shapes, "this state has no values")
+
+
+def _check_reach(state: TrainState, abstract: TrainState) -> None:
+    """Refuse what cannot go from device to device."""
+    if jax.process_count() == 1:
+        return
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
+    for leaf, aval in pairs:
+        if leaf.sharding.device_set != aval.sharding.device_set:
+            raise PlanError(
+                "adopt: of several processes, arrays go from device to device only "
+                "where both steps have every array on the same devices. Save with the "
+                "one step and restore with the other"
+            )
+
+
+def _moved(leaf: Any, target: Any) -> Any:
+    """A copy of an array in another layout."""
+    # What is put elsewhere may share the memory of shards that stay where they are.
+    leaf = jnp.copy(leaf)
+    if _lies(leaf, target):
+        return leaf
+    if leaf.is_fully_addressable:
+        return jax.device_put(leaf, target)
+    return jax.jit(lambda x: x, out_shardings=target)(leaf)

@@ -1,0 +1,121 @@
+"""The global batch as a plan remembers it, and back.
+
+A plan is made from a batch and must be compiled without it; it keeps the shape and
+dtype of every leaf, and the containers around them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.capture.batch import aval_of
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+
+
+_LEAF = "leaf"
+
+
+def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
+    """The leaves of the global batch as the plan remembers them, layouts left open.
+
+    Args:
+        batch: a pytree of arrays, abstract or real.
+    """
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        aval = aval_of(leaf)
+        found.append(
+            BatchLeaf(
+                path=jax.tree_util.keystr(path),
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                spec=((),) * len(aval.shape),
+            )
+        )
+    return tuple(found)
+
+
+def batch_tree(batch: Any) -> str:
+    """The containers of a batch, as text.
+
+    Args:
+        batch: a pytree; of dictionaries, lists, tuples and None every one comes back.
+
+    >>> batch_tree({"x": 0, "mask": None})
+    '{"dict": [["mask", null], ["x", "leaf"]]}'
+    """
+    return json.dumps(_described(batch))
+
+
+def _described(node: Any) -> Any:
+    if node is None:
+        return None
+    if type(node) is dict and all(type(key) in (str, int) for key in node):
+        # In the order in which JAX walks through it.
+        return {"dict": [[key, _described(node[key])] for key in sorted(node)]}
+    if type(node) in (list, tuple):
+        return {type(node).__name__: [_described(item) for item in node]}
+    return _LEAF if jax.tree_util.all_leaves([node]) else {type(node).__name__: []}
+
+
+def batch_of(plan: Plan) -> Any:
+    """The abstract global batch of a plan, in the containers that it had.
+
+    Raises:
+        PlanError: the batch had containers of other types; give it to ``wh.compile``.
+    """
+    leaves = (jax.ShapeDtypeStruct(x.shape, dtype_of(x.dtype)) for x in plan.batch)
+    return _rebuilt(json.loads(plan.batch_tree or "{}"), leaves)
+
+
+def dtype_of(text: str) -> Any:
+    """The dtype that a plan writes as this text.
+
+    Raises:
+        PlanError: keys of another algorithm than JAX makes here.
+    """
+    if not text.startswith("key<"):
+        return jnp.dtype(text)
+    here = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    if str(here) != text:
+        raise PlanError(
+            f"the batch of this plan holds random keys of type {text}; JAX makes "
+            f"{here} here. Set jax_default_prng_impl as it was when planning"
+        )
+    return here
+
+
+def _rebuilt(described: Any, leaves: Iterator[Any]) -> Any:
+    if described is None:
+        return None
+    if described == _LEAF:
+        return next(leaves)
+    for kind, items in described.items():
+        if kind == "dict":
+            return {key: _rebuilt(item, leaves) for key, item in items}
+        if kind in ("list", "tuple"):
+            parts = [_rebuilt(item, leaves) for item in items]
+            return parts if kind == "list" else tuple(parts)
+    raise PlanError(
+        f"the batch holds a container ({', '.join(described) or 'unknown'}) that a "
+        "plan cannot rebuild. Pass batch= (abstract will do) to wh.compile"
+    )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a tree, keys of random numbers as two words."""
+    total = 0
+    for leaf in map(aval_of, jax.tree.leaves(tree)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            total += 8 * math.prod(leaf.shape)
+        else:
+            total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total

@@ -1,0 +1,423 @@
+"""Checkpoints: a training state on disk, whole or not at all, for any plan to read.
+
+Orbax writes and reads the arrays; this module decides what is in a checkpoint. Arrays
+are stored under names that do not depend on the plan, with a record of every leaf and
+file beside them, so that another layout can read them back bit by bit, and another
+model or a damaged checkpoint is refused before an array is read.
+
+On disk a checkpoint is a directory: ``arrays/`` as Orbax keeps them, and the record
+``whalejax.json``. It is built under another name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from whalejax import _compat
+from whalejax.adapters.base import dotted
+from whalejax.lowering.global_arrays import settle
+from whalejax.lowering.stage_arrays import collected, dealt, spread
+from whalejax.meshes.errors import WhaleError, warn
+from whalejax.runtime.checkpoint_files import (
+    being_built,
+    check_hashes,
+    hashed,
+    unwritten,
+)
+from whalejax.runtime.checkpoint_record import (
+    DamagedCheckpoint,
+    Leaf,
+    Place,
+    Record,
+    check_same,
+    moved_places,
+    read_record,
+    write_record,
+)
+from whalejax.runtime.mixed_precision import LossScale
+from whalejax.runtime.state import check_alive
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.plan.plan import Plan
+
+
+_SCALE: Final = "loss_scale"
+_MODEL: Final = ("params", "rest")
+_KEPT_WITH_MODEL: Final = (*_MODEL, "step", "rng")
+_SECTIONS: Final = (*_MODEL, "opt_state", "step", "rng", _SCALE)
+_ARRAYS: Final = "arrays"
+_LONGEST_REASON: Final = 200
+
+
+class UncheckedCheckpoint(UserWarning):
+    """A checkpoint holds no hashes to tell whether it is as it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a checkpoint holds beside the optimizer's state.
+
+    Attributes:
+        params, rest: as in a state.
+        rng: the run's random key.
+        step: number of steps done.
+        samples: that these took.
+    """
+
+    params: Any
+    rest: Any
+    rng: Any
+    step: int
+    samples: int | None
+
+
+def save(
+    path: str | os.PathLike[str], state: Any, plan: Plan, batch_size: int | None = None
+) -> None:
+    """Write a checkpoint; it appears whole or not at all.
+
+    Args:
+        path: a directory that does not exist yet; its parents are made.
+        state: a training state of sharded arrays; is kept.
+        plan: what the state was made for.
+        batch_size: samples of its global batch, where that is known.
+
+    Raises:
+        WhaleError: something is at that path already, it cannot be written, or the
+            state was consumed.
+    """
+    target = _path_of(path)
+    check_alive(state)
+    settle()
+    leaves = _leaves(state, plan)
+    with being_built(target) as building:
+        mesh = _between(state)
+        if mesh is not None:
+            leaves = [(leaf, spread(x, mesh)) for leaf, x in leaves]
+        arrays = _nested([(leaf, _raw(array)) for leaf, array in leaves])
+        try:
+            _write_arrays(building / _ARRAYS, arrays)
+        except Exception as error:  # Orbax tells of a full disk by many classes
+            raise WhaleError(unwritten(target, error)) from error
+        hashes = hashed(building)
+        if jax.process_index() == 0:
+            described = [leaf for leaf, _ in leaves]
+            write_record(building, described, plan, hashes, state.samples, batch_size)
+
+
+def _path_of(path: Any) -> Path:
+    """Where a new checkpoint goes."""
+    target = _place(path)
+    if "://" in os.fspath(path):
+        raise WhaleError(
+            f"{os.fspath(path)}: checkpoints are written to a mounted file system, not "
+            "to an address. Give a path"
+        )
+    try:
+        is_there = target.exists()
+    except OSError as error:
+        raise WhaleError(unwritten(target, error)) from error
+    if is_there:
+        raise WhaleError(
+            f"{target}: there is something at this path already, and a checkpoint "
+            "needs a new one. Nothing is changed, and the state is as it was: save it "
+            "at another path, or remove what is there and save again"
+        )
+    return target
+
+
+def _place(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise WhaleError(
+            f"path is {path!r:.60}; expected the path of a checkpoint, such as "
+            "'run/step_000100'"
+        )
+    if "\0" in os.fspath(path):
+        raise WhaleError(f"path is {path!r:.60}; no path has a null character in it")
+    return Path(path).absolute()
+
+
+def restore(
+    path: str | os.PathLike[str],
+    abstract_state: Any,
+    plan: Plan,
+    batch_size: int | None = None,
+) -> Any:
+    """Read a checkpoint into the layout of a state, whatever layout wrote it.
+
+    Args:
+        path: what ``save`` wrote.
+        abstract_state: a state of ``jax.ShapeDtypeStruct`` leaves with shardings.
+        plan: what the state is made for.
+        batch_size: samples of its global batch, where that is known.
+
+    Returns:
+        A state of the same structure, with arrays equal to the saved ones to the bit.
+
+    Raises:
+        DamagedCheckpoint: it is not as it was written; found before anything is used.
+        WhaleError: there is no checkpoint at that path, or it is another model's;
+            every leaf that differs is listed.
+    """
+    target = _place(path)
+    record = checked(target)
+    saved = {leaf.place: leaf for leaf in record.leaves}
+    wanted = _leaves(abstract_state, plan)
+    # The scale of a loss belongs to a precision: another one's starts anew.
+    fresh: list[Any] = []
+    had_scale = any(leaf.section == _SCALE for leaf in record.leaves)
+    if had_scale != (abstract_state.loss_scale is not None):
+        like = jax.tree.leaves(abstract_state.loss_scale)
+        pairs = zip(jax.tree.leaves(LossScale.fresh()), like, strict=False)
+        fresh = [jax.device_put(x, aval.sharding) for x, aval in pairs]
+        wanted = [pair for pair in wanted if pair[0].section != _SCALE]
+        saved = {place: x for place, x in saved.items() if x.section != _SCALE}
+    check_same(target, saved, {leaf.place: leaf for leaf, _ in wanted})
+    mesh = _between(abstract_state)
+    entries = [
+        (saved[leaf.place], array.sharding if mesh is None else dealt(leaf.shape, mesh))
+        for leaf, array in wanted
+    ]
+    values = _read(target, record, entries)
+    if mesh is not None:
+        pairs = zip(values, wanted, strict=True)
+        values = [collected(x, array.sharding, mesh) for x, (_, array) in pairs]
+    values += fresh
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), values)
+    seen = _samples(record, int(state.step), batch_size)
+    return dataclasses.replace(state, samples=seen)
+
+
+def restore_model(
+    path: str | os.PathLike[str],
+    abstract_state: Any,
+    plan: Plan,
+    batch_size: int | None = None,
+    *,
+    on_host: bool = False,
+) -> Model:
+    """Read what a checkpoint holds beside the optimizer's state.
+
+    Args:
+        path, abstract_state, plan, batch_size: as for ``restore``. A leaf that is
+            trained here and was not there, or the other way round, is found by name.
+        on_host: read NumPy arrays; else arrays in the state's own layout, in the
+            devices' memory.
+
+    Raises:
+        WhaleError: as for ``restore``.
+    """
+    target = _place(path)
+    record = checked(target)
+    # In the order that the state flattens in.
+    parts = tuple(getattr(abstract_state, name) for name in _KEPT_WITH_MODEL)
+    wanted = [
+        (leaf, array)
+        for leaf, array in _leaves(abstract_state, plan)
+        if leaf.section in _KEPT_WITH_MODEL
+    ]
+    places = {leaf.place: leaf for leaf, _ in wanted}
+    saved = _by_place(record, places)
+    check_same(target, saved, places)
+    entries = [
+        (saved[leaf.place], None if on_host else _on_device(array.sharding))
+        for leaf, array in wanted
+    ]
+    values = _read(target, record, entries)
+    tree: Any = jax.tree.structure(parts)
+    params, rest, number, rng = tree.unflatten(values)
+    step = int(number)
+    seen = _samples(record, step, batch_size)
+    return Model(params=params, rest=rest, rng=rng, step=step, samples=seen)
+
+
+def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:
+    """Leaves of a checkpoint by where they belong in a state, without the optimizer's.
+
+    What was trained may be frozen now, or the other way round.
+    """
+    saved = {x.place: x for x in record.leaves if x.section in _KEPT_WITH_MODEL}
+    moved = moved_places(saved, wanted)
+    return {moved.get(place, place): leaf for place, leaf in saved.items()}
+
+
+def _on_device(sharding: Any) -> Any:
+    """A layout in the memory of its devices, where it may be in that of their host."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def checked(target: Path) -> Record:
+    """The record of a checkpoint that is as it was written; all processes call this.
+
+    Raises:
+        DamagedCheckpoint: it is not; every file is named.
+        WhaleError: there is none at that path.
+    """
+    record = read_record(target)
+    check_hashes(target, record)
+    if record.file_sha256 is None:
+        warn(unchecked(target), UncheckedCheckpoint)
+    return record
+
+
+def unchecked(target: Path) -> str:
+    """What there is to say of a checkpoint without hashes."""
+    return (
+        f"{target} was written by a version that kept no hashes: the sizes of its "
+        "files are right, and their contents could not be checked"
+    )
+
+
+def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
+    """Samples that the steps of a checkpoint took, as far as it says."""
+    if record.samples is not None:
+        return record.samples
+    size = batch_size if record.batch_size is None else record.batch_size
+    return None if size is None else step * size
+
+
+# What is in a state.
+
+
+def _between(state: Any) -> Mesh | None:
+    """All devices, where a state lies in parts on several processes' alone.
+
+    Orbax writes and reads only what lies on devices of all processes.
+    """
+    mesh: Mesh | None = state.origin.mesh
+    return mesh if mesh is not None and mesh.is_multi_process else None
+
+
+def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
+    """Every leaf with its description, in the order that the state flattens in."""
+    found: list[tuple[Leaf, Any]] = []
+    for section in _SECTIONS:
+        entries = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
+        names = [dotted(path) for path, _ in entries]
+        if section == "params":
+            names = [leaf.path for leaf in plan.trained]
+        seen: Counter[str] = Counter()
+        for name, (_, array) in zip(names, entries, strict=True):
+            seen[name] += 1
+            unique = name if seen[name] == 1 else f"{name}#{seen[name]}"
+            leaf = Leaf(
+                section=section,
+                name=unique,
+                shape=tuple(array.shape),
+                dtype=str(array.dtype),
+                key_impl=_key_impl(array),
+            )
+            found.append((leaf, array))
+    return found
+
+
+def _key_impl(array: Any) -> str:
+    if not _compat.is_key_dtype(array.dtype) or not isinstance(array, jax.Array):
+        return ""
+    return str(jax.random.key_impl(array))
+
+
+def _nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
+    """Arrays as they are stored: by section and name, those that hold anything."""
+    tree: dict[str, dict[str, Any]] = {}
+    for leaf, value in entries:
+        if math.prod(leaf.shape):  # Orbax refuses arrays without elements
+            tree.setdefault(leaf.section, {})[leaf.name] = value
+    return tree
+
+
+def _raw(array: Any) -> Any:
+    """The array itself; of random keys, their words."""
+    is_key = _compat.is_key_dtype(array.dtype)
+    return jax.random.key_data(array) if is_key else array
+
+
+def _request(leaf: Leaf, sharding: Any) -> Any:
+    """What to read a leaf as."""
+    make: Any = jax.ShapeDtypeStruct
+    if not leaf.key_impl:
+        return make(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
+    keys = functools.partial(_keys, leaf.shape, leaf.key_impl)
+    words = jax.eval_shape(lambda: jax.random.key_data(keys()))
+    return make(words.shape, words.dtype, sharding=sharding)
+
+
+def _keys(shape: tuple[int, ...], impl: str) -> Any:
+    return jax.random.split(jax.random.key(0, impl=impl), shape)
+
+
+def _typed(leaf: Leaf, found: Mapping[str, Any], sharding: Any) -> Any:
+    """A leaf of the state from what was read."""
+    if math.prod(leaf.shape):
+        array = found[leaf.section][leaf.name]
+        if leaf.key_impl:
+            return jax.random.wrap_key_data(array, impl=leaf.key_impl)
+        return array
+    if leaf.key_impl:
+        return jax.device_put(_keys(leaf.shape, leaf.key_impl), sharding)
+    return jnp.zeros(leaf.shape, jnp.dtype(leaf.dtype), device=sharding)
+
+
+# Files.
+
+
+def _orbax() -> Any:
+    """Orbax, imported when it is needed: it takes a while and has no types."""
+    return importlib.import_module("orbax.checkpoint")
+
+
+def _write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
+    ocp = _orbax()
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(arrays))
+
+
+def _read(
+    target: Path, record: Record, entries: Sequence[tuple[Leaf, Any]]
+) -> list[Any]:
+    """Leaves of a checkpoint, each in a layout; NumPy arrays where that is None."""
+    ocp = _orbax()
+    requests = _nested([(leaf, _request(leaf, place)) for leaf, place in entries])
+    how = jax.tree.map(
+        lambda x: (
+            ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype)
+            if x.sharding is None
+            else ocp.ArrayRestoreArgs(
+                sharding=x.sharding, global_shape=x.shape, dtype=x.dtype
+            )
+        ),
+        requests,
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            found: Mapping[str, Any] = checkpointer.restore(
+                target / _ARRAYS,
+                args=ocp.args.PyTreeRestore(
+                    item=requests, restore_args=how, partial_restore=True
+                ),
+            )
+    except Exception as error:  # of unreadable numbers Orbax tells by this very class
+        first = (str(error).splitlines() or [""])[0] or type(error).__name__
+        reason = f"{target}: this checkpoint cannot be read ({first[:_LONGEST_REASON]})"
+        if record.file_sha256 is None:
+            raise DamagedCheckpoint(f"{reason}. Restore another one") from error
+        raise WhaleError(
+            f"{reason}, though its files are as they were written. See that there is "
+            "memory for it, or restore it under a plan that shards more"
+        ) from error
+    return [_typed(leaf, found, place) for leaf, place in entries]

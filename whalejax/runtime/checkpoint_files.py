@@ -1,0 +1,316 @@
+"""The files of a checkpoint: hashed by those who wrote them, and made whole or removed.
+
+What goes wrong with files becomes an error that names the path and the remedy, in all
+processes alike: one that went on alone would wait for the others. It stands apart from
+``checkpoint``, which decides what is in the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from whalejax import _compat_processes
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.runtime.checkpoint_record import (
+    Record,
+    files_of,
+    refuse_damaged,
+    unfinished,
+)
+
+
+_WRITTEN_BY: Final = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")
+_SHOWN_DIGITS: Final = 12
+_MOST_THREADS: Final = 8
+_WAIT_SECONDS: Final = 1800.0
+_LONGEST_REASON: Final = 300
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "The disk is full: free some space, or save to another one",
+    errno.EDQUOT: "The quota is used up: remove something, or save elsewhere",
+    errno.EFBIG: "A file is larger than is allowed here: save to another file system, "
+    "or raise the limit (ulimit -f)",
+    errno.EROFS: "The file system is read-only: save to another one",
+    errno.EACCES: "Ask for leave to write there, or save elsewhere",
+    errno.EPERM: "Ask for leave to write there, or save elsewhere",
+    errno.ENOTDIR: "A part of the path is a file: give another path",
+    errno.ENAMETOOLONG: "Give a shorter path",
+}
+_REMEDY: Final = "Save to another path, or mend the file system"
+_OS_ERROR: Final = re.compile(r"os_error_code='(\d+)'")
+"""How Orbax's writers name an error of the system among other words."""
+
+_rounds = itertools.count()
+"""All processes exchange texts as often, and in one order."""
+
+
+# What processes tell each other.
+
+
+def told_by_all(mine: str, what: str) -> list[str]:
+    """A text of each process, in their order; all of them call this.
+
+    No device takes part, so that nothing that devices still do can stand in its way.
+
+    Args:
+        mine: this process's.
+        what: it is about, for the error.
+
+    Raises:
+        WhaleError: a process did not come here.
+    """
+    count, here = jax.process_count(), jax.process_index()
+    if count == 1:
+        return [mine]
+    number = next(_rounds)
+    folder = f"whalejax/checkpoints/{number}"
+    _compat_processes.tell_processes(f"{folder}/{here}", mine)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    said = [_waited_for(f"{folder}/{n}", deadline) for n in range(count)]
+    # Who came here has read what was told in the round before.
+    if number:
+        _compat_processes.forget_told(f"whalejax/checkpoints/{number - 1}/{here}")
+    silent = [str(n) for n, text in enumerate(said) if text is None]
+    if silent:
+        raise WhaleError(
+            f"{what}: processes {', '.join(silent)} said nothing in "
+            f"{_WAIT_SECONDS:.0f} s. Look for the first error of theirs"
+        )
+    return [text for text in said if text is not None]
+
+
+def _waited_for(key: str, deadline: float) -> str | None:
+    """What another process told; signals are heard once a second meanwhile."""
+    while True:
+        found = _compat_processes.told_by(key, 1.0)
+        if found is not None or time.monotonic() > deadline:
+            return found
+
+
+def fail_together(error: str, what: str) -> None:
+    """Raise in all processes if one of them has an error.
+
+    Args:
+        error: of this process, or empty.
+        what: was done; the same in all of them.
+
+    Raises:
+        WhaleError: with the first error there is.
+    """
+    for text in told_by_all(error, what):
+        if text:
+            raise WhaleError(text)
+
+
+# Hashes.
+
+
+def hashed(building: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint that is being written.
+
+    Each process reads again what it wrote itself, which its machine still has in
+    memory; the first one also what belongs to all. No process has to read everything,
+    which would take longer than writing it together did.
+
+    Args:
+        building: where it stands; all files are written. All processes call this.
+
+    Raises:
+        OSError: in all of them, if one cannot read its files.
+    """
+    here, count = jax.process_index(), jax.process_count()
+    mine = [name for name in files_of(building) if _writer(name) % count == here]
+    try:
+        own, error = _hashes(building, mine), ""
+    except OSError as failed:
+        own, error = {}, _reason(failed)
+    found: dict[str, str] = {}
+    for said in told_by_all(json.dumps([own, error]), f"hashes of {building.name}"):
+        theirs, error = json.loads(said)
+        if error:
+            raise OSError(f"what was written cannot be read again: {error}")
+        found.update(theirs)
+    return dict(sorted(found.items()))
+
+
+def _writer(name: str) -> int:
+    """The process that wrote a file."""
+    found = _WRITTEN_BY.search(name)
+    return int(found[1]) if found else 0
+
+
+def check_hashes(target: Path, record: Record) -> None:
+    """Refuse a checkpoint of which a file was changed since it was written.
+
+    Of several processes each reads a part of the files, and all come to the same.
+
+    Args:
+        target: the checkpoint.
+        record: of it; one without hashes passes.
+
+    Raises:
+        DamagedCheckpoint: every file that was changed.
+    """
+    if record.file_sha256 is None:
+        return
+    here, count = jax.process_index(), jax.process_count()
+    by_size = sorted(
+        record.file_bytes, key=lambda name: (record.file_bytes[name], name)
+    )
+    found = changed(target, record.file_sha256, by_size[here::count])
+    problems = Problems()
+    for said in told_by_all(json.dumps(found), f"checking {target.name}"):
+        for text in json.loads(said):
+            problems.add(text)
+    refuse_damaged(target, problems)
+
+
+def changed(
+    target: Path, file_sha256: Mapping[str, str], names: Sequence[str]
+) -> list[str]:
+    """What is wrong with the contents of files, in words.
+
+    Args:
+        target: the checkpoint.
+        file_sha256: the hash of each file when it was written.
+        names: of the files to be read.
+    """
+    try:
+        hashes = _hashes(target, names)
+    except OSError as error:
+        return [f"{error.filename or target} cannot be read ({_reason(error)})"]
+    return [
+        f"{name} was changed: its SHA-256 begins with {found[:_SHOWN_DIGITS]}, that of "
+        f"what was written with {str(file_sha256[name])[:_SHOWN_DIGITS]}"
+        for name, found in hashes.items()
+        if found != file_sha256[name]
+    ]
+
+
+def _hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    threads = min(_MOST_THREADS, os.cpu_count() or 1, max(1, len(names)))
+    with ThreadPoolExecutor(threads) as pool:
+        hashes = pool.map(lambda name: _sha256(folder / name), names)
+        return dict(zip(names, hashes, strict=True))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+# Building.
+
+
+@contextmanager
+def being_built(target: Path) -> Iterator[Path]:
+    """Where a checkpoint is built; renamed to its own name at the end of the block.
+
+    Whatever goes wrong, what was built so far is removed. All processes call this.
+
+    Args:
+        target: the checkpoint's own path.
+
+    Raises:
+        WhaleError: it cannot be written, or another process is writing there.
+    """
+    building, first = unfinished(target), jax.process_index() == 0
+    held, error = -1, ""
+    try:
+        if first:
+            try:
+                held = _begun(building)
+            except (OSError, WhaleError) as found:
+                error = _told(target, found)
+        fail_together(error, f"{target.name} begun")
+        try:
+            yield building
+            if first:
+                building.rename(target)
+        except OSError as found:
+            error = _told(target, found)
+        fail_together(error, f"{target.name} written")
+    except BaseException:
+        if held >= 0:
+            shutil.rmtree(building, ignore_errors=True)
+        raise
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def _begun(building: Path) -> int:
+    """An empty folder, and a lock on it that ends with this process.
+
+    Raises:
+        WhaleError: another process is writing there.
+    """
+    if building.exists():
+        left = _locked(building)
+        shutil.rmtree(building, ignore_errors=True)
+        os.close(left)
+    building.mkdir(parents=True)
+    return _locked(building)
+
+
+def _locked(folder: Path) -> int:
+    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(opened)
+        raise WhaleError(
+            f"{folder.with_suffix('')}: another process is writing a checkpoint to "
+            "this path at this moment. Save to another path, or wait for it"
+        ) from error
+    except OSError:  # A file system without locks.
+        return opened
+    return opened
+
+
+def _told(target: Path, error: Exception) -> str:
+    return str(error) if isinstance(error, WhaleError) else unwritten(target, error)
+
+
+def unwritten(target: Path, error: Exception) -> str:
+    """Why a checkpoint could not be written, and what to do about it.
+
+    Args:
+        target: its path.
+        error: of the system, or of Orbax, which tells of the system's in words.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        found = _OS_ERROR.search(str(error))
+        number = int(found[1]) if found else None
+    remedy = _REMEDY if number is None else _REMEDIES.get(number, _REMEDY)
+    return (
+        f"{target}: this checkpoint could not be written ({_reason(error)}), and what "
+        f"was written of it is removed. {remedy}. The state is as it was"
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    found = _OS_ERROR.search(str(error))
+    if found:
+        return os.strerror(int(found[1]))
+    return (str(error).splitlines() or [""])[0][:_LONGEST_REASON] or type(
+        error
+    ).__name__

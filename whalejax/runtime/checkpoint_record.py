@@ -1,0 +1,368 @@
+"""The record of a checkpoint: which leaves and files it holds, and their hashes.
+
+A checkpoint is refused by its record, before an array is read: where it is damaged, cut
+short, or another model's. The record is plain JSON, so nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+from whalejax._version import __version__
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.read_file import read_text
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.plan.plan import Plan
+
+
+FORMAT: Final = 1
+"""Version of the record. Records with hashes are read by versions that know none."""
+
+UNFINISHED_SUFFIX: Final = ".unfinished"
+"""What a checkpoint's name ends in until it is whole."""
+
+RECORD: Final = "whalejax.json"
+"""Name of the record's file."""
+
+SAME_MODEL: Final = 'step.restore(path, only="model")'
+"""How a model is taken from a checkpoint without its optimizer."""
+
+_HASH: Final = "record_sha256"
+_OLDER: Final = frozenset(
+    ("whalejax_checkpoint", "whalejax", "model_hash", "plan_hash", "leaves")
+    + ("file_bytes",)
+)
+_MODEL: Final = ("params", "rest")
+_LINEN: Final = "params."
+"""What stands before the name of a Linen parameter that is not trained."""
+
+_LONGEST_REASON: Final = 200
+
+
+Place = tuple[str, str]
+"""What a leaf is known by: the field of the state, and its name in it."""
+
+
+class DamagedCheckpoint(WhaleError):
+    """A checkpoint that was lost in part or changed since it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One array of a state, as the record describes it.
+
+    Attributes:
+        section: the field of the state that it belongs to.
+        name: dotted path inside the section; of a parameter, the plan's.
+        shape: of the whole array; of random keys, without the words of a key.
+        dtype: such as ``"float32"``, or ``"key<fry>"`` for random keys.
+        key_impl: name of the random keys' algorithm, or empty.
+    """
+
+    section: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str = ""
+
+    @property
+    def place(self) -> Place:
+        """What the leaf is known by."""
+        return self.section, self.name
+
+    @property
+    def form(self) -> str:
+        """Type and shape, such as ``"float32[240, 960]"``."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        leaves: every array of the state.
+        file_bytes: size of each file, by its path in the checkpoint.
+        file_sha256: SHA-256 of each file in hexadecimal digits; None in checkpoints
+            of versions that wrote none, which cannot be checked.
+        samples: that the steps before took, or None where it was not known.
+        batch_size: samples of the global batch of the plan that it was saved under,
+            or None where it was not known.
+    """
+
+    leaves: tuple[Leaf, ...]
+    file_bytes: Mapping[str, int]
+    file_sha256: Mapping[str, str] | None = None
+    samples: int | None = None
+    batch_size: int | None = None
+
+
+def unfinished(path: Path) -> Path:
+    """Where a checkpoint stands while it is being written.
+
+    >>> unfinished(Path("run/step_000010")).name
+    'step_000010.unfinished'
+    """
+    return path.with_name(path.name + UNFINISHED_SUFFIX)
+
+
+def files_of(folder: Path) -> list[str]:
+    """Paths of the files of a checkpoint, relative to it, without its record."""
+    return [
+        file.relative_to(folder).as_posix()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file != folder / RECORD
+    ]
+
+
+def write_record(
+    building: Path,
+    leaves: Sequence[Leaf],
+    plan: Plan,
+    file_sha256: Mapping[str, str],
+    samples: int | None,
+    batch_size: int | None,
+) -> None:
+    """Describe a checkpoint, when all its files are written.
+
+    Args:
+        building: its directory.
+        leaves: every array of the state.
+        plan: what the state was made for.
+        file_sha256: the hash of each file.
+        samples: that the steps before took, or None where it is not known.
+        batch_size: samples of a global batch, or None where it has none.
+    """
+    record: dict[str, Any] = {
+        "whalejax_checkpoint": FORMAT,
+        "whalejax": __version__,
+        "model_hash": plan.model_hash,
+        "plan_hash": plan.hash,
+        "samples": samples,
+        "batch_size": batch_size,
+        "leaves": [dataclasses.asdict(leaf) for leaf in leaves],
+        "file_bytes": {
+            name: (building / name).stat().st_size for name in files_of(building)
+        },
+        "file_sha256": dict(file_sha256),
+    }
+    # The hash stands first and what an older record lacks further down: no single cut
+    # makes a record without hashes of one with them.
+    whole = {_HASH: _hash_of(record), **record}
+    (building / RECORD).write_text(json.dumps(whole, indent=1))
+
+
+def _hash_of(record: Mapping[str, Any]) -> str:
+    """The hash of what a record says, without the hash that stands in it."""
+    said = {name: value for name, value in record.items() if name != _HASH}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_record(target: Path) -> Record:
+    """What a checkpoint says of itself; the hashes of its files are not compared.
+
+    Raises:
+        DamagedCheckpoint: the record cannot be read or was changed, or files were lost
+            or cut; every such file is listed.
+        WhaleError: there is none at that path, or it is of a newer format.
+    """
+    try:
+        is_there = target.is_dir()
+        rest = unfinished(target)
+        is_cut = not is_there and rest.exists()
+    except OSError as error:
+        raise WhaleError(
+            f"{target}: {error.strerror or error}. Give the path of a checkpoint that "
+            "step.save wrote"
+        ) from error
+    if not is_there and os.path.lexists(target):
+        what = "is a file" if target.exists() else "is a link to nothing"
+        raise DamagedCheckpoint(
+            f"{target}: there is no checkpoint at this path: it {what}, and a "
+            "checkpoint is a folder. Restore another one"
+        )
+    if not is_there:
+        cut = f"; its writing was cut short, there is {rest.name}" if is_cut else ""
+        raise WhaleError(
+            f"{target}: there is no checkpoint at this path{cut}. Give the path of one "
+            "that step.save wrote"
+        )
+    try:
+        record = json.loads(read_text(target / RECORD))
+        version, is_whole = record["whalejax_checkpoint"], _is_whole(record)
+        read = _record_of(record) if version == FORMAT and is_whole else None
+    except PermissionError as error:
+        raise WhaleError(
+            f"{target}: {error.strerror}. Ask for leave to read it, or restore another "
+            "one"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        raise DamagedCheckpoint(
+            f"{target} is not a whole checkpoint: its record {RECORD} cannot be read "
+            f"({said}). Restore another one"
+        ) from error
+    if version != FORMAT:
+        kind = WhaleError if is_whole else DamagedCheckpoint
+        raise kind(
+            f"{target} has checkpoint format {version!r:.40}; this WhaleJAX reads "
+            f"{FORMAT}. Upgrade whalejax, or use the version that wrote it"
+        )
+    if read is None:
+        raise DamagedCheckpoint(
+            f"{target} is damaged: its record {RECORD} was changed since it was "
+            "written, and does not have the hash that stands in it. Restore another "
+            "checkpoint"
+        )
+    _check_sizes(target, read.file_bytes)
+    return read
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """The record is as it was written, as far as it can tell."""
+    if _HASH in record:
+        return bool(record[_HASH] == _hash_of(record))
+    return record.keys() == _OLDER
+
+
+def _record_of(record: Mapping[str, Any]) -> Record:
+    """What a whole record says.
+
+    Raises:
+        ValueError: or others, where what it says is of another form.
+    """
+    leaves = tuple(
+        Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in record["leaves"]
+    )
+    file_bytes = dict(record["file_bytes"])
+    hashes = record.get("file_sha256")
+    if hashes is not None and hashes.keys() != file_bytes.keys():
+        raise ValueError("its hashes are not those of its files")
+    for name in file_bytes:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{name!r:.60} is no file in it")
+    counts = [record.get(name) for name in ("samples", "batch_size")]
+    for count in counts:
+        if count is not None and (type(count) is not int or count < 0):
+            raise ValueError(f"{count!r:.40} is no number of samples")
+    return Record(
+        leaves=leaves,
+        file_bytes=file_bytes,
+        file_sha256=None if hashes is None else dict(hashes),
+        samples=counts[0],
+        batch_size=counts[1],
+    )
+
+
+def _check_sizes(target: Path, file_bytes: Mapping[str, int]) -> None:
+    problems = Problems(kind=DamagedCheckpoint)
+    for name, nbytes in file_bytes.items():
+        file = target / name
+        try:
+            found = file.stat().st_size if file.is_file() else None
+        except (OSError, ValueError) as error:
+            problems.add(f"{name} cannot be read ({error})")
+            continue
+        if found is None:
+            problems.add(f"{name} is missing ({nbytes} bytes)")
+        elif found != nbytes:
+            problems.add(f"{name} has {found} bytes; {nbytes} were written")
+    refuse_damaged(target, problems)
+
+
+def refuse_damaged(target: Path, problems: Problems) -> None:
+    """Refuse a checkpoint if anything is wrong with its files.
+
+    Args:
+        target: the checkpoint.
+        problems: with its files, each by name.
+
+    Raises:
+        DamagedCheckpoint: there are any.
+    """
+    title = f"{target} is damaged; restore another checkpoint"
+    problems.raise_if_any(DamagedCheckpoint, title=title)
+
+
+def moved_places(
+    saved: Mapping[Place, Leaf], wanted: Mapping[Place, Leaf]
+) -> dict[Place, Place]:
+    """Leaves of the model that are trained on one side only, and where they belong.
+
+    Args:
+        saved, wanted: leaves by their place.
+
+    Returns:
+        The place in the checkpoint to the one that is wanted.
+    """
+    found: dict[Place, Place] = {}
+    for section, name in saved:
+        if section not in _MODEL or (section, name) in wanted:
+            continue
+        trained = section == _MODEL[0]
+        names = (name, _LINEN + name if trained else name.removeprefix(_LINEN))
+        for other in ((_MODEL[trained], one) for one in names):
+            if other in wanted and other not in saved:
+                found[section, name] = other
+                break
+    return found
+
+
+def check_same(
+    target: Path,
+    saved: Mapping[Place, Leaf],
+    wanted: Mapping[Place, Leaf],
+) -> None:
+    """Refuse a checkpoint whose leaves are not those that are wanted.
+
+    Args:
+        target: the checkpoint, for the message.
+        saved, wanted: leaves by their place.
+
+    Raises:
+        WhaleError: every leaf that differs.
+    """
+    problems = Problems()
+    is_model = False
+    moved = moved_places(saved, wanted)
+    for old, new in moved.items():
+        is_model = is_model or saved[old].form != wanted[new].form
+        roles = ("trained", "not trained")
+        was, now = roles if old[0] == _MODEL[0] else roles[::-1]
+        problems.add(
+            f"{saved[old].name}: {saved[old].form}, {was} where the checkpoint was "
+            f"saved; {wanted[new].form}, {now} in this step"
+        )
+    known = {*moved, *moved.values()}
+    every = [*wanted, *(place for place in saved if place not in wanted)]
+    for place in every:
+        there, here = saved.get(place), wanted.get(place)
+        if place in known:
+            continue
+        # The run's own key may be of another algorithm: the saved one goes on.
+        if there and here and (there.form == here.form or there.section == "rng"):
+            continue
+        is_model = is_model or place[0] in _MODEL
+        problems.add(
+            f"{' '.join(place)}: the checkpoint has "
+            f"{there.form if there else 'no such leaf'}, this model "
+            f"{here.form if here else 'has no such leaf'}"
+        )
+    title = f"{target} is a checkpoint of another model or optimizer"
+    if not is_model:
+        title += (
+            f". The model is the same: {SAME_MODEL} takes it, keeps the step counter "
+            "and begins the optimizer anew"
+        )
+    problems.raise_if_any(title=title)

@@ -1,0 +1,81 @@
+"""Options of XLA that a step is compiled with: checked, and said in a note.
+
+Apart from ``api.plan`` because the compiler gives them their meaning, not the planner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.checks import is_number, is_printable, shown
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.compiler_options import check_options
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.terms import Chosen
+
+
+def checked_options(options: Any) -> dict[str, bool | int | float | str]:
+    """Options of the compiler, with switches as such.
+
+    Raises:
+        PlanError: one has no name or no plain value, or is none that a plan may
+            carry; all of them.
+    """
+    problems = Problems("compiler_options", PlanError)
+    if isinstance(options, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in options
+    ):
+        options = dict(options)  # as a plan keeps them
+    if not isinstance(options, Mapping | None):
+        raise PlanError(
+            f"compiler_options is {shown(options)}; expected a dict of XLA's options, "
+            'such as {"xla_tpu_enable_async_collective_fusion": True}'
+        )
+    found: dict[str, bool | int | float | str] = {}
+    for name, value in (options or {}).items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(name, str) or not name.isidentifier():
+            problems.add(
+                f"{shown(name)} names no option; expected one of XLA's without "
+                "dashes, such as xla_tpu_enable_async_collective_fusion"
+            )
+        elif not (isinstance(plain, bool) or is_number(plain) or is_printable(plain)):
+            problems.add(
+                f"{name} is {shown(value)}; expected a number, a text, True or False"
+            )
+        else:
+            text = str(plain).lower()
+            found[name] = text == "true" if text in ("true", "false") else plain
+    check_options(found, problems)
+    problems.raise_if_any()
+    return found
+
+
+def option_note(options: Mapping[str, Any]) -> list[str]:
+    """A plan's note of its options; nothing where there are none."""
+    words = ", ".join(f"{name}={value}" for name, value in options.items())
+    return [f"compiled with {words}"] if options else []
+
+
+def compiled_with(
+    plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
+) -> Plan:
+    """A plan, and those of its pipelines, with what their programs are compiled by.
+
+    Args:
+        plan: the plan.
+        options: of the compiler.
+        precisions: (TaskGraph, precision) pairs where only some compute in 16 bits.
+    """
+    each = (compiled_with(one, options, precisions) for one in plan.pipelines)
+    return dataclasses.replace(
+        plan,
+        compiler_options=tuple(sorted(options.items())),
+        precisions=precisions,
+        pipelines=tuple(each),
+    )

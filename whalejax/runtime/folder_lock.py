@@ -1,0 +1,195 @@
+"""A lock on a folder of checkpoints: one run at a time writes there.
+
+Two runs that save into one folder would remove each other's checkpoints. The lock is
+the system's own on a file that says who holds it, so it ends with the process that
+holds it, however that ends. It needs no JAX, so that a command can ask at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+LOCK: Final = "whalejax.lock"
+"""Name of the file in a folder that is held."""
+
+_LONGEST: Final = 4096
+_UNSUPPORTED: Final = frozenset(
+    (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+)
+
+
+class FolderLock:
+    """Holds a folder while a block runs; its parents are made.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name, FolderLock(Path(name)):
+        ...     try:
+        ...         FolderLock(Path(name)).__enter__()
+        ...     except WhaleError as error:
+        ...         print("is in use by process" in str(error))
+        True
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Take nothing yet.
+
+        Args:
+            folder: where checkpoints go.
+        """
+        self.folder = folder
+        self._opened = -1
+        self._is_new = False
+
+    def __enter__(self) -> FolderLock:
+        """Take the folder.
+
+        Raises:
+            WhaleError: another run holds it, with who that is; or it cannot be
+                written.
+        """
+        try:
+            self._is_new = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._opened = self._taken()
+            text = json.dumps(_who()).encode()
+            os.ftruncate(self._opened, 0)
+            os.pwrite(self._opened, text, 0)
+        except OSError as error:
+            self._give_up()
+            raise WhaleError(
+                f"{self.folder}: checkpoints cannot be written here "
+                f"({error.strerror or error}). Give another directory, free some space "
+                "if the disk is full, or ask for leave to write there"
+            ) from error
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Let the folder go, if it is held."""
+        if self._opened < 0:
+            return
+        with contextlib.suppress(OSError):
+            # While it is held: whoever takes it next makes a file of its own. Where
+            # somebody removed ours, another run's may stand there.
+            if _is_at(self._opened, self.folder / LOCK):
+                (self.folder / LOCK).unlink()
+            if self._is_new:
+                self.folder.rmdir()  # Only where nothing was written there.
+        os.close(self._opened)
+        self._opened = -1
+
+    def _taken(self) -> int:
+        """The lock's file, held by this process; that of a dead process is used on."""
+        path = self.folder / LOCK
+        while True:
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = _read(opened)
+                os.close(opened)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise self._held(holder) from error
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                return self._without_locks(path, holder)
+            # Between opening and locking, the one before may have removed the file.
+            if _is_at(opened, path):
+                return opened
+            os.close(opened)
+
+    def _without_locks(self, path: Path, holder: dict[str, Any]) -> int:
+        """On a file system without locks, what the file says must do."""
+        if holder and not _has_ended(holder):
+            raise self._held(holder)
+        path.unlink(missing_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def _held(self, holder: dict[str, Any]) -> WhaleError:
+        who = (
+            f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+            if {"pid", "host", "since"} <= holder.keys()
+            else "another run"
+        )
+        return WhaleError(
+            f"{self.folder} is in use by {who}: two runs would remove each other's "
+            "checkpoints. Give another directory, or wait for that run or end it. If "
+            f"it is known to have ended, remove {self.folder / LOCK}"
+        )
+
+
+def _is_at(opened: int, path: Path) -> bool:
+    """An open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(opened), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _who() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "started": _started(os.getpid()),
+    }
+
+
+def _read(opened: int) -> dict[str, Any]:
+    """Who holds a lock, as its file says; empty where it says nothing."""
+    try:
+        said = json.loads(os.pread(opened, _LONGEST, 0))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    return {
+        name: value
+        for name, value in said.items()
+        if isinstance(value, int | str) and str(value).isprintable()
+    }
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    """A process of this machine that is not there, or another under its number."""
+    if holder.get("host") != socket.gethostname():
+        return False
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return _started(pid) != holder.get("started")
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since the machine did; empty where not known."""
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return said.rpartition(")")[2].split()[19]

@@ -1,0 +1,286 @@
+"""Which parts of an optimizer's state belong to which parameter.
+
+The planner counts their bytes and the lowering lays them out, so both ask here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from whalejax._compat import inner_jaxprs, open_jaxpr
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import WHOLE
+from whalejax.meshes.device_kinds import Platform
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.model.graph import TRANSCENDENTAL
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
+
+
+def updates(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    loss: Any,
+) -> tuple[Any, Any]:
+    """What an optimizer adds to parameters, and its new state.
+
+    Args:
+        optimizer: with support for more arguments.
+        gradients, state, params: as it takes them.
+        loss: which it is given as ``value``, unless it takes no such argument.
+
+    Raises:
+        WhaleError: it takes other arguments, or parameters in a form of its own.
+    """
+    try:
+        found: tuple[Any, Any] = _updated(optimizer, gradients, state, params, loss)
+    except (TypeError, AttributeError, ValueError) as error:
+        told = {AttributeError: "", TypeError: "argument", ValueError: "be provided"}
+        if told.get(type(error), "\0") not in str(error):
+            raise  # JAX's own are such errors, too.
+        raise WhaleError(
+            "the optimizer's update fails on gradients, state, parameters and value= "
+            f"(the loss), which is all that a step has for it: {error}. Where it needs "
+            "a line search, a second gradient or parameters in a form of its own, take "
+            "another"
+        ) from error
+    return found
+
+
+def _updated(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    loss: Any,
+) -> tuple[Any, Any]:
+    found: tuple[Any, Any]
+    try:
+        found = optimizer.update(gradients, state, params, value=loss)
+    except TypeError as error:
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+        found = optimizer.update(gradients, state, params)
+    return found
+
+
+def optimizer_bytes(
+    adapter: Adapter,
+    optimizer: optax.GradientTransformation,
+    platform: Platform | None = None,
+) -> OptimizerBytes:
+    """Bytes of an optimizer's state, by the parameter that they follow.
+
+    Args:
+        adapter: the model.
+        optimizer: an optax transformation.
+        platform: that runs it. On ``"cpu"`` roots and the like are counted, too.
+
+    Raises:
+        WhaleError: it is none, or takes other parameters or arguments than a step has.
+    """
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
+    )
+    state = _abstract_state(adapter, optimizer, params)
+    shapes = dict(
+        zip(
+            adapter.param_paths, [x.shape for x in jax.tree.leaves(params)], strict=True
+        )
+    )
+    by_path: Counter[str] = Counter()
+    other = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        owner = followed(path, leaf.shape, shapes)
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if owner is None:
+            other += nbytes
+        else:
+            by_path[owner] += nbytes
+    return OptimizerBytes(
+        by_path=dict(by_path),
+        other_bytes=other,
+        operations=_operations(params, optimizer, counted=platform == "cpu"),
+    )
+
+
+_SLOW = TRANSCENDENTAL | {"div", "sqrt", "rsqrt", "cbrt"}
+"""Primitives that take a CPU about as long as an exponential."""
+
+_TRACED_LEAVES = 128
+"""Of models with more parameters, one of those that differ in a number is traced."""
+
+
+def _operations(
+    params: Any, optimizer: optax.GradientTransformation, *, counted: bool
+) -> float:
+    """Slow operations that an update evaluates for each element of a parameter.
+
+    None are counted of an optimizer whose own error it is: who calls it next says so.
+
+    Args:
+        params: shapes.
+        optimizer: an optax transformation.
+        counted: otherwise it is only seen whether steps can call it.
+
+    Raises:
+        WhaleError: no step can call it.
+    """
+    unfit: WhaleError | None = None
+    extended = optax.with_extra_args_support(optimizer)
+    for tree in (params,) if counted else (_thinned(params), params):
+        try:
+            state = jax.eval_shape(extended.init, tree)
+            loss = jax.ShapeDtypeStruct((), np.float32)
+            with (
+                jax.numpy_dtype_promotion("standard"),
+                jax.numpy_rank_promotion("allow"),
+            ):
+                traced = jax.make_jaxpr(updates, static_argnums=0)(
+                    extended, tree, state, tree, loss
+                )
+        except Exception as error:  # whatever a user's own update raises
+            unfit = error if isinstance(error, WhaleError) else None
+            continue
+        if not counted:
+            return 0.0
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+        slow: float = _slow_elements(traced.jaxpr) / max(1, size)
+        return slow
+    if unfit is not None:
+        raise unfit
+    return 0.0
+
+
+def _thinned(params: Any) -> Any:
+    """Parameters without those of layers like others; the same tree, if it is small."""
+    flat, tree = jax.tree_util.tree_flatten_with_path(params)
+    if len(flat) <= _TRACED_LEAVES:
+        return params
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for path, leaf in flat:
+        key = re.sub(r"\d+", "#", jax.tree_util.keystr(path)), leaf.shape
+        kept.append(None if key in seen else leaf)
+        seen.add(key)
+    return jax.tree.unflatten(tree, kept)
+
+
+def _slow_elements(jaxpr: Any) -> int:
+    """Of branches, those of the one with most; of loops, those of every turn known."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _SLOW:
+            found += math.prod(equation.outvars[0].aval.shape)
+        inner = [_slow_elements(open_jaxpr(x)[0]) for x in inner_jaxprs(equation)]
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        found += turns * max(inner, default=0)
+    return found
+
+
+def _abstract_state(
+    adapter: Adapter, optimizer: optax.GradientTransformation, params: Any
+) -> Any:
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise WhaleError(
+            f"optimizer is {optimizer!r:.60}; expected an optax transformation such "
+            "as optax.adamw(1e-3)"
+        )
+    try:
+        return jax.eval_shape(optimizer.init, params)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        form = "the parameters in the structure that the model has"
+        if adapter.kind == "nnx":
+            form = "nested dictionaries of arrays, by attribute names"
+        raise WhaleError(
+            f"optimizer.init fails on the parameters ({str(error).splitlines()[0]}). "
+            f"It gets {form}; masks and label trees must have that structure: give a "
+            "function of the parameters instead of a tree"
+        ) from error
+
+
+def followed(
+    path: Any, shape: tuple[int, ...], params: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """The parameter that a leaf of an optimizer's state belongs to, or None.
+
+    A leaf that ends in a parameter's path and has its shape follows it, as moments and
+    traces do in every optax transformation.
+
+    Args:
+        path: key path of the leaf.
+        shape: its shape.
+        params: dotted path to shape of every parameter.
+    """
+    if set(params) == {WHOLE}:  # the model is one bare array
+        name = WHOLE if shape else None
+    else:
+        name = named_by(path, params)
+    return name if name is not None and tuple(params[name]) == tuple(shape) else None
+
+
+def named_by(path: Any, params: Collection[str]) -> str | None:
+    """The parameter in whose path that of a leaf of an optimizer's state ends, or None.
+
+    The leaf is of that parameter, and may have another shape, as the means over rows
+    and columns that Adafactor keeps of the squares.
+
+    Args:
+        path: key path of the leaf.
+        params: dotted paths of the parameters.
+    """
+    keys = [key_text(key) for key in path]
+    names = (".".join(keys[start:]) for start in range(len(keys)))
+    return next((name for name in names if name in params), None)
+
+
+def owners_of(
+    state: Any, params: Sequence[tuple[str, tuple[int, ...]]]
+) -> list[int | None]:
+    """For every leaf of an optimizer state, the parameter that it follows, if any.
+
+    Args:
+        state: the state, abstract or real.
+        params: path and shape of each.
+    """
+    shapes = {path: tuple(shape) for path, shape in params}
+    numbers = {path: i for i, (path, _) in enumerate(params)}
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        owner = followed(path, leaf.shape, shapes)
+        found.append(None if owner is None else numbers[owner])
+    return found
+
+
+def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
+    """For every leaf of an optimizer state, the parameter of which it is, if any.
+
+    It may have another shape, unlike what follows the parameter.
+
+    Args:
+        state: the state, abstract or real.
+        params: path of each.
+    """
+    numbers = {path: i for i, path in enumerate(params)}
+    names = (
+        named_by(path, numbers)
+        for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]
+    )
+    return [None if name is None else numbers[name] for name in names]
+
+
+def key_text(key: Any) -> str:
+    """One step of a tree path as it stands in dotted paths."""
+    for name in ("key", "name", "idx"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)

@@ -1,0 +1,222 @@
+"""Evaluation of a batch with fewer samples than planned, such as an epoch's last one.
+
+A plan's programs take whole batches only. The samples are evaluated in passes, each of
+which takes a number of them that divides the batch, as often as they fill it: every one
+weighs the same, so the pass gives their mean, and passes are put together by the number
+of their samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.adapters.leaves import is_key
+from whalejax.api.losses import Merged
+from whalejax.capture import Captured
+from whalejax.capture.batch_reductions import batch_reductions
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.runner import Evaluation, Metrics
+
+
+def real_samples(
+    leaves: Sequence[Any], plan: Plan, axes: Sequence[int | None]
+) -> tuple[int, int] | None:
+    """How many samples a batch has, and a whole one; None unless it has fewer.
+
+    Args:
+        leaves: of a batch.
+        plan: the plan.
+        axes: the batch dimension of each leaf.
+    """
+    sizes = set()
+    for leaf, planned, axis in zip(leaves, plan.batch, axes, strict=True):
+        shape = np.shape(leaf)
+        if axis is None:
+            continue
+        if len(shape) != len(planned.shape):
+            return None
+        sizes.add((shape[axis], planned.shape[axis]))
+    if len(sizes) != 1:
+        return None
+    ((given, whole),) = sizes
+    return (int(given), int(whole)) if 0 < given < whole else None
+
+
+def passes(samples: int, whole: int) -> Iterator[tuple[int, int]]:
+    """First sample and number of samples of each pass.
+
+    Args:
+        samples: how many there are.
+        whole: samples of a whole batch.
+
+    >>> [*passes(13, 32)]
+    [(0, 8), (8, 4), (12, 1)]
+    """
+    first = 0
+    while first < samples:
+        left = samples - first
+        count = next(n for n in range(left, 0, -1) if whole % n == 0)
+        yield first, count
+        first += count
+
+
+def repeated(
+    leaves: Sequence[Any], axes: Sequence[int | None], first: int, count: int, size: int
+) -> list[Any]:
+    """A whole batch of some samples of one, in turn.
+
+    Args:
+        leaves: of the batch.
+        axes: the batch dimension of each leaf.
+        first, count: the samples.
+        size: of a whole batch.
+    """
+    rows = first + np.arange(size) % count
+
+    def whole(leaf: Any, axis: int | None) -> Any:
+        if axis is None:
+            return leaf
+        if isinstance(leaf, jax.Array):
+            if is_key(leaf):
+                return leaf[(*[slice(None)] * axis, rows)]
+            return jnp.take(leaf, rows, axis=axis)
+        return np.take(np.asarray(leaf), rows, axis=axis)
+
+    return [whole(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+
+
+def check_mean(captured: Captured, samples: int, whole: int) -> None:
+    """Refuse a loss that is more than a mean over samples.
+
+    Args:
+        captured: as it is evaluated.
+        samples: how many there are.
+        whole: samples of a whole batch.
+
+    Raises:
+        PlanError: what is more, or what cannot be put together.
+    """
+    problems = Problems(kind=PlanError)
+    for found in batch_reductions(captured):
+        problems.add(f"{found.scope or 'the loss'} {_WHAT[found.what]}")
+    for text in captured.apart().told():
+        problems.add(text)
+    problems.raise_if_any(
+        title=f"the batch has {samples} samples, the plan is for {whole}, and the "
+        "evaluation of these alone cannot be had from whole batches. Leave them out, "
+        "plan without an optimizer for batches of this size, or say how reported "
+        "values are put together, with wh.Aux(means=..., sums=..., samples=...)"
+    )
+
+
+_WHAT = {
+    "statistic": "takes statistics of the samples, which others would change",
+    "auxiliary": "has a term that is not linear in the samples",
+    "weight": "divides by a number of its own: return wh.WeightedLoss(total, weight)",
+    "sum": "adds samples up and divides by no number of them",
+}
+
+
+def together(
+    parts: Sequence[tuple[int, Evaluation]], captured: Captured, whole: int
+) -> Metrics:
+    """Loss and metrics of all samples.
+
+    Args:
+        parts: of each pass, how many samples it has and what it gave.
+        captured: what was evaluated.
+        whole: samples of a whole batch.
+    """
+    counts = [count for count, _ in parts]
+    weights = [
+        count / whole * weight if captured.graph.weighted else jnp.float32(count)
+        for count, (_, weight) in parts
+    ]
+    combined = _Combined(counts=counts, weights=weights, whole=whole)
+    tree = captured.apart().out_tree
+    _, _, kinds, _ = tree.unflatten(range(tree.num_leaves))
+    several = [metrics for _, (metrics, _) in parts]
+    found: Metrics = jax.tree.map(
+        combined.value,
+        kinds,
+        *[{name: one[name] for name in kinds} for one in several],
+        is_leaf=lambda x: isinstance(x, Merged),
+    )
+    return {**found, "loss": combined.mean(*(one["loss"] for one in several))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Combined:
+    """Puts together what passes gave.
+
+    Attributes:
+        counts: samples of each pass.
+        weights: of each pass.
+        whole: samples of a whole batch, in which each one stands equally often.
+    """
+
+    counts: Sequence[int]
+    weights: Sequence[Any]
+    whole: int
+
+    def value(self, kind: Any, *values: Any) -> Any:
+        """One reported value, which is put together as its kind says."""
+        if not isinstance(kind, Merged):
+            return self.mean(*values)
+        if kind.how in ("mean", "average", "sum", "same", "max", "min"):
+            return jax.tree.map(getattr(self, kind.how), *values)
+        return jax.tree.map(lambda *rows: self.rows(kind, rows), *values)
+
+    def same(self, *values: Any) -> Any:
+        """What is the same of all samples."""
+        return values[0]
+
+    def max(self, *values: Any) -> Any:
+        """The maximum over the samples."""
+        return jnp.stack(values).max(0)
+
+    def min(self, *values: Any) -> Any:
+        """The minimum over the samples."""
+        return jnp.stack(values).min(0)
+
+    def average(self, *values: Any) -> Any:
+        """The mean over the samples, whatever the loss's weights."""
+        total = sum(x * n for x, n in zip(values, self.counts, strict=True))
+        return total / sum(self.counts)
+
+    def mean(self, *values: Any) -> Any:
+        """The weighted mean; a pass without weight has divided by it."""
+        pairs = zip(values, self.weights, strict=True)
+        total = sum(
+            jnp.where(weight != 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
+            for x, weight in pairs
+        )
+        weight: Any = sum(self.weights)
+        return total / weight.astype(values[0].dtype)
+
+    def sum(self, *values: Any) -> Any:
+        """The sum over the samples, each counted once."""
+        times = [self.whole // count for count in self.counts]
+        if not jnp.issubdtype(values[0].dtype, jnp.inexact):
+            return sum(x // n for x, n in zip(values, times, strict=True))
+        return sum(x / n for x, n in zip(values, times, strict=True))
+
+    def rows(self, kind: Merged, values: Sequence[Any]) -> Any:
+        """The rows of all samples, in order."""
+        axis, outer, inner = kind.axis, kind.outer, kind.inner
+        front, behind = values[0].shape[:axis], values[0].shape[axis + 1 :]
+        apart = (*front, outer, self.whole, inner, *behind)
+        own = [
+            jax.lax.slice_in_dim(x.reshape(apart), 0, count, axis=axis + 1)
+            for x, count in zip(values, self.counts, strict=True)
+        ]
+        rows = jnp.concatenate(own, axis=axis + 1)
+        return rows.reshape(*front, outer * sum(self.counts) * inner, *behind)

@@ -1,0 +1,183 @@
+"""Resumes a run from its newest whole checkpoint, at the next sample.
+
+A run that goes on may have another batch size, and its latest checkpoint may be
+damaged. The command line and scripts share what to do then.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.api.losses import Job
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked
+from whalejax.runtime.checkpoint_files import fail_together
+from whalejax.runtime.checkpoint_record import DamagedCheckpoint, read_record
+from whalejax.runtime.folder_lock import FolderLock
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
+
+
+DAMAGED_SUFFIX: Final = ".damaged"
+"""What the name of a checkpoint ends in that was found damaged."""
+
+
+@contextmanager
+def held(folder: Path | None) -> Iterator[None]:
+    """Hold a folder for this run; all its processes call this.
+
+    Args:
+        folder: where its checkpoints go; None holds nothing.
+
+    Raises:
+        WhaleError: another run holds it, or it cannot be written.
+    """
+    if folder is None:
+        yield
+        return
+    with ExitStack() as stack:
+        error = ""
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(FolderLock(folder))
+            except WhaleError as found:
+                error = str(found)
+        fail_together(error, f"{folder.name} held")
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A state to go on from.
+
+    Attributes:
+        state: as it was saved.
+        checkpoint: where.
+        notes: what a user should know: which checkpoints are damaged, and whether this
+            one could be checked.
+    """
+
+    state: TrainState
+    checkpoint: Path
+    notes: tuple[str, ...]
+
+
+def resumed(step: TrainStep, checkpoints: list[Path]) -> Resumed | None:
+    """The newest whole checkpoint, restored; None where there are no checkpoints.
+
+    Damaged ones that are newer get another name, so that the run can save again where
+    they stood.
+
+    Args:
+        step: restores.
+        checkpoints: the newest first.
+
+    Raises:
+        WhaleError: all are damaged, or one is another model's.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in checkpoints:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UncheckedCheckpoint)
+                state = step.restore(path)
+        except DamagedCheckpoint as error:
+            damaged.append((path, str(error)))
+            continue
+        notes = _set_aside(damaged, path)
+        if read_record(path).file_sha256 is None:
+            notes.append(unchecked(path))
+        return Resumed(state=state, checkpoint=path, notes=tuple(notes))
+    if damaged:
+        problems = Problems("no whole checkpoint to resume from", WhaleError)
+        for _, text in damaged:
+            problems.add(text)
+        raise WhaleError(
+            f"{problems.text()}\nBring one of them back from a copy, or start anew "
+            "with another directory"
+        )
+    return None
+
+
+def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
+    """Rename damaged checkpoints; what there is to say of it."""
+    notes, error = [], ""
+    for path, text in damaged:
+        aside = _free(path.with_name(path.name + DAMAGED_SUFFIX))
+        notes.append(
+            f"{text}\nGoing on from {whole.name}; what is left of {path.name} is "
+            f"{aside.name} now"
+        )
+        if jax.process_index() == 0 and not error:
+            try:
+                path.rename(aside)
+            except OSError as found:
+                error = (
+                    f"{path} is damaged and cannot be renamed "
+                    f"({found.strerror or found}). Move it away, and resume again"
+                )
+    if damaged:
+        fail_together(error, "damaged checkpoints renamed")
+    return notes
+
+
+def _free(path: Path) -> Path:
+    """The path, or with a number behind it where there is something already."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}{number}")
+    return found
+
+
+def batches_from(
+    job: Job, size: int, *, step: int, samples: int
+) -> Callable[[int], Any]:
+    """What gives the global batch of each step of a run that goes on.
+
+    It begins at the sample after those that were seen, also where these are no whole
+    number of batches: a batch then has the end of one of the job's and the beginning
+    of the next.
+
+    Args:
+        job: gives batches by their number.
+        size: samples of a global batch.
+        step: the number of the first step, counted from 0.
+        samples: that those before took.
+
+    >>> import numpy as np
+    >>> job = Job(len, len, {"x": np.arange(20)}, None)
+    >>> batches_from(job, 4, step=3, samples=6)(4)["x"].tolist()
+    [10, 11, 12, 13]
+    """
+    numbered = functools.lru_cache(maxsize=2)(lambda number: job.batch_at(number, size))
+
+    def batch(index: int) -> Any:
+        number, rest = divmod(samples + (index - step) * size, size)
+        if not rest:
+            return job.batch_at(number, size)
+        return jax.tree.map(
+            lambda here, after: _joined(here, after, rest, size),
+            numbered(number),
+            numbered(number + 1),
+        )
+
+    return batch
+
+
+def _joined(here: Any, after: Any, rest: int, size: int) -> Any:
+    if np.shape(here)[:1] != (size,):
+        return after  # Not of samples, such as a scalar.
+    numbers: Any = jnp if isinstance(here, jax.Array) else np
+    return numbers.concatenate([here[rest:], after[:rest]])

@@ -1,0 +1,601 @@
+"""The compiled step: ``wh.compile``, the state it carries, and how it starts.
+
+``TrainStep`` is a thin shell around one ``jax.jit`` program: it checks a plan against
+the model before anything is compiled, gives every array its layout when it is born,
+and hands the state back in the user's own types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from whalejax.adapters.base import Adapter, adapt, wants_key
+from whalejax.api.ambient_mesh import without_mesh
+from whalejax.api.argument_checks import refuse_bad_optimizer
+from whalejax.api.losses import Job as Job
+from whalejax.capture import Captured, capture
+from whalejax.capture.batch import aval_of
+from whalejax.lowering.global_arrays import is_here, stages_mesh
+from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal, rehearsed
+from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.uneven.adaptive_shares import Following
+from whalejax.lowering.uneven.pipeline_executor import Pipes
+from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
+from whalejax.runtime.mixed_precision import at_precision
+from whalejax.runtime.ragged_batch import (
+    check_mean,
+    passes,
+    real_samples,
+    repeated,
+    together,
+)
+from whalejax.runtime.runner import OneProgram, Runner, abstract_state
+from whalejax.runtime.state import Origin, following, host_copy, typed_key
+from whalejax.runtime.state import TrainState as TrainState
+from whalejax.runtime.validate import (
+    BatchLayout,
+    check_host_memory,
+    check_planned,
+    check_planned_state,
+    check_same_model,
+    devices_of,
+)
+
+
+if TYPE_CHECKING:
+    import os
+
+
+class TrainStep:
+    """A plan, compiled: call it with a state and a global batch.
+
+    Attributes:
+        plan: what it runs.
+        mesh: the devices.
+        adapter: how the model divides into parameters and the rest.
+        shardings: a state whose leaves are the ``NamedSharding`` of each array.
+        batch_axes: the batch dimension of each flat leaf of a batch, or None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        adapter: Adapter,
+        captured: Captured,
+        optimizer: optax.GradientTransformation | None,
+        devices: Sequence[Any],
+        batch: Any,
+        batch_axes: tuple[int | None, ...],
+        traced: Callable[[Adapter], Captured],
+    ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, adapter, captured, optimizer, devices, batch_axes: what is run.
+            batch: structure of a batch.
+            traced: traces the loss with another mode of the model, as planned.
+        """
+        if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
+            raise WhaleError(
+                "a TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…), "
+                f"not by its class, which was given {shown(plan)} as plan"
+            )
+        self.plan = plan
+        self.adapter = adapter
+        mesh = stages_mesh(plan, devices) if plan.apart else None
+        self._origin = Origin(adapter, mesh)
+        self._own = OwnStates(self._origin)
+        self.batch_axes = batch_axes
+        self._trains = optimizer is not None
+        extended = optax.with_extra_args_support(
+            optax.identity() if optimizer is None else optimizer
+        )
+        self._made_with = extended, devices, batch_axes, self._origin
+        self._traced = traced
+        self._runner: Runner = runner_of(plan)(plan, captured, *self._made_with)
+        self.mesh = self._runner.mesh
+        self.shardings = self._runner.shardings
+        self._layout = layout_of(self._runner, plan, batch)
+
+    @functools.cached_property
+    def _evaluator(self) -> Runner:
+        """What runs the loss with the model in evaluation mode."""
+        adapter = self.adapter.evaluating()
+        if adapter is None:
+            return self._runner
+        given = self.plan, self._traced(adapter), *self._made_with
+        try:
+            if isinstance(self._runner, Apart):
+                return Evaluating(self._runner, *given)
+            if isinstance(self._runner, Pipes):
+                return Pipes(*given, home=self._runner)
+            return runner_of(self.plan)(*given)
+        except PlanError as error:
+            raise PlanError(
+                "the model in evaluation mode cannot be run by this plan, which was "
+                f"made for the model as it trains ({error}). Evaluate with "
+                "training=True, or with a plan of its own for the model after "
+                "model.eval(), without an optimizer"
+            ) from error
+
+    # Starting.
+
+    @without_mesh
+    def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
+        """A fresh state, every array born in its own layout.
+
+        Args:
+            make_model: builds the model; takes the key, or nothing.
+            rng: a random key; the run's own keys derive from it too.
+
+        Raises:
+            WhaleError: it builds another model than the plan is for.
+        """
+        if not callable(make_model):
+            raise WhaleError(
+                f"make_model is {shown(make_model)}; expected a function of a random "
+                "key, or of nothing, that builds the model. Of a model that is there: "
+                "init_from(model)"
+            )
+        takes_key = wants_key(make_model)
+
+        def build(key: Any) -> tuple[Any, Any, Any]:
+            model = make_model(key) if takes_key else make_model()
+            params, rest = self.adapter.take_apart(model)
+            return params, rest, jax.random.fold_in(key, 0x5EED)
+
+        return self._begun(self._runner.born(build, self._key(rng)), 0)
+
+    @without_mesh
+    def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
+        """A state with the values of an existing model, which stays the user's own.
+
+        Args:
+            model: the model, with real arrays.
+            rng: a random key for losses that take one; key 0 if left out.
+        """
+        key = jax.random.key(0) if rng is None else self._key(rng)
+        params, rest = self.adapter.take_apart(model)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            raise WhaleError(
+                "init_from was given an abstract model, which has shapes and no "
+                "values. Use init(make_model, rng=jax.random.key(seed))"
+            )
+        # Arrays may live on any device, or be shared with the user: go by the host so
+        # that a donated buffer is never one of theirs.
+        values = jax.tree.map(host_copy, (params, rest))
+        return self._begun(self._born_from(values, key), 0)
+
+    def _born_from(self, values: tuple[Any, Any], key: Any) -> TrainState:
+        """A state of (params, rest), with fresh optimizer state."""
+        return self._runner.born(lambda tree, key: (*tree, key), values, key)
+
+    def _begun(self, state: TrainState, samples: int | None) -> TrainState:
+        return dataclasses.replace(state, samples=samples)
+
+    @property
+    def _batch_size(self) -> int:
+        """Samples of a global batch; one that has no batch dimension is one sample."""
+        sizes = zip(self.plan.batch, self.batch_axes, strict=True)
+        return next((x.shape[axis] for x, axis in sizes if axis is not None), 1)
+
+    def _key(self, rng: Any) -> Any:
+        return typed_key(rng, for_loss=self.adapter.takes_rng)
+
+    # Running.
+
+    @without_mesh
+    def __call__(
+        self, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One step of the optimizer.
+
+        Args:
+            state: is consumed: its buffers are reused.
+            batch: the global batch; with several processes this process's part of it,
+                or global ``jax.Array`` leaves.
+
+        Returns:
+            The new state, and metrics: ``loss`` and what the loss function reports.
+
+        Raises:
+            PlanError: the batch has another shape than the plan is for, or the state
+                another layout, for which there is ``adopt``.
+        """
+        if not self._trains:
+            raise PlanError(
+                "this step was compiled without an optimizer and can only evaluate. "
+                "Pass optimizer= to wh.plan and wh.compile to train"
+            )
+        own = self._own.checked(state, self.abstract_state, trains=True)
+        new, metrics = self._runner.advance(own, self._layout.place(batch))
+        seen = own.samples
+        taken = None if seen is None else seen + self._batch_size
+        return following(self._begun(new, taken), state), metrics
+
+    @without_mesh
+    def eval(
+        self, state: TrainState, batch: Any, *, training: bool = False
+    ) -> dict[str, Any]:
+        """The loss and metrics of a batch, without a gradient; nothing changes.
+
+        NNX modules are evaluated as after ``model.eval()``: without dropout, and with
+        the statistics that training has gathered. A Linen module's mode is an argument
+        that the loss gives it: compile a loss of your own for evaluation, which takes
+        the same states.
+
+        Args:
+            state: is kept. That of another step of the same layout will do, with any
+                optimizer or none.
+            batch: as for a step; or with fewer samples, such as the last of an epoch,
+                if one process gives all of them and the loss is a mean over samples.
+                The result is that of these samples.
+            training: with the model in the mode in which a step runs it.
+
+        Raises:
+            PlanError: the batch or the layout of the state is another.
+        """
+        problems = Arguments("TrainStep.eval")
+        problems.switch("training", training)
+        problems.raise_if_any()
+        own = self._own.checked(state, self.abstract_state, trains=False)
+        runner = self._runner if training else self._evaluator
+        if isinstance(runner, Following) and runner is not self._runner:
+            runner.shares = self.shares
+        leaves = self._layout.flat(batch)
+        alone = jax.process_count() == 1
+        sizes = real_samples(leaves, self.plan, self.batch_axes) if alone else None
+        if sizes is None:
+            return runner.evaluate(own, self._layout.place(batch))[0]
+        return self._ragged(runner, own, leaves, *sizes)
+
+    def _ragged(
+        self,
+        runner: Runner,
+        state: TrainState,
+        leaves: Sequence[Any],
+        samples: int,
+        whole: int,
+    ) -> dict[str, Any]:
+        """The evaluation of fewer samples than a whole batch has."""
+        captured = runner.program.captured
+        check_mean(captured, samples, whole)
+        parts = []
+        for first, count in passes(samples, whole):
+            several = repeated(leaves, self.batch_axes, first, count, whole)
+            tree: Any = self._layout.structure
+            batch = self._layout.place(tree.unflatten(several))
+            parts.append((count, runner.evaluate(state, batch)))
+        return together(parts, captured, whole)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step, in node order.
+
+        Empty where every device has a part of each micro-batch. They may be set, to the
+        same in all processes, and change by themselves where ``rebalances`` is true.
+        """
+        runner = self._runner
+        return runner.shares if isinstance(runner, Following) else ()
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        self._uneven.shares = shares
+
+    def batch_rows(self) -> np.ndarray:
+        """The samples of the next global batch that this process gives, in order.
+
+        Returns:
+            Their numbers in the global batch. With unlike shares they are those of its
+            micro-batches, one behind the other, and change when shares do.
+        """
+        runner, plan = self._runner, self.plan
+        axes = runner.program.batch_axes
+        sizes = [
+            (number, axis, leaf.shape[axis])
+            for number, (leaf, axis) in enumerate(zip(plan.batch, axes, strict=True))
+            if axis is not None
+        ]
+        if not sizes:
+            return np.arange(0)
+        rows = np.arange(sizes[0][2])
+        if isinstance(runner, Following):
+            count = plan.num_micro_batches
+            return np.concatenate(
+                [rows[m::count] for m in runner.numbers()] or [rows[:0]]
+            )
+        for number, axis, _ in sizes:
+            sharding = runner.batch_shardings[number]
+            if is_here(sharding):
+                indices = sharding.addressable_devices_indices_map(
+                    plan.batch[number].shape
+                )
+                mine = [rows[index[axis]] for index in indices.values() if index]
+                return np.unique(np.concatenate(mine))
+        return rows
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured so far; 0 where not known."""
+        runner = self._runner
+        return runner.seconds if isinstance(runner, Following) else ()
+
+    @property
+    def rebalances(self) -> bool:
+        """Shares follow what replicas are measured to take. May be set."""
+        runner = self._runner
+        return isinstance(runner, Following) and runner.rebalances
+
+    @rebalances.setter
+    def rebalances(self, wanted: bool) -> None:
+        if not isinstance(wanted, bool):
+            raise WhaleError(f"rebalances is {shown(wanted)}; expected True or False")
+        self._uneven.rebalances = wanted
+
+    @property
+    def _uneven(self) -> Following:
+        if not isinstance(self._runner, Following):
+            raise PlanError(
+                "the replicas of this plan have equal parts of every micro-batch. Plan "
+                "with shares=[...], micro-batches of each replica, to change them"
+            )
+        return self._runner
+
+    @without_mesh
+    def lower(self, state: TrainState | None = None) -> Any:
+        """The lowered step (``jax.stages.Lowered``), for looking at the program.
+
+        Args:
+            state: a state, or None for an abstract one.
+        """
+        if state is None:
+            state = self.abstract_state()
+        else:
+            state = to_lower(state, self._own, self.abstract_state)
+        return self._runner.lower(state, self._layout.abstract())
+
+    @without_mesh
+    def rehearse(self) -> Rehearsal:
+        """The compiled programs of stages that have their own, and what they hold.
+
+        Nothing is run.
+
+        Raises:
+            PlanError: the plan has one program, which ``lower`` gives, or several
+                pipelines.
+        """
+        if self.plan.pipelines:
+            raise PlanError(
+                "this plan runs pipelines side by side, and rehearse() compiles one. "
+                "Plan one of them alone: mesh= with data 1, on its devices"
+            )
+        if not isinstance(self._runner, Apart):
+            raise PlanError(
+                "this plan is one program, and rehearse() compiles stages that have "
+                "their own. Take lower().compile()"
+            )
+        return rehearsed(self._runner, self.abstract_state(), self._layout.abstract())
+
+    @without_mesh
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of the state, with no array behind them."""
+        shapes = abstract_state(self._runner.program, self._origin)
+        abstract: TrainState = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            self.shardings,
+        )
+        return abstract
+
+    def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
+        """Write a checkpoint; it appears whole or not at all.
+
+        Args:
+            path: a directory that does not exist yet.
+            state: is kept.
+
+        Raises:
+            WhaleError: it cannot be written there, with what to do about it, or the
+                state was consumed. Nothing is left of what was written.
+        """
+        from whalejax.runtime.checkpoint import save
+
+        problems = Arguments("TrainStep.save")
+        problems.path("path", path, "the path of a folder that does not exist yet")
+        problems.raise_if_any()
+        whole = to_save(state, self.abstract_state(), trains=self._trains)
+        save(path, whole, self.plan, self._batch_size)
+
+    @without_mesh
+    def adopt(self, state: TrainState) -> TrainState:
+        """A copy of another step's state in this one's layout, by way of the devices.
+
+        Steps take each other's states as they are where the layout is the same: the
+        same plan compiled again, another loss, another batch size. Where it is not,
+        arrays go from device to device, and by no file or host memory.
+
+        Args:
+            state: is kept. Of the same model and, where this step trains, with an
+                optimizer's state of the same form.
+
+        Raises:
+            PlanError: it is consumed, another model's or optimizer's, or several
+                processes hold its arrays on other devices than this step.
+        """
+        return adopted(state, self.abstract_state())
+
+    @without_mesh
+    def restore(
+        self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
+    ) -> TrainState:
+        """Read a checkpoint into this plan's layout, whatever plan wrote it.
+
+        Before anything is used, the files are compared with the hashes that were
+        written with them.
+
+        Args:
+            path: what ``save`` wrote.
+            only: ``"model"`` takes parameters and what else belongs to the model, the
+                run's random key and the numbers of steps and samples; the optimizer's
+                state and the loss scale begin anew. So a model is trained on with
+                another optimizer or schedule, or evaluated.
+
+        Raises:
+            WhaleError: no checkpoint is there, it is damaged, or it is another model's.
+        """
+        from whalejax.runtime.checkpoint import restore, restore_model
+
+        problems = Arguments("TrainStep.restore")
+        problems.path("path", path, "the path of a checkpoint")
+        problems.choice("only", only, ("model",), none=True)
+        problems.raise_if_any()
+        given = path, self.abstract_state(), self.plan, self._batch_size
+        if only is None:
+            state: TrainState = restore(*given)
+            return state
+        on_host = not isinstance(self._runner, OneProgram)
+        found = restore_model(*given, on_host=on_host)
+        born = self._born_from((found.params, found.rest), found.rng)
+        number = jax.device_put(np.int32(found.step), born.step.sharding)
+        return self._begun(dataclasses.replace(born, step=number), found.samples)
+
+
+def runner_of(plan: Plan) -> Callable[..., Runner]:
+    """What makes the runner of a plan."""
+    if plan.pipelines:
+        return Pipes
+    if plan.apart:
+        return Apart
+    return Uneven if plan.shares else OneProgram
+
+
+def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
+    """How the batches of a step are given.
+
+    Args:
+        runner: what runs.
+        plan: its plan.
+        structure: tree of a batch.
+    """
+    if isinstance(runner, Uneven | Pipes):
+        return runner.layout(structure)
+    return BatchLayout(
+        structure=structure, leaves=plan.batch, shardings=runner.batch_shardings
+    )
+
+
+@without_mesh
+def compile(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    batch: Any = None,
+    trainable: Any = None,
+    axis_names: Mapping[str, str] | None = None,
+    batch_axes: Any = 0,
+    devices: Any = None,
+) -> TrainStep:
+    """Turn a plan into a step that runs.
+
+    Args:
+        plan: from ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: the loss the plan was made for.
+        model: the same model, abstract or real.
+        optimizer: an optax transformation; plain evaluation needs none.
+        batch: the global batch, abstract or real, where it has containers other than
+            dictionaries, lists and tuples; otherwise the plan knows it.
+        trainable, axis_names, batch_axes: as given to ``wh.plan``.
+        devices: the devices to run on, in node order; all of them if left out.
+
+    Returns:
+        The step. Nothing is compiled before it is called.
+
+    Raises:
+        PlanError: the plan is for another model, batch or machine, or cannot run yet;
+            found before anything compiles.
+    """
+    from whalejax.runtime.batch_record import batch_of
+
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
+            "file"
+        )
+    if not plan.runnable:
+        raise PlanError(
+            "this plan is an estimate (runnable=False) and cannot be run. Plan again "
+            "without runnable=False"
+        )
+    refuse_bad_optimizer(optimizer)
+    if batch is not None:
+        check_planned(plan, batch, batch_axes)
+    devices_of(plan, devices)  # before anything takes time
+    return step_of(
+        plan,
+        adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
+        batch_of(plan) if batch is None else batch,
+        optimizer=optimizer,
+        batch_axes=batch_axes,
+        devices=devices,
+    )
+
+
+@without_mesh
+def step_of(
+    plan: Plan,
+    adapter: Adapter,
+    example: Any,
+    *,
+    optimizer: optax.GradientTransformation | None,
+    batch_axes: Any,
+    devices: Any,
+) -> TrainStep:
+    """``compile`` for a model that was adapted.
+
+    Args:
+        plan: a runnable one.
+        adapter: the model as it is, at no other precision.
+        example: the global batch, abstract or real.
+        optimizer, batch_axes, devices: as for ``compile``.
+    """
+    chosen = devices_of(plan, devices)
+    check_host_memory(plan, chosen[0])
+    adapter = at_precision(adapter.without_values(), plan.precision)
+    example = jax.tree.map(aval_of, example)
+
+    def traced(adapter: Adapter) -> Captured:
+        return capture(
+            adapter,
+            example,
+            num_micro_batches=plan.num_micro_batches,
+            batch_axes=batch_axes,
+        )
+
+    captured = traced(adapter)
+    check_same_model(plan, captured, example)
+    check_planned_state(plan, adapter, optimizer)
+    return TrainStep(
+        plan,
+        adapter,
+        captured.as_planned(plan),
+        optimizer,
+        chosen,
+        jax.tree.structure(example),
+        captured.batch_axes,
+        lambda other: traced(other).as_planned(plan),
+    )
