@@ -22,7 +22,7 @@ from whalejax.meshes.topology import Level as Level
 from whalejax.meshes.topology import Node as Node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster(ClusterData):
     """Devices and how they are joined, in the order that meshes number them.
 
@@ -48,7 +48,14 @@ class Cluster(ClusterData):
 
     @classmethod
     def of(cls, data: ClusterData) -> Cluster:
-        """The cluster with this data."""
+        """The cluster with this data.
+
+        Raises:
+            WhaleError: it is no cluster's.
+        """
+        problems = Arguments("Cluster.of")
+        problems.of("data", data, ClusterData, "the data of a cluster")
+        problems.raise_if_any()
         return cls(
             nodes=data.nodes,
             levels=data.levels,

@@ -26,7 +26,7 @@ from whalejax.meshes.topology import Level as Level
 from whalejax.meshes.topology import Node as Node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClusterData:
     """Devices and how they are joined, in the order that meshes number them.
 
@@ -68,6 +68,17 @@ class ClusterData:
         kinds = tuple({node.kind.name: node.kind for node in self.nodes}.values())
         object.__setattr__(self, "_kinds", kinds)
         object.__setattr__(self, "_slowest", {})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ClusterData):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.nodes, self.levels, self.compiler, self.links
 
     @property
     def num_devices(self) -> int:

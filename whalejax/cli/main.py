@@ -408,6 +408,8 @@ def _complete(shell: str) -> None:
 
 def _described(path: Path) -> Cluster | None:
     """What a file describes that would be written over; None for an empty one."""
+    from whalejax.meshes import Cluster
+
     if not path.is_file() or not path.stat().st_size:
         return None
     try:
@@ -421,6 +423,7 @@ def _described(path: Path) -> Cluster | None:
 
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.cli.progress import Working
+    from whalejax.meshes import Cluster
     from whalejax.meshes.calibration.calibrate import local_network, measured
     from whalejax.meshes.merge import joined
 
