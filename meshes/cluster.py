@@ -56,6 +56,8 @@ class Cluster(ClusterData):
         problems = Arguments("Cluster.of")
         problems.of("data", data, ClusterData, "the data of a cluster")
         problems.raise_if_any()
+        if isinstance(data, cls):
+            return data
         return cls(
             nodes=data.nodes,
             levels=data.levels,

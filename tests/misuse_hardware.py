@@ -52,6 +52,7 @@ HARDWARE: Final[Mapping[str, Entry]] = {
         given=lambda w: {"path": w.folder / "none.json"},
         says={"path": "path|cluster file"},
     ),
+    "Cluster.of": Entry(given=lambda w: {"data": w.cluster}),
     "Cluster.load": Entry(
         given=lambda w: {"path": w.folder / "cluster.toml"},
         says={"path": "path|cluster file"},
@@ -100,6 +101,8 @@ HARDWARE: Final[Mapping[str, Entry]] = {
             "host_memory_bytes": NONE,
             "op_overhead_seconds": ("zero half", "any number from 0"),
             "curve": ("empty", "what was measured holds"),
+            "generation": ("empty text", "any words"),
+            "watts": ("none half", "not known, or a number above 0"),
             "matmul_half_size": ("zero half", "any number from 0"),
             **dict.fromkeys(
                 (
@@ -116,6 +119,17 @@ HARDWARE: Final[Mapping[str, Entry]] = {
         },
     ),
     "meshes.DeviceKind.display_name": Entry(of=lambda w: w.kind),
+    "meshes.DeviceKind.efficiency_in": Entry(
+        of=lambda w: w.kind, given=given(dtype="f32")
+    ),
+    "meshes.DeviceKind.multiplies_in": Entry(
+        of=lambda w: w.kind,
+        given=given(dtype="f32", exact=False),
+        legal={"exact": SWITCH},
+    ),
+    "meshes.DeviceKind.was_measured": Entry(
+        of=lambda w: w.kind, given=given(dtype="f32")
+    ),
     "meshes.DeviceKind.elementwise_seconds": Entry(
         of=lambda w: w.kind,
         given=given(moved_bytes=1024, transcendentals=0),
