@@ -187,7 +187,8 @@ class DeviceKind:
 
     def was_measured(self, dtype: str) -> bool:
         """Whether products in a type were timed on this very device."""
-        return (dtype, False) in self._matmul or (dtype, True) in self._matmul
+        name = dtype_name(dtype)
+        return (name, False) in self._matmul or (name, True) in self._matmul
 
     def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
         """The type that a product runs in, where a kind has no units for its own.
@@ -207,6 +208,8 @@ class DeviceKind:
         >>> device_kind("a100-80").multiplies_in("f32")
         'tf32'
         """
+        if not isinstance(exact, bool):
+            raise WhaleError(f"exact is {shown(exact)}; expected True or False")
         name, peaks = dtype_name(dtype), dict(self.flops_per_second)
         if self.platform != "gpu" or self.was_measured(name):
             return name
@@ -232,10 +235,11 @@ class DeviceKind:
         Args:
             dtype: that it multiplies in.
         """
-        if dtype not in self._efficiency:
-            found = constants().efficiency_of(self, dtype, self.efficiency)
-            self._efficiency[dtype] = found
-        return self._efficiency[dtype]
+        name = dtype_name(dtype)
+        if name not in self._efficiency:
+            found = constants().efficiency_of(self, name, self.efficiency)
+            self._efficiency[name] = found
+        return self._efficiency[name]
 
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
