@@ -28,27 +28,7 @@ from whalejax.meshes.topology import Node as Node
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClusterData:
-    """Devices and how they are joined, in the order that meshes number them.
-
-    Attributes:
-        nodes: in order; devices are numbered node by node.
-        levels: of links, innermost first; their sizes multiply to the devices.
-        compiler: what the platform's compiler does to collectives.
-        links: ``[from][to]``, bytes per second between each two devices, where they
-            are known one by one; empty where the levels say all.
-
-    Raises:
-        WhaleError: sizes that do not multiply to the devices, kinds of several
-            platforms, numbers that are none; all problems at once.
-
-    Example:
-        >>> from whalejax.meshes import cluster
-        >>> c = cluster("h100:4x8")
-        >>> c.num_devices, [(level.name, level.size) for level in c.levels]
-        (32, [('nvlink', 8), ('infiniband', 4)])
-        >>> print(c)
-        32×H100 (4 nodes of 8, nvlink + infiniband)
-    """
+    """Devices and how they are joined; ``cluster.Cluster`` says what each field is."""
 
     nodes: tuple[Node, ...]
     levels: tuple[Level, ...]

@@ -114,56 +114,7 @@ class Question(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData:
-    """How to run one model on one cluster.
-
-    Attributes:
-        version: of the format.
-        model_hash: of the model, batch and marks it was made for.
-        cluster: the machine it was made for.
-        axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
-        device_order: for each place of the mesh, the number of its device in the
-            cluster; empty for the cluster's own order.
-        num_micro_batches: parts of the global batch, one after the other.
-        zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
-            Over ``fsdp`` parameters are always sharded (ZeRO-3).
-        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
-            keeps results of products with weights, ``"named"`` what the model names,
-            ``"full"`` only what a layer is given.
-        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
-            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
-        sequence_parallel: ``tensor`` shards the sequence between the products whose
-            other dimensions it shards.
-        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
-            not as the model computes it; ``"*"`` stands for the others.
-        loss_chunks: parts of a device's tokens whose logits are made one at a time.
-        precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
-        precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
-            stands for the others.
-        default: the strategy of what no mark covers, as text, or empty.
-        roles: the logical dimensions.
-        compute: one table for each TaskGraph.
-        storage: for the axes that shard storage only, roles in order of preference.
-        leaves: every parameter; those that are trained first, in their tree's order.
-        batch: every leaf of the batch.
-        batch_tree: the containers around them, as text.
-        collectives: what one step communicates, folded.
-        time, memory: predictions by term.
-        candidates: what else was weighed, best first.
-        notes: what a user should know.
-        product_flops: of matrix products, on one device in one step; 0 in estimates.
-        optimizer_bytes: state that the planned optimizer keeps of all parameters,
-            whole; None where that is not known.
-        stages: the pipeline, if there is one.
-        shares: micro-batches of each rank of ``data``, where ranks are unlike and each
-            takes whole micro-batches; empty where every rank has a part of each.
-        pipelines: where such ranks are pipelines, the plan of each, with all
-            micro-batches; ``stages`` are then those of the first.
-        runnable: ``whalejax.compile`` can run it.
-        beyond: what it does beyond what can be run, or None.
-        compiler_options: (name, value) pairs that the step is compiled with.
-        source: how the command line named the model, then its options, or empty.
-        question: what was planned, to be asked again. Not in files.
-    """
+    """How to run a model on a cluster; ``plan.plan.Plan`` says what each field is."""
 
     version: int = PLAN_VERSION
     model_hash: str
@@ -224,9 +175,11 @@ class PlanData:
         return dict(self.axes)
 
     @property
-    def apart(self) -> tuple[PlanData, ...]:
+    def apart(self) -> tuple[Self, ...]:
         """The plans of stages with programs of their own; empty without such."""
-        return () if self.stages is None else self.stages.plans
+        plans: Any = () if self.stages is None else self.stages.plans
+        found: tuple[Self, ...] = plans  # of one class with this plan
+        return found
 
     @property
     def room_bytes(self) -> int:
@@ -273,7 +226,7 @@ class PlanData:
         """Some of it computes in float16, where small gradients vanish."""
         return "f16" in (self.precision, *dict(self.precisions).values())
 
-    def home(self, path: str) -> PlanData:
+    def home(self, path: str) -> Self:
         """The plan of the stage that stores a parameter; itself without stages apart.
 
         Args:

@@ -12,7 +12,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.meshes.checks import is_printable
 from whalejax.planner import fields
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
@@ -88,24 +87,6 @@ class Plan(Pictured):
 
     stages: Stages | None = None
     pipelines: tuple[Plan, ...] = ()
-
-    @property
-    def apart(self) -> tuple[Plan, ...]:
-        """The plans of stages with programs of their own; empty without such."""
-        return () if self.stages is None else self.stages.plans
-
-    def home(self, path: str) -> Plan:
-        """The plan of the stage that stores a parameter; itself without stages apart.
-
-        Args:
-            path: of the parameter.
-        """
-        if not is_printable(path):
-            self.leaf(path)  # says what is wrong with it
-        for plan in self.apart:
-            if any(leaf.path == path for leaf in plan.leaves):
-                return plan
-        return self
 
     def batch_slices(self, node: int) -> tuple[slice, ...]:
         """The samples that a node takes of every global batch, with shares as planned.

@@ -9,12 +9,6 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.verification.targets import Target
 
 
-CLOSE = 0.05
-"""Relative difference up to which traffic counts as planned."""
-
-Axes = tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
     """A number that was predicted and compiled.
