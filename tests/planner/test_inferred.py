@@ -41,9 +41,11 @@ def test_a_policy_by_a_name_of_its_own_keeps_what_fits() -> None:
     fits = one(remat="save_qkv_proj")
     assert fits.run is not None
     assert fits.run.remat == "dots"
+    assert not any("least that fits" in note for note in fits.notes)
     wide = one(remat="save_qkv_proj", **LARGE, micro_batch="16", global_batch="512")
     assert wide.run is not None
     assert wide.run.remat == "full"
+    assert "remat full (dots does not fit)" in wide.notes
     moved = one(remat="offload_dots", **LARGE, micro_batch="16", global_batch="512")
     assert moved.run is not None
     assert (moved.run.remat, moved.run.offloaded) == ("dots", True)
@@ -63,7 +65,7 @@ def test_what_fits_no_other_way_is_sharded() -> None:
 
 def test_what_does_not_fit_at_all_is_said() -> None:
     found = one(**LARGE, device="T4", remat="", zero_stage="1")
-    assert found.notes[-1] == "remat full (nothing fits; it takes least)"
+    assert found.notes[-1] == "remat full (nothing fits; it takes least memory)"
 
 
 def test_a_rack_behind_one_switch_is_a_node() -> None:

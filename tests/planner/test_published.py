@@ -74,6 +74,9 @@ def test_llamas_have_gates_and_gpts_have_none() -> None:
     assert (gpt.gated, gpt.tied, gpt.ffn) == (False, True, 4096)
     assert (llama.gated, llama.tied, llama.ffn) == (True, False, 2816)
     assert "ffn 4096 (4 × hidden, no gate)" in note()
+    short = read(model="Llama-2", hidden="4096", heads="32").sizes
+    assert (short.gated, short.ffn) == (True, 11008)
+    assert "ffn 2816 (8/3 × hidden, with a gate)" in note(model="Llama-2")
 
 
 def test_narrow_networks_have_gates_whatever_the_name() -> None:
@@ -379,7 +382,7 @@ def test_flops_follow_the_convention_of_the_framework() -> None:
         ),
         (
             "layers,hidden,seq,global_batch,num_devices,device\n8,64,-1,1,1,T4\n",
-            "line 2, column seq: -1 is below 0",
+            "line 2, column seq: -1; expected a number of at least 0",
         ),
         (
             "layers,hidden,seq,global_batch,num_devices,device\n8,64,1.5,1,1,T4\n",

@@ -392,7 +392,8 @@ def _estimate(command: EstimateCommand) -> int:
             f"{command.output}"
         )
     if found.unread and not command.json:
-        print(f"{found.unread} rows could not be read; their note says why")
+        rows = "1 row" if found.unread == 1 else f"{found.unread} rows"
+        print(f"{rows} could not be read; the column note says why")
     return min(found.unread, MOST_STATUS)
 
 

@@ -163,8 +163,10 @@ def _wrong(column: str, cell: str) -> str:
     if column in REST and value == -1:
         return ""
     most = _MOST.get(column, _MEASURED)
-    if not math.isfinite(value) or value < 0:
-        return f"{at}: {quoted(cell, str)} is below 0 or no number"
+    if not math.isfinite(value):
+        return f"{at}: {quoted(cell, str)} is no number"
+    if value < 0:
+        return f"{at}: {quoted(cell, str)}; expected a number of at least 0"
     if column == "micro_batch" and value <= 0:
         return f"{at}: {quoted(cell, str)}; expected a number above 0"
     whole = value >= 1 and value == int(value)

@@ -43,7 +43,7 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
     for index, several in offers.items():
         one = several[-1]
         assert one.run is not None
-        note = f"remat {one.run.remat} (nothing fits; it takes least)"
+        note = f"remat {one.run.remat} (nothing fits; it takes least memory)"
         found[index] = replace(one, notes=(*found[index].notes, note))
     return tuple(found)
 
@@ -74,8 +74,10 @@ def _offers(one: Reading) -> list[Reading]:
         for remat in one.policies:
             for size in sizes:
                 notes = list(one.notes)
-                if len(one.policies) > 1:
+                if one.policies[0] == "none":
                     notes.append(f"remat {remat} (the least that fits)")
+                elif remat != one.policies[0]:
+                    notes.append(f"remat {remat} ({one.policies[0]} does not fit)")
                 if size < sizes[0]:
                     notes.append(f"micro_batch {size} (the largest that fits)")
                 if layout is not run:

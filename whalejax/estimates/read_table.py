@@ -309,13 +309,14 @@ def _sizes(
     if padded != heads:
         by = f"tp {tensor}" if kv_heads == heads else f"kv_heads {groups}"
         cells.notes.append(f"heads {padded} ({by} does not divide {heads})")
+    gated_name = any(word in cells.text("model").lower() for word in vocabulary.GATED)
     plain = Decoder(
         layers=cells.whole("layers") or 1,
         hidden=hidden,
         heads=padded,
         kv_heads=groups,
         head_dim=cells.whole("head_dim") or max(1, hidden // heads),
-        ffn=cells.whole("ffn") or 4 * hidden,
+        ffn=cells.whole("ffn") or _usual_width(hidden, gated=gated_name),
         vocab=cells.whole("vocab") or 1,
         seq=_padded(cells, cells.whole("seq") or 1, context),
         experts=experts if experts > 1 else 0,
@@ -327,19 +328,30 @@ def _sizes(
     )
     llama = replace(plain, gated=True, norm_bias=False, positions=False, tied=False)
     llama = replace(llama, dropout=False)
-    sizes = llama if _gated(cells, plain, llama) else plain
+    gated = _gated(cells, plain, llama, by_name=gated_name)
+    sizes = llama if gated else plain
     if not (source.flash_plain or sizes.gated or said):
         sizes = replace(sizes, flash=False)
     vocab = cells.or_else("vocab", 32000 if sizes.gated else 50304, "the usual")
     return replace(sizes, vocab=_shared(vocab, tensor, source))
 
 
-def _gated(cells: Cells, plain: Decoder, llama: Decoder) -> bool:
+def _usual_width(hidden: int, *, gated: bool) -> int:
+    """Width of a feed-forward whose row says none.
+
+    Llama's three matrices at 8/3 of the hidden size, rounded up to 256, hold as many
+    parameters as two at four times it (Touvron et al. 2023, section 2.2).
+    """
+    return 256 * math.ceil(8 * hidden / 3 / 256) if gated else 4 * hidden
+
+
+def _gated(cells: Cells, plain: Decoder, llama: Decoder, *, by_name: bool) -> bool:
     """Whether the feed-forward has a gate: by name, by parameters, by width."""
     if cells.whole("ffn") is None:
-        cells.notes.append(f"ffn {plain.ffn} (4 × hidden, no gate)")
-        return False
-    if any(word in cells.text("model").lower() for word in vocabulary.GATED):
+        how = "8/3 × hidden, with a gate" if by_name else "4 × hidden, no gate"
+        cells.notes.append(f"ffn {plain.ffn} ({how})")
+        return by_name
+    if by_name:
         return True
     stated = float(cells.text("params_b") or 0) * 1e9
     if stated and cells.whole("vocab"):
