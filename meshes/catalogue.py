@@ -135,18 +135,25 @@ def entry(name: str) -> Entry:
     found = known.get(name.strip().lower()) if known else None
     if found is None:
         text = name if isinstance(name, str) else shown(name)
-        raise WhaleError(unknown_kind(text, tuple(_by_name())))
+        known_kinds = f"Known: {', '.join(kind_names())}. "
+        raise WhaleError(f"{unknown_kind(text)}{known_kinds}{DESCRIBE_IN_TOML}")
     return found
 
 
-def unknown_kind(name: str, known: tuple[str, ...]) -> str:
-    """What to say of a name that is no kind's."""
+DESCRIBE_IN_TOML = "Any other kind can be described in a TOML file"
+
+
+def is_kind(name: str) -> bool:
+    """Whether the catalogue has a kind of this name or alias."""
+    return name.strip().lower() in _by_name()
+
+
+def unknown_kind(name: str) -> str:
+    """What to say of a name that is no kind's: the nearest ones, with a space last."""
+    known = tuple(_by_name())
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    return (
-        f"unknown device kind {shown(name.strip())}. {hint}Known: "
-        f"{', '.join(kind_names())}. Any other kind can be described in a TOML file"
-    )
+    return f"unknown device kind {shown(name.strip())}. {hint}"
 
 
 def entry_of_device(device_kind_text: str) -> Entry | None:

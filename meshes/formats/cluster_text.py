@@ -11,7 +11,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whalejax.meshes.catalogue import Entry, Link, Torus, entry, kind_names
+from whalejax.meshes.catalogue import (
+    DESCRIBE_IN_TOML,
+    Entry,
+    Link,
+    Torus,
+    entry,
+    is_kind,
+    kind_names,
+    unknown_kind,
+)
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
@@ -94,11 +103,10 @@ def _part(term: str, problems: Problems) -> _Part | None:
     if match is None:
         problems.add(_malformed(term))
         return None
-    try:
-        found = entry(match[1])
-    except WhaleError as error:
-        problems.add(str(error))
+    if not is_kind(match[1]):
+        problems.add(f"{unknown_kind(match[1])}{DESCRIBE_IN_TOML}")
         return None
+    found = entry(match[1])
     digits = match[2].split("x")
     if max(map(len, digits)) > len(str(MAX_DEVICES)):
         problems.add(f"{term!r}: expected at most {MAX_DEVICES} devices")

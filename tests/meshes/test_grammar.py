@@ -127,9 +127,6 @@ def test_every_torus_has_its_devices_or_an_error(name: str, numbers: list[int]) 
         assert Cluster.from_json(parsed.to_json()) == parsed
 
 
-KNOWN = ", ".join(kind_names())
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -167,8 +164,7 @@ KNOWN = ", ".join(kind_names())
         ),
         (
             "xyz:8",
-            f"unknown device kind 'xyz'. Known: {KNOWN}. Any other kind can be "
-            f"described in a TOML file",
+            "unknown device kind 'xyz'. Any other kind can be described in a TOML file",
         ),
         (
             "cpu:2x8",

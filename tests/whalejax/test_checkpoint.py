@@ -258,6 +258,15 @@ def test_a_lost_record_is_named(copy: Path) -> None:
     )
 
 
+def test_a_folder_of_checkpoints_is_none_itself(copy: Path) -> None:
+    with pytest.raises(wh.WhaleError) as caught:
+        shared_step().restore(copy.parent)
+    assert str(caught.value) == (
+        f"{copy.parent} is no checkpoint, it holds 1: '{copy.name}'. Give the path of "
+        f"one of them, such as {copy}"
+    )
+
+
 def test_a_newer_format_is_named(copy: Path) -> None:
     record = copy / "whalejax.json"
     data = json.loads(record.read_text())

@@ -279,7 +279,8 @@ def test_a_plan_remembers_it(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("remat", "message"),
     [
-        ("some", "'some' is no policy; expected one of none, dots, named, full"),
+        ("some", "remat is 'some'; expected one of none, dots, named, full"),
+        ({"*": "some"}, "'some' is no policy; expected one of none, dots, named, full"),
         ("named", "it names nothing: put jax.ad_checkpoint.checkpoint_name"),
         ({"head": "full"}, "there is no TaskGraph 'head'; expected some of default"),
         (3, "remat is 3; expected a word such as 'full', one for each"),

@@ -18,6 +18,7 @@ from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.search.request import Hosted
+from whalejax.planner.sharding.remat import POLICIES
 from whalejax.planner.terms import OFFLOADS
 from whalejax.runtime.mixed_precision import PRECISIONS
 
@@ -75,6 +76,10 @@ def _check_words(asked: PlanRequest, problems: Arguments) -> None:
         )
     for name, example in (("remat", "full"), ("attention", "ring")):
         value = getattr(asked, name)
+        if name == "remat" and isinstance(value, str):
+            if value.partition(":")[0] not in POLICIES:
+                problems.refuse("remat", value, f"one of {', '.join(POLICIES)}")
+            continue
         if isinstance(value, str) and value.isprintable() and value:
             continue
         if value is not None and not _by_name(value):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax._version import __version__
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.read_file import read_text
+from whalejax.meshes.texts import quoted
 
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ def read_record(target: Path) -> Record:
             "one"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _refuse_parent(target)
         said = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DamagedCheckpoint(
             f"{target} is not a whole checkpoint: its record {RECORD} cannot be read "
@@ -226,6 +228,17 @@ def read_record(target: Path) -> Record:
         )
     _check_sizes(target, read.file_bytes)
     return read
+
+
+def _refuse_parent(target: Path) -> None:
+    """Says which checkpoints lie in a folder that is none itself."""
+    inside = sorted(one.parent.name for one in target.glob(f"*/{RECORD}"))
+    if inside:
+        raise WhaleError(
+            f"{target} is no checkpoint, it holds {len(inside)}: "
+            f"{quoted(', '.join(inside[-3:]))}. Give the path of one of them, such as "
+            f"{target / inside[-1]}"
+        )
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
