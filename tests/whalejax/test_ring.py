@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -78,6 +79,25 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     assert {i.axes(plan.axis_sizes) for i in permutes} == {("context",)}
     assert sum(i.nbytes * i.count for i in permutes) == sum(sent(plan).values())
     assert not found.of("all-gather")
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 4, "context": 2}])
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.relaxed_promotion  # Llama's norms rely on it
+def test_no_masks_are_kept_between_blocks(mesh: dict[str, int], remat: str) -> None:
+    """They depend on indices alone, so that JAX would compute all of them first."""
+    job = models.job("llama-test", sequence=2048)
+    model, batch = abstract_model(job), jax.eval_shape(lambda: job.batch_at(0, 8))
+    options = {"cluster": "cpu:8", "optimizer": job.optimizer, "remat": remat}
+    plan = wh.plan(
+        job.loss_fn, model, batch, mesh=mesh, attention="ring", zero=0, **options
+    )
+    step = wh.compile(
+        plan, job.loss_fn, model, optimizer=job.optimizer, devices=jax.devices()
+    )
+    masks = re.findall(r"tensor<([0-9x]+)x512x512xi1>", step.lower().as_text())
+    assert masks
+    assert max(math.prod(map(int, found.split("x"))) for found in masks) <= 2 * 8
 
 
 @pytest.mark.relaxed_promotion  # Flax's norms rely on it

@@ -345,6 +345,7 @@ class _Local:
     def ahead(self, query: Any, key: Any, value: Any, *given: Any) -> Any:
         """Output, and what the backward pass reads."""
         sizes = self.sizes(query)
+        here, query = self._tied(query)
         query = self.deal(self._flat(query, 0), 2)
         key, value = (self.deal(self._flat(x, n), 1) for n, x in ((1, key), (2, value)))
         others = self.outside(given)
@@ -368,7 +369,7 @@ class _Local:
             return (state[0], left_out.summed(step, moving[1], state[1])), sums
 
         start = none_yet, () if left_out is None else left_out.none_yet(value)
-        (state, hidden), _ = self._rounds((key, value), (), start, block, rest)
+        (state, hidden), _ = self._rounds(here, (key, value), (), start, block, rest)
         if left_out is not None:
             state = left_out.blended(hidden, *state)
         total, peak, below = state
@@ -424,6 +425,7 @@ class _Local:
 
     def back(self, cotangent: Any, output: Any, *saved: Any) -> Any:
         """Cotangents of query, key and value."""
+        here, cotangent = self._tied(cotangent)
         query, key, value, level, below = saved[:5]
         sizes = {t: output.shape[n] for n, (w, t) in self._named() if w == "scores"}
         others = self.outside(saved[5:])
@@ -446,7 +448,7 @@ class _Local:
 
         zeros = tuple(jnp.zeros(x.shape, self.wide) for x in (key, value))
         state = jnp.zeros(query.shape, self.wide)
-        state, sums = self._rounds((key, value), zeros, state, block, rest)
+        state, sums = self._rounds(here, (key, value), zeros, state, block, rest)
         found = [
             self.deal(x.astype(like.dtype), dim, back=True)
             for x, like, dim in zip(
@@ -505,23 +507,41 @@ class _Local:
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         return LeftOut(self.ring, self.laid.filled, here, self.wide)
 
-    def _rounds(self, moving: Any, sums: Any, state: Any, block: Any, rest: Any) -> Any:
+    def _tied(self, value: Any) -> tuple[tuple[Any, Any], Any]:
+        """This device's pairs of blocks and their number, and the value as it is.
+
+        The barrier makes indices depend on the value. JAX evaluates what depends on
+        indices alone before a loop over layers and keeps it: the masks of all blocks,
+        which take memory by the square of the sequence.
+        """
+        here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
+        own = tuple(jnp.asarray(x)[here] for x in (self.ring.pairs, self.ring.counts))
+        return lax.optimization_barrier((own, value))
+
+    def _rounds(
+        self,
+        here: tuple[Any, Any],
+        moving: Any,
+        sums: Any,
+        state: Any,
+        block: Any,
+        rest: Any,
+    ) -> Any:
         """Every pair of blocks of this device, round by round.
 
         All devices go through as many pairs as the busiest of them, so that what runs
         is known beforehand; pairs that a device does not have are passed over.
 
         Args:
+            here: this device's pairs of blocks in each round, and their number.
             moving: keys and values, which go round.
             sums: their cotangents, which go with them and come home; or ().
             state: what stays.
             block: from a pair, ``moving``, ``sums`` and ``state`` to state and sums.
             rest: the same of a round and the pairs of it that are not computed.
         """
-        n, axes, counts = self.ring.size, self.laid.axes, self.ring.counts
-        here = lax.axis_index(axes) if n > 1 else 0
-        pairs, own = (jnp.asarray(x)[here] for x in (self.ring.pairs, counts))
-
+        n, counts = self.ring.size, self.ring.counts
+        pairs, own = here
         later, first = counts[:, 1:], counts[:, :1]
         most = int(later.max() if n > 1 else first.max())
         alike = first.min() == first.max() >= most and (later == most).all()
