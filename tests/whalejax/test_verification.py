@@ -86,6 +86,19 @@ def test_compiler_options_are_planned_with_and_compiled_with() -> None:
         assert all(scattered) if one is plan else not any(scattered)
 
 
+@pytest.mark.full
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "kind"), [("v4:2x2x2", "TPU v4"), ("v7x:2x2x1", "TPU7x")]
+)
+def test_kinds_with_two_cores_a_chip(topology: str, kind: str) -> None:
+    """JAX sees a v4's two cores as one device, and a v7x's as two."""
+    found = planned("mlp-test", topology).verify(timeout_seconds=300)
+    assert found.device_kind == kind
+    assert not found.refused and not found.failure
+    assert found.product_flops.compiled == found.product_flops.predicted
+
+
 @needs_tpu_compiler
 def test_an_option_the_compiler_does_not_know_is_named() -> None:
     plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_cpu_ftz": "x"})
@@ -219,7 +232,7 @@ def test_the_model_line_behind_a_warning_is_named() -> None:
 
 def test_an_unknown_topology_lists_the_known_ones() -> None:
     plan = planned("mlp-test", "v5e:2x2")
-    with pytest.raises(wh.WhaleError, match=r"v9:4(.|\n)*compilers for v5e:4x4"):
+    with pytest.raises(wh.WhaleError, match=r"v9:4(.|\n)*for v4:4x4x4, v5e:4x4"):
         target_of(plan, "v9:4")
     with pytest.raises(wh.WhaleError, match="no compiler to be had for t4:4"):
         target_of(plan, "t4:4")

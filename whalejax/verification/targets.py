@@ -18,8 +18,17 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 
 
-TPU_NAMES: Final = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e"}
+TPU_NAMES: Final = {
+    "v4": "v4",
+    "v5e": "v5e",
+    "v5p": "v5p",
+    "v6e": "v6e",
+    "v7x": "tpu7x",
+}
 """Kinds of the catalogue to the names of libtpu."""
+
+CHIP_CONFIGS: Final = {"v4": "megacore"}
+"""How a kind's chip shows its cores, where libtpu's default is not JAX's."""
 
 GPU_KINDS: Final = ("h100",)
 """Kinds of the catalogue whose properties ``gpu_targets`` holds."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whalejax.verification.targets import Target
+from whalejax.verification.targets import CHIP_CONFIGS, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +209,8 @@ def _devices(request: Request) -> list[Any]:
         name, platform = target.topology, "tpu"
         if target.slices > 1:
             options["num_slices"] = target.slices
+        if target.kind in CHIP_CONFIGS:
+            options["chip_config_name"] = CHIP_CONFIGS[target.kind]
         lengths = [int(n) for n in name.partition(":")[2].split("x")]
         if lengths[0] % 2 or lengths[1] % 2:  # less than a host of 2 x 2 chips
             bounds = [*lengths, 1, 1][:3]
