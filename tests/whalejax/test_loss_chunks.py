@@ -73,18 +73,20 @@ def _whole(step: wh.TrainStep) -> bool:
     return any(math.prod(map(int, shape.split(","))) in ALL for shape in shapes)
 
 
-def _data() -> tuple[Any, Any, Any]:
+def _data(samples: int = BATCH) -> tuple[Any, Any, Any]:
     draw = np.random.default_rng(0)
     params = {
         "kernel": jnp.asarray(draw.normal(size=(EMBED, VOCAB)), jnp.float32),
         "bias": jnp.asarray(draw.normal(size=(VOCAB,)), jnp.float32),
     }
-    h = jnp.asarray(draw.normal(size=(BATCH, LENGTH, EMBED)), jnp.float32)
-    return params, h, jnp.asarray(draw.integers(0, VOCAB, (BATCH, LENGTH)))
+    h = jnp.asarray(draw.normal(size=(samples, LENGTH, EMBED)), jnp.float32)
+    return params, h, jnp.asarray(draw.integers(0, VOCAB, (samples, LENGTH)))
 
 
-def _step(form: Function, **options: Any) -> tuple[wh.TrainStep, Any, Any, Any]:
-    params, h, y = _data()
+def _step(
+    form: Function, samples: int = BATCH, **options: Any
+) -> tuple[wh.TrainStep, Any, Any, Any]:
+    params, h, y = _data(samples)
     params["mix"] = jnp.eye(EMBED)
 
     def loss_fn(params: Any, batch: Any) -> Any:
@@ -115,6 +117,19 @@ def test_every_form_is_cut_and_exact(name: str) -> None:
     )
     assert "logits in 3 chunks" in str(step.plan)
     assert not _whole(step)
+    state, _ = step(step.init_from(params), batch)
+    for path, gradient in expected.items():
+        change = params[path] - state.params[path]
+        assert np.allclose(change, gradient, atol=2e-6), path
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("name", ["labels", "biased"])
+def test_one_sample_is_cut_along_its_sequence(name: str) -> None:
+    step, params, batch, expected = _step(
+        FORMS[name], samples=1, mesh={"tensor": 8}, loss_chunks=3, default=wh.split()
+    )
+    assert "logits in 3 chunks" in str(step.plan)
     state, _ = step(step.init_from(params), batch)
     for path, gradient in expected.items():
         change = params[path] - state.params[path]

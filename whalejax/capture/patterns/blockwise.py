@@ -148,13 +148,22 @@ def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | Non
     table, indices = (atom.aval.shape for atom in equation.invars)
     batch = tuple(numbers.operand_batching_dims)
     single = tuple(numbers.collapsed_slice_dims)
-    if numbers.offset_dims or single != tuple(numbers.start_index_map):
+    if len(single) != 1 or single != tuple(numbers.start_index_map):
         return None
-    if len(single) != 1 or len(batch) != len(table) - 1 or indices[-1] != 1:
+    window = [d for d in range(len(table)) if d not in (*batch, *single)]
+    if indices[-1] != 1 or any(table[dim] != 1 for dim in window):
         return None
+    given = tuple(tags[dim] for dim in looked_up_dims(equation))
     places = dict(zip(batch, numbers.start_indices_batching_dims, strict=True))
     inside = tuple(
-        whole if dim == single[0] else tags[places[dim]] if size > 1 else None
+        whole if dim == single[0] else given[places[dim]] if size > 1 else None
         for dim, size in enumerate(table)
     )
-    return [inside, (*tags, None)]
+    return [inside, (*given, None)]
+
+
+def looked_up_dims(equation: Any) -> tuple[int, ...]:
+    """Which dimensions of a gather's result are those of its indices, in order."""
+    offsets = equation.params["dimension_numbers"].offset_dims
+    dims = range(len(equation.outvars[0].aval.shape))
+    return tuple(dim for dim in dims if dim not in offsets)

@@ -19,6 +19,7 @@ from whalejax.capture.patterns.blockwise import (
     Node,
     Tags,
     computed,
+    looked_up_dims,
     operand_tags,
     reduced_tags,
 )
@@ -384,8 +385,9 @@ def _arrangements(
             strict=True,
         )
         looked: list[int | None] = [None] * len(shape)
+        dims = looked_up_dims(equation)
         for dim, place in batch:
-            if place < len(shape):
-                looked[place] = known[dim]
+            if place < len(dims):
+                looked[dims[place]] = known[dim]
         return tuple(looked)
     return None
