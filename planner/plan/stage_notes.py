@@ -54,22 +54,8 @@ def check_stages(request: Request, stages: int, *, most: int) -> None:
         PlanError: what it is, and the remedy.
     """
     check_devices(request.num_devices, stages, most=most)
-    if request.offload:
-        raise PlanError(
-            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
-            "memory yet. Leave offload out, or the axis stage"
-        )
-    if (request.loss_chunks or 1) > 1:
-        raise PlanError(
-            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
-            "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
-            "micro-batches make fewer logits at once"
-        )
-    if any(kind == "ring" for _, kind in request.attention or ()):
-        raise PlanError(
-            'attention is "ring": stages do not run attention in blocks yet. Leave '
-            "attention out, or the axis stage"
-        )
+    if refused := [*request.refused_by_stages()]:
+        raise PlanError(". ".join(refused))
 
 
 def merged(graph: Graph) -> str:

@@ -51,6 +51,7 @@ from whalejax.planner.search.zero1_slices import (
     with_slices,
 )
 from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.step_options import options_of
 from whalejax.planner.terms import TimeTerms
 
 
@@ -437,11 +438,7 @@ def _pinned(request: Request, plan: Plan) -> Request:
     return dataclasses.replace(
         request,
         mesh={DATA: 1, **plan.axis_sizes},
-        remat=plan.remat,
-        offload=plan.offload,
-        sequence_parallel=plan.sequence_parallel,
-        attention=plan.attention,
-        loss_chunks=plan.loss_chunks,
+        **options_of(plan),
     )
 
 

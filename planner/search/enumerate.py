@@ -384,11 +384,9 @@ class Search:
         return Scored(
             mesh=case.mesh,
             zero=case.zero,
-            remat=self.request.remat or (),
-            offload=offload,
-            sequence_parallel=self.split is not None,
-            attention=self.request.attention or (),
-            loss_chunks=self.request.loss_chunks or 1,
+            **self.request.or_off(
+                offload=offload, sequence_parallel=self.split is not None
+            ),
             num_micro_batches=count,
             tables=case.tables,
             facts=self.facts,

@@ -43,7 +43,8 @@ from whalejax.planner.sharding.attention_blocks import check_rings, checked_atte
 from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
-from whalejax.planner.sharding.remat import POLICIES, checked_policies
+from whalejax.planner.sharding.remat import checked_policies
+from whalejax.planner.step_options import REMAT_POLICIES
 from whalejax.planner.terms import (
     ALL,
     Chosen,
@@ -252,7 +253,7 @@ class Asked(PlanRequest):
             zero=self.zero,
             reductions=traced.reductions,
             remat=None if self.remat is None else remat,
-            policies=tuple(p for p in POLICIES if traced.names or p != "named"),
+            policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
             offload=checked_offload(self, hosts),
             hosted=hosts,
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
