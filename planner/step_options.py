@@ -48,56 +48,6 @@ class UserOptions:
     attention: str | Mapping[str, str] | None = None
     loss_chunks: int | None = None
 
-    def check_options(self, problems: Arguments) -> None:
-        """Record options that no model can be planned with.
-
-        Args:
-            problems: where to record them.
-        """
-        if not isinstance(self.sequence_parallel, bool | None):
-            problems.refuse(
-                "sequence_parallel",
-                self.sequence_parallel,
-                "True, False, or None, which leaves it to the planner",
-            )
-        for name, example in (("remat", "full"), ("attention", "ring")):
-            value = getattr(self, name)
-            if isinstance(value, str) and value.isprintable() and value:
-                continue
-            if value is not None and not by_task_graph(value):
-                problems.refuse(
-                    name,
-                    value,
-                    f"a word such as '{example}', one for each TaskGraph by its name, "
-                    f"such as {{'*': '{example}'}}, or None for the planner to choose",
-                )
-        self._check_offload(problems)
-        chunks = self.loss_chunks
-        whole = isinstance(chunks, int) and is_whole(chunks, 1)
-        if chunks is not None and not whole:
-            problems.refuse(
-                "loss_chunks",
-                chunks,
-                "a whole number, 1 or more, or None for the planner to choose",
-            )
-
-    def _check_offload(self, problems: Arguments) -> None:
-        offload, known = self.offload, ", ".join(OFFLOADS)
-        if offload is None:
-            return
-        if not isinstance(offload, str | list | tuple | set | frozenset):
-            problems.refuse(
-                "offload",
-                offload,
-                f"some of {known}, () for nothing, or None for the planner to choose",
-            )
-            return
-        for name in [offload] if isinstance(offload, str) else offload:
-            if not isinstance(name, str) or name not in OFFLOADS:
-                problems.add(
-                    f"offload: {shown(name)} is none of {known}; () is nothing"
-                )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedOptions:
@@ -185,8 +135,8 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
 """What messages between processes call each option."""
 
 
-def options_of(chosen: StepOptions) -> dict[str, Any]:
-    """The options alone of a plan or a candidate, to make another with.
+def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
+    """The options alone of a plan, a candidate or a request, to make another with.
 
     >>> options_of(StepOptions(loss_chunks=4))["loss_chunks"]
     4
@@ -242,6 +192,57 @@ def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]
 def option_counts(chosen: StepOptions) -> dict[str, int]:
     """Options that are whole numbers of at least 1."""
     return {"loss_chunks": chosen.loss_chunks}
+
+
+def check_user_options(options: UserOptions, problems: Arguments) -> None:
+    """Record options that no model can be planned with.
+
+    Args:
+        options: as they were given.
+        problems: where to record them.
+    """
+    if not isinstance(options.sequence_parallel, bool | None):
+        problems.refuse(
+            "sequence_parallel",
+            options.sequence_parallel,
+            "True, False, or None, which leaves it to the planner",
+        )
+    for name, example in (("remat", "full"), ("attention", "ring")):
+        value = getattr(options, name)
+        if isinstance(value, str) and value.isprintable() and value:
+            continue
+        if value is not None and not by_task_graph(value):
+            problems.refuse(
+                name,
+                value,
+                f"a word such as '{example}', one for each TaskGraph by its name, "
+                f"such as {{'*': '{example}'}}, or None for the planner to choose",
+            )
+    _check_offload(options.offload, problems)
+    chunks = options.loss_chunks
+    whole = isinstance(chunks, int) and is_whole(chunks, 1)
+    if chunks is not None and not whole:
+        problems.refuse(
+            "loss_chunks",
+            chunks,
+            "a whole number, 1 or more, or None for the planner to choose",
+        )
+
+
+def _check_offload(offload: object, problems: Arguments) -> None:
+    known = ", ".join(OFFLOADS)
+    if offload is None:
+        return
+    if not isinstance(offload, str | list | tuple | set | frozenset):
+        problems.refuse(
+            "offload",
+            offload,
+            f"some of {known}, () for nothing, or None for the planner to choose",
+        )
+        return
+    for name in [offload] if isinstance(offload, str) else offload:
+        if not isinstance(name, str) or name not in OFFLOADS:
+            problems.add(f"offload: {shown(name)} is none of {known}; () is nothing")
 
 
 def by_task_graph(value: object) -> bool:

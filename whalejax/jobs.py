@@ -15,8 +15,7 @@ import jax
 
 from whalejax.adapters.base import wants_key
 from whalejax.api.losses import Job
-from whalejax.api.plan import ask
-from whalejax.api.plan import plan as find_plan
+from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import Found
 from whalejax.meshes import Cluster
@@ -89,10 +88,7 @@ def make_plan(
         source: how the command line named the job, for the plan to remember.
         options: others, as for ``wh.plan``.
     """
-    found = find_plan(
-        job.loss_fn,
-        model,
-        batch,
+    request = PlanRequest(
         optimizer=job.optimizer,
         cluster=cluster,
         precision=precision or "f32",
@@ -100,6 +96,7 @@ def make_plan(
         offload=() if tuple(offload) == ("none",) else offload or None,
         **options,
     )
+    found = request.plan(job.loss_fn, model, batch)
     return dataclasses.replace(found, source=source)
 
 
@@ -145,12 +142,11 @@ def question_of(job: Job, plan: Plan) -> Question:
         job: what the plan was made for.
         plan: such as ``whalejax plan`` wrote it.
     """
-    return ask(
-        job.loss_fn,
-        abstract_model(job),
-        job.batch_at(0, plan.batch[0].shape[0]),
+    request = PlanRequest(
         optimizer=job.optimizer,
         cluster=plan.cluster,
         precision=plan.asked_precision,
         compiler_options=dict(plan.compiler_options),
     )
+    batch = job.batch_at(0, plan.batch[0].shape[0])
+    return question_about(request, job.loss_fn, abstract_model(job), batch)

@@ -52,7 +52,6 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark
 from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
-from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.fused_parameters import (
     fused_dimensions,
@@ -148,11 +147,6 @@ class Captured:
             )
         }
         return Counter(why for at, why in wide_products(self.jaxpr) if at in reads)
-
-    def as_planned(self, plan: Plan) -> Captured:
-        """The same loss with all that a plan changes of its program."""
-        found = self.with_precisions(plan.precisions).with_attention(plan.attention)
-        return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
 
     def with_precisions(self, precisions: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, some TaskGraphs of which compute in 16 bits.
