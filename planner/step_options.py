@@ -110,11 +110,15 @@ class StepOptions:
     """Options of a step that were decided; by default none has any effect.
 
     Attributes:
-        remat: (TaskGraph, policy) of those that the backward pass computes again.
-        offload: what lies in host memory.
-        sequence_parallel: ``tensor`` shards the sequence between products.
-        attention: (TaskGraph, ``"ring"`` or ``"gather"``) of those whose attention was
-            decided.
+        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
+            keeps results of products with weights, ``"named"`` what the model names,
+            ``"full"`` only what a layer is given.
+        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
+            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
+        sequence_parallel: ``tensor`` shards the sequence between the products whose
+            other dimensions it shards.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
+            not as the model computes it; ``"*"`` stands for the others.
         loss_chunks: parts of a device's tokens whose logits are made one at a time.
     """
 

@@ -73,29 +73,17 @@ def make_plan(
     batch: Any,
     cluster: Cluster,
     *,
-    precision: str | Mapping[str, str] | None,
-    micro_batches: int | None,
-    offload: Sequence[str] = (),
     source: tuple[str, ...] = (),
-    **options: Any,
+    **settings: Any,
 ) -> Plan:
-    """``wh.plan`` of a job, with the options of the command line.
+    """``wh.plan`` of a job.
 
     Args:
-        precision: as for ``wh.plan``; None is ``"f32"``.
-        micro_batches: of a step, or None for the planner.
-        offload: what lies in host memory; ``"none"``, or nothing for the planner.
+        job, model, batch, cluster: what to plan.
         source: how the command line named the job, for the plan to remember.
-        options: others, as for ``wh.plan``.
+        settings: others of ``wh.plan``.
     """
-    request = PlanRequest(
-        optimizer=job.optimizer,
-        cluster=cluster,
-        precision=precision or "f32",
-        num_micro_batches=micro_batches,
-        offload=() if tuple(offload) == ("none",) else offload or None,
-        **options,
-    )
+    request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
     found = request.plan(job.loss_fn, model, batch)
     return dataclasses.replace(found, source=source)
 
@@ -107,19 +95,16 @@ def search_plans(
     batch: int | None,
     prices: Mapping[str, float],
     each: int,
-    precision: str | Mapping[str, str] | None,
-    micro_batches: int | None,
-    **options: Any,
+    **settings: Any,
 ) -> Found:
-    """``wh.search`` of a job, with the options of the command line.
+    """``wh.search`` of a job.
 
     Args:
+        job: what to plan.
         clusters: their texts.
         batch: samples of the global batch, or None for the job's own number.
         prices, each: as for ``wh.search``.
-        precision: as for ``wh.plan``; None is ``"f32"``.
-        micro_batches: of a step, or None for the planner.
-        options: others, as for ``wh.plan``.
+        settings: others of ``wh.plan``.
     """
     return find_plans(
         job.loss_fn,
@@ -129,9 +114,7 @@ def search_plans(
         clusters=list(clusters),
         prices=prices,
         each=each,
-        precision=precision or "f32",
-        num_micro_batches=micro_batches,
-        **options,
+        **settings,
     )
 
 
