@@ -1,6 +1,8 @@
 """Measures what WhaleJAX costs before the first step: imports and planning.
 
-Every figure is a median over fresh processes, because a second import is free. The last
+Every figure is a median over fresh processes, because a second import is free. They
+read byte code that an unreported process has written, into a folder of this run, as
+users' processes do. The last
 line printed is one JSON object:
 
     import_s      `import whalejax`, in seconds
