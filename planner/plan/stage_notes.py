@@ -22,7 +22,7 @@ UNEVEN = 1.5
 """Times its even part that a stage takes where the cut is worth a word."""
 
 
-class Weighed(Protocol):
+class StagedPlan(Protocol):
     """A plan in stages that was weighed."""
 
     time: TimeTerms
@@ -35,7 +35,7 @@ class Weighed(Protocol):
         ...
 
 
-class OnStages(Weighed, Protocol):
+class OnStages(StagedPlan, Protocol):
     """One whose stages have memory of their own."""
 
     room_bytes: int
@@ -176,7 +176,9 @@ def batch_of(
     )
 
 
-def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:
+def candidates(
+    weighed: Sequence[StagedPlan], best: StagedPlan
+) -> tuple[Candidate, ...]:
     """Plans in stages for a plan to remember, best first.
 
     Args:
@@ -199,7 +201,7 @@ def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ..
     )
 
 
-def _verdict(one: Weighed, best: Weighed) -> str:
+def _verdict(one: StagedPlan, best: StagedPlan) -> str:
     if one is best:
         return "chosen"
     if not one.fits:

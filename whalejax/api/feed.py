@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from whalejax.runtime.train_step import TrainStep
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Samples by number, as grain's data sources and lists have them."""
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Feed:
 
     def __init__(
         self,
-        source: Source | Iterable[Any],
+        source: DataSource | Iterable[Any],
         batch_size: int,
         step: TrainStep | None = None,
         *,
@@ -327,7 +327,7 @@ _LOST = (
 )
 
 
-def _numbered(source: Any) -> TypeGuard[Source]:
+def _numbered(source: Any) -> TypeGuard[DataSource]:
     """Samples can be had by number."""
     return hasattr(source, "__getitem__") and _has_length(source)
 

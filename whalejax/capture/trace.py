@@ -21,7 +21,7 @@ from whalejax.api.ambient_mesh import tracing
 from whalejax.api.annotations import recording
 from whalejax.api.losses import check_rows
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
-from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
+from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import Steady, held_back
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
@@ -274,7 +274,7 @@ class _Reader:
     """What a trace needs to be known as beside its equations."""
 
     adapter: Adapter
-    leaves: Sequence[BatchLeaf]
+    leaves: Sequence[TracedLeaf]
     marks: Sequence[Mark]
     weighted: bool
     num_micro_batches: int
@@ -534,7 +534,7 @@ def _part(size: int, count: int) -> str:
 
 def _traced_twice_as_large(
     adapter: Adapter,
-    leaves: Sequence[BatchLeaf],
+    leaves: Sequence[TracedLeaf],
     batch_tree: Any,
     arguments: list[Any],
     axes: Sequence[str],

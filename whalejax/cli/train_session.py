@@ -30,7 +30,7 @@ from whalejax.cli.options import (
 )
 from whalejax.cli.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.cli.show import print_plan
-from whalejax.cli.train_report import Report, units_of, words_of
+from whalejax.cli.train_report import TrainReport, units_of, words_of
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
@@ -41,7 +41,7 @@ from whalejax.runtime.train_step import compile as compile_step
 from whalejax.runtime.validate import devices_of
 
 
-def run(job: Job, options: TrainCommand, *, started: float) -> Report:
+def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
     """Train a job as the command line says.
 
     Args:
@@ -58,7 +58,7 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
         return _run(job, options, started)
 
 
-def _run(job: Job, options: TrainCommand, started: float) -> Report:
+def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
     # Of several processes the first one speaks.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
@@ -316,11 +316,11 @@ class _Session:
         step_seconds: float | None,
         difference: float | None,
         started: float,
-    ) -> Report:
+    ) -> TrainReport:
         """What was found, in numbers."""
         unit, amount = units_of(self.batch_at(0))
         speed = 1 / step_seconds if step_seconds else None
-        return Report(
+        return TrainReport(
             model=self.job.name,
             steps=len(losses),
             loss_first=losses[0] if losses else None,
