@@ -77,7 +77,8 @@ class PlanRequest(PlanSettings):
     """Everything that ``wh.plan`` takes but the loss, the model and the batch.
 
     Frozen, and checked when it is made; ``dataclasses.replace`` makes others of it.
-    One request plans any number of models.
+    One request plans any number of models. ``wh.plan`` documents each setting; defaults
+    are the same.
 
     Args:
         optimizer, cluster: what is planned for; None is no optimizer, and the devices
@@ -88,8 +89,6 @@ class PlanRequest(PlanSettings):
         allow_idle, sync_batch_stats, runnable: which plans are taken.
         axis_names, trainable, batch_axes: how the model and its batch are read.
         compiler_options: options of XLA that the step is compiled with.
-
-        ``wh.plan`` documents each; defaults are the same.
 
     Raises:
         PlanError: a setting that no model can be planned with; all of them.
