@@ -100,7 +100,7 @@ def _kinds(config: GNMTConfig, rngs: nnx.Rngs) -> dict[str, Any]:
     return {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
 
 
-class Encoder(nnx.Module):
+class RecurrentEncoder(nnx.Module):
     """Recurrent layers over the source, the first in both directions."""
 
     def __init__(self, config: GNMTConfig, *, rngs: nnx.Rngs) -> None:
@@ -121,7 +121,7 @@ class Encoder(nnx.Module):
         return y
 
 
-class Decoder(nnx.Module):
+class RecurrentDecoder(nnx.Module):
     """Recurrent layers over the target, which read the source by attention."""
 
     def __init__(self, config: GNMTConfig, *, rngs: nnx.Rngs) -> None:
@@ -156,8 +156,8 @@ class GNMT(nnx.Module):
         self.config = config
         kinds = _kinds(config, rngs)
         self.tokens = embedding(config.vocab, config.embed, **kinds)
-        self.encoder = Encoder(config, rngs=rngs)
-        self.decoder = Decoder(config, rngs=rngs)
+        self.encoder = RecurrentEncoder(config, rngs=rngs)
+        self.decoder = RecurrentDecoder(config, rngs=rngs)
         self.classifier = nnx.Linear(
             config.hidden, config.vocab, **linear_kinds(**kinds)
         )

@@ -10,6 +10,7 @@ from typing import Any
 from whalejax.meshes.checks import Arguments, check_fields, is_number
 from whalejax.planner.entries import Collective
 from whalejax.planner.errors import PlanError
+from whalejax.planner.step_options import option_counts
 
 
 def check_plan(plan: Any) -> None:
@@ -23,8 +24,9 @@ def check_plan(plan: Any) -> None:
     """
     check_fields(plan, "plan", PlanError)
     problems = Arguments("plan", PlanError)
-    for name in ("version", "num_micro_batches", "loss_chunks"):
-        problems.whole(name, getattr(plan, name), least=1)
+    counts = {name: getattr(plan, name) for name in ("version", "num_micro_batches")}
+    for name, count in (counts | option_counts(plan)).items():
+        problems.whole(name, count, least=1)
     problems.whole("zero", plan.zero, most=2)
     for name in ("product_flops", "optimizer_bytes"):
         value = getattr(plan, name)

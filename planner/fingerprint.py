@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from whalejax.planner.json_codec import encode
+from whalejax.planner.step_options import OPTION_NAMES
 
 
 _NOT_THE_PROGRAM = (
@@ -36,9 +37,7 @@ _NAMES: Final = {
     "device_order": "device order",
     "num_micro_batches": "micro-batches",
     "zero": "ZeRO level",
-    "sequence_parallel": "sequence parallelism",
-    "attention": "attention",
-    "loss_chunks": "parts of the logits",
+    **OPTION_NAMES,
     "precision": "precision",
     "precisions": "precision of TaskGraphs",
     "default": "default strategy",

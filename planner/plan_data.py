@@ -32,7 +32,8 @@ from whalejax.planner.entries import (
 )
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
-from whalejax.planner.terms import Chosen, MemoryTerms, Remat, TimeTerms
+from whalejax.planner.step_options import StepOptions
+from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
 PLAN_VERSION: Final = 15
@@ -113,7 +114,7 @@ class Question(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanData:
+class PlanData(StepOptions):
     """How to run a model on a cluster; ``plan.plan.Plan`` says what each field is."""
 
     version: int = PLAN_VERSION
@@ -123,11 +124,6 @@ class PlanData:
     device_order: tuple[int, ...] = ()
     num_micro_batches: int
     zero: int
-    remat: Remat = ()
-    offload: tuple[str, ...] = ()
-    sequence_parallel: bool = False
-    attention: Chosen = ()
-    loss_chunks: int = 1
     precision: str
     precisions: Chosen = ()
     default: str

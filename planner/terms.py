@@ -164,41 +164,6 @@ class MemoryTerms:
         )
 
 
-def offload_words(offload: tuple[str, ...]) -> str:
-    """What lies in host memory, in words; empty where nothing does.
-
-    >>> offload_words(("optimizer", "params"))
-    'optimizer and params in host memory'
-    """
-    return f"{' and '.join(offload)} in host memory" if offload else ""
-
-
-def own_words(
-    remat: Remat,
-    offload: tuple[str, ...],
-    sequence_parallel: bool,
-    attention: Chosen = (),
-) -> list[str]:
-    """What a plan does beside its mesh, each in a few words."""
-    sequence = "sequence parallel" if sequence_parallel else ""
-    words = [
-        sequence,
-        attention_words(attention),
-        remat_words(remat),
-        offload_words(offload),
-    ]
-    return [*filter(None, words)]
-
-
-def chunk_words(loss_chunks: int) -> list[str]:
-    """Whether logits are made a part at a time, in words; nothing where not.
-
-    >>> chunk_words(16), chunk_words(1)
-    (['logits in 16 chunks'], [])
-    """
-    return [f"logits in {loss_chunks} chunks"] * (loss_chunks > 1)
-
-
 def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
     """What computes in 16 bits, in few words; nothing where nothing does.
 
@@ -218,29 +183,3 @@ def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
     if where:
         return [", ".join(where)]
     return [whole] if whole != "f32" else []
-
-
-def attention_words(attention: Chosen) -> str:
-    """How a plan runs attention, in few words; empty where as the model does.
-
-    >>> attention_words((("*", "ring"),))
-    'ring attention'
-    >>> attention_words((("default", "ring"), ("split", "gather")))
-    'ring attention in default'
-    """
-    names = [name for name, kind in attention if kind == "ring"]
-    if not names:
-        return ""
-    return "ring attention" + f" in {', '.join(names)}" * (names != [ALL])
-
-
-def remat_words(remat: Remat) -> str:
-    """A plan's remat in few words, such as ``"remat full"``; empty where it is none.
-
-    >>> remat_words((("*", "full"),))
-    'remat full'
-    >>> remat_words((("default", "full"), ("experts", "dots")))
-    'remat full in default, dots in experts'
-    """
-    where = (policy + f" in {name}" * (name != ALL) for name, policy in remat)
-    return f"remat {', '.join(where)}" if remat else ""

@@ -29,7 +29,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from whalejax.estimates.decoder import Decoder  # noqa: E402
+from whalejax.estimates.decoder import DecoderSizes  # noqa: E402
 from whalejax.estimates.frameworks import framework  # noqa: E402
 from whalejax.estimates.run import Run  # noqa: E402
 from whalejax.estimates.step_model import Runs  # noqa: E402
@@ -159,7 +159,7 @@ def gnmt_seconds(kind: DeviceKind, batch: int = 128, length: int = 25) -> float:
     return products_seconds(kind, shapes) + float(kind.elementwise_seconds(moved))
 
 
-def transformer_seconds(kind: str, sizes: Decoder) -> float:
+def transformer_seconds(kind: str, sizes: DecoderSizes) -> float:
     """A layer of a Transformer in float32, without an attention kernel."""
     run = Run(
         sizes=sizes,
@@ -180,7 +180,7 @@ def transformer_seconds(kind: str, sizes: Decoder) -> float:
 
 
 ALONE: Final = dataclasses.replace(framework("vtrain"), kernels_only=True)
-LARGE: Final = Decoder(
+LARGE: Final = DecoderSizes(
     layers=24,
     hidden=1024,
     heads=16,

@@ -204,6 +204,24 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     # Planning.
     "plan": Entry(given=_plan_arguments, legal=_PLAN_LEGAL, stops=PLANNING),
+    "PlanRequest": Entry(
+        given=lambda w: {
+            name: value
+            for name, value in _plan_arguments(w).items()
+            if name not in ("loss_fn", "model", "batch")
+        },
+        legal=_PLAN_LEGAL
+        | dict.fromkeys(
+            ("axis_names", "trainable", "batch_axes"),
+            (ALL, "a model says what they may be"),
+        ),
+    ),
+    "PlanRequest.plan": Entry(
+        of=lambda w: wh.PlanRequest(cluster="h100:8"),
+        given=given("model", "batch", loss_fn=loss),
+        legal=_PLAN_LEGAL,
+        stops=PLANNING,
+    ),
     "search": Entry(
         given=lambda w: {
             **{k: v for k, v in _plan_arguments(w).items() if k != "cluster"},

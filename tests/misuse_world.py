@@ -101,7 +101,10 @@ SIZES: Final = (
     "the kind or cluster that holds it refuses it, with its place among others",
 )
 RATES: Final = (f"{SIZES[0]} nan inf half", SIZES[1])
-PLANNING: Final = ("whalejax.api.plan:Asked._programs", "whalejax.meshes.detect:detect")
+PLANNING: Final = (
+    "whalejax.api.plan_request:PlanQuestion.programs",
+    "whalejax.meshes.detect:detect",
+)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from whalejax.api.losses import Job as Job
     from whalejax.api.losses import WeightedLoss as WeightedLoss
     from whalejax.api.plan import plan as plan
+    from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
     from whalejax.distributed.init_distributed import (
         init_distributed as init_distributed,
@@ -47,6 +48,7 @@ _MODULE_OF_NAME = {
     "Job": "whalejax.api.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
+    "PlanRequest": "whalejax.api.plan_request",
     "TrainState": "whalejax.runtime.state",
     "TrainStep": "whalejax.runtime.train_step",
     "WeightedLoss": "whalejax.api.losses",
@@ -70,6 +72,7 @@ __all__ = [
     "Job",
     "Plan",
     "PlanError",
+    "PlanRequest",
     "TrainState",
     "TrainStep",
     "WeightedLoss",

@@ -15,8 +15,7 @@ import jax
 
 from whalejax.adapters.base import wants_key
 from whalejax.api.losses import Job
-from whalejax.api.plan import ask
-from whalejax.api.plan import plan as find_plan
+from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import Found
 from whalejax.meshes import Cluster
@@ -74,32 +73,18 @@ def make_plan(
     batch: Any,
     cluster: Cluster,
     *,
-    precision: str | Mapping[str, str] | None,
-    micro_batches: int | None,
-    offload: Sequence[str] = (),
     source: tuple[str, ...] = (),
-    **options: Any,
+    **settings: Any,
 ) -> Plan:
-    """``wh.plan`` of a job, with the options of the command line.
+    """``wh.plan`` of a job.
 
     Args:
-        precision: as for ``wh.plan``; None is ``"f32"``.
-        micro_batches: of a step, or None for the planner.
-        offload: what lies in host memory; ``"none"``, or nothing for the planner.
+        job, model, batch, cluster: what to plan.
         source: how the command line named the job, for the plan to remember.
-        options: others, as for ``wh.plan``.
+        settings: others of ``wh.plan``.
     """
-    found = find_plan(
-        job.loss_fn,
-        model,
-        batch,
-        optimizer=job.optimizer,
-        cluster=cluster,
-        precision=precision or "f32",
-        num_micro_batches=micro_batches,
-        offload=() if tuple(offload) == ("none",) else offload or None,
-        **options,
-    )
+    request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
+    found = request.plan(job.loss_fn, model, batch)
     return dataclasses.replace(found, source=source)
 
 
@@ -110,19 +95,16 @@ def search_plans(
     batch: int | None,
     prices: Mapping[str, float],
     each: int,
-    precision: str | Mapping[str, str] | None,
-    micro_batches: int | None,
-    **options: Any,
+    **settings: Any,
 ) -> Found:
-    """``wh.search`` of a job, with the options of the command line.
+    """``wh.search`` of a job.
 
     Args:
+        job: what to plan.
         clusters: their texts.
         batch: samples of the global batch, or None for the job's own number.
         prices, each: as for ``wh.search``.
-        precision: as for ``wh.plan``; None is ``"f32"``.
-        micro_batches: of a step, or None for the planner.
-        options: others, as for ``wh.plan``.
+        settings: others of ``wh.plan``.
     """
     return find_plans(
         job.loss_fn,
@@ -132,9 +114,7 @@ def search_plans(
         clusters=list(clusters),
         prices=prices,
         each=each,
-        precision=precision or "f32",
-        num_micro_batches=micro_batches,
-        **options,
+        **settings,
     )
 
 
@@ -145,12 +125,11 @@ def question_of(job: Job, plan: Plan) -> Question:
         job: what the plan was made for.
         plan: such as ``whalejax plan`` wrote it.
     """
-    return ask(
-        job.loss_fn,
-        abstract_model(job),
-        job.batch_at(0, plan.batch[0].shape[0]),
+    request = PlanRequest(
         optimizer=job.optimizer,
         cluster=plan.cluster,
         precision=plan.asked_precision,
         compiler_options=dict(plan.compiler_options),
     )
+    batch = job.batch_at(0, plan.batch[0].shape[0])
+    return question_about(request, job.loss_fn, abstract_model(job), batch)

@@ -23,12 +23,12 @@ from whalejax.meshes.calibration import cache
 from whalejax.meshes.calibration.link_fit import CollectiveTime, LinkFit, fit_link
 from whalejax.meshes.calibration.probes import (
     EXP_BYTES,
-    Chain,
-    Collective,
+    ChainProbe,
+    CollectiveProbe,
     Convolution,
     Elementwise,
     Fresh,
-    Product,
+    ProductProbe,
     Seconds,
     measure_devices,
 )
@@ -164,7 +164,7 @@ def _cluster(
             shared=platform == "cpu",
         )
         for probe, seconds in found.items()
-        if isinstance(probe, Collective)
+        if isinstance(probe, CollectiveProbe)
     ]
     fit = fit_link(times) if times else None
     kind = _kind(devices, found, entry, platform)
@@ -203,7 +203,7 @@ def _kind(
         memory_bytes=device_memory_bytes(devices),
         memory_bytes_per_second=memory[-1].bytes_per_second,
         flops_per_second=tuple(best.items()),
-        op_overhead_seconds=found[Chain()],
+        op_overhead_seconds=found[ChainProbe()],
         matmul_points=products,
         memory_points=memory,
     )
@@ -244,7 +244,7 @@ def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
             flops_per_second=2.0 * p.m * p.k * p.n * p.batch / seconds,
         )
         for p, seconds in found.items()
-        if isinstance(p, Product)
+        if isinstance(p, ProductProbe)
     )
 
 

@@ -62,7 +62,7 @@ FRESH_BYTES = 5 * 2**23
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ProductProbe:
     """A probe: one product of an (m, k) with a (k, n) matrix, or of a batch of them."""
 
     dtype: str
@@ -110,12 +110,12 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ChainProbe:
     """A probe: one of many tiny operations in a row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveProbe:
     """A probe: one collective in groups of this size."""
 
     collective: str
@@ -123,12 +123,12 @@ class Collective:
     payload_bytes: int
 
 
-Probe = Product | Elementwise | Fresh | Convolution | Chain | Collective
+Probe = ProductProbe | Elementwise | Fresh | Convolution | ChainProbe | CollectiveProbe
 Seconds = dict[Probe, float]
 
 # Iterations at least, where one takes long on many devices that share a memory. Every
 # plan's time hangs on the rate of large arrays.
-_FEWEST: dict[type[Probe], int] = {Elementwise: 10, Collective: 3}
+_FEWEST: dict[type[Probe], int] = {Elementwise: 10, CollectiveProbe: 3}
 
 # On CPUs one that multiplies most of the time, and one that turns its kernel round.
 _CPU_CONVOLUTIONS = (
@@ -153,7 +153,7 @@ def measure_devices(
     start = clock()
     target = min(0.02, budget_seconds / 400)
     on_cpu = devices[0].platform == "cpu"
-    watch = timers.Stopwatch(clock=clock, target_seconds=target)
+    watch = timers.TimingPlan(clock=clock, target_seconds=target)
     probes, essential = _probes(devices)
     runs: dict[Probe, timers.Run] = {}
     found: Seconds = {}
@@ -178,20 +178,22 @@ def measure_devices(
 
 def _is_double(probe: Probe) -> bool:
     # Without the switch, JAX makes f32 of f64.
-    return isinstance(probe, Product) and probe.dtype == "f64"
+    return isinstance(probe, ProductProbe) and probe.dtype == "f64"
 
 
 def _operations_in(probe: Probe, on_cpu: bool) -> int:
     """How many operations one iteration of the probe's program holds."""
     if isinstance(probe, Convolution | Fresh):
         return 1
-    each = {Product: 2, Chain: timers.OPS_IN_CHAIN}.get(type(probe), 1)
-    return each * (1 if on_cpu or isinstance(probe, Collective) else timers.REPEATED)
+    each = {ProductProbe: 2, ChainProbe: timers.OPS_IN_CHAIN}.get(type(probe), 1)
+    return each * (
+        1 if on_cpu or isinstance(probe, CollectiveProbe) else timers.REPEATED
+    )
 
 
 def _run_of(probe: Probe, devices: Sequence[Device]) -> timers.Run:
     match probe:
-        case Product(dtype, m, k, n, batch):
+        case ProductProbe(dtype, m, k, n, batch):
             return timers.matmul_run(devices, dtype, m, k, n, batch)
         case Elementwise("add", array_bytes):
             return timers.add_run(devices, array_bytes)
@@ -201,9 +203,9 @@ def _run_of(probe: Probe, devices: Sequence[Device]) -> timers.Run:
             return timers.fresh_run(devices, array_bytes)
         case Convolution(batch, side, channels):
             return timers.convolution_run(devices, batch, side, channels)
-        case Chain():
+        case ChainProbe():
             return timers.chain_run(devices)
-        case Collective(collective, size, payload):
+        case CollectiveProbe(collective, size, payload):
             return timers.collective_run(devices, collective, size, payload)
 
 
@@ -216,16 +218,16 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
     products: list[Probe] = []
     for rank, shape in enumerate(shapes):
         for dtype in dtypes if rank < 2 else dtypes[:2]:
-            products.append(Product(dtype, *shape))
+            products.append(ProductProbe(dtype, *shape))
     batches = _CPU_BATCHES if on_cpu else _ACCELERATOR_BATCHES
-    batched = [Product(dtype, *batch) for batch in batches for dtype in dtypes[:2]]
+    batched = [ProductProbe(dtype, *batch) for batch in batches for dtype in dtypes[:2]]
     memory = [Elementwise("add", size) for size in arrays]
     collectives = _collective_probes(len(devices), on_cpu)
     small = 0 if on_cpu else len(dtypes)
     first = [
         *products[: len(dtypes) + small],
         memory[0],
-        Chain(),
+        ChainProbe(),
         Elementwise("exp", EXP_BYTES[on_cpu]),
         *[Fresh(FRESH_BYTES)] * on_cpu,
         *collectives[:2],
@@ -246,7 +248,7 @@ def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
     # In front what the essential part takes: one large and one small all-reduce.
     head = [("all-reduce", g, p) for p in payloads[:2] for g in sizes[:1]]
     return [
-        Collective(collective, size, payload // (4 * size) * 4 * size)
+        CollectiveProbe(collective, size, payload // (4 * size) * 4 * size)
         for collective, size, payload in dict.fromkeys(head + cases)
     ]
 

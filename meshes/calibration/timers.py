@@ -34,7 +34,7 @@ and each of eight such additions in one turn 3.6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopwatch:
+class TimingPlan:
     """How often and how long to run a program.
 
     Attributes:

@@ -32,7 +32,12 @@ MAX_DEVICES = 2**20
 MOST_TEXT = 1000
 """Characters of a cluster's text."""
 
-GRAMMAR = f"""\
+_PART = re.compile(r"([a-z][a-z0-9-]*):([0-9]+(?:x[0-9]+)*)")
+
+
+def grammar() -> str:
+    """How clusters are written; reads the catalogue for the names of kinds."""
+    return f"""\
 A cluster is written as one of
   KIND:N          one node of N devices                   h100:8
   KIND:MxN        M nodes of N devices                    h100:4x8
@@ -43,8 +48,6 @@ A cluster is written as one of
   FILE.json       one of PaddlePaddle's                   cluster.json
   local           the devices of this process, measured
 KIND is one of {", ".join(kind_names())}."""
-
-_PART = re.compile(r"([a-z][a-z0-9-]*):([0-9]+(?:x[0-9]+)*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ def parse(text: str) -> ClusterData:
     parts = [part for term in terms if (part := _part(term, problems)) is not None]
     _check_together(parts, problems)
     if problems:
-        raise WhaleError(f"{problems.text()}\n{GRAMMAR}")
+        raise WhaleError(f"{problems.text()}\n{grammar()}")
     nodes = tuple(
         Node(kind=part.entry.kind, count=part.per_group)
         for part in parts

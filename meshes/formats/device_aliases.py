@@ -17,7 +17,7 @@ from whalejax.meshes.texts import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class AliasedDevice:
     """A device as a table names it.
 
     Attributes:
@@ -146,7 +146,7 @@ _SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
 """Chips that are sold with half of the links: 400 GB/s in both directions."""
 
 
-def read_device(text: str, *, guess: bool = False) -> Device:
+def read_device(text: str, *, guess: bool = False) -> AliasedDevice:
     """The device that a table names; of a mix, the slowest part.
 
     Args:
@@ -166,7 +166,7 @@ def read_device(text: str, *, guess: bool = False) -> Device:
     return dataclasses.replace(slowest, others=several)
 
 
-def _one_device(text: str, guess: bool) -> Device:
+def _one_device(text: str, guess: bool) -> AliasedDevice:
     lowered = text.strip().lower().replace("_", "-")
     counted = re.match(r"([0-9]{1,9})\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
@@ -201,19 +201,19 @@ def _one_device(text: str, guess: bool) -> Device:
         if word in name:
             found = _with_link(found, bandwidth)
             notes.append(f"{word.upper()} is {of.upper()} with 400 GB/s of NVLink")
-    return Device(entry=found, count=count, notes=tuple(notes))
+    return AliasedDevice(entry=found, count=count, notes=tuple(notes))
 
 
-def _as_listed(found: Entry, name: str, count: int | None) -> Device:
+def _as_listed(found: Entry, name: str, count: int | None) -> AliasedDevice:
     """A kind of the catalogue, with the memory of the name where it has another."""
     notes: list[str] = []
     memory = _memory_of(name)
     if memory is not None:
         found = _with_memory([found], found, memory, notes)
-    return Device(entry=found, count=count, notes=tuple(notes))
+    return AliasedDevice(entry=found, count=count, notes=tuple(notes))
 
 
-def _unknown(text: str, name: str, count: int | None, guess: bool) -> Device:
+def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDevice:
     """A device of which nothing is known."""
     if not guess:
         raise WhaleError(
@@ -227,10 +227,12 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> Device:
     memory = _memory_of(name)
     if memory is not None:
         found = _with_memory([found], found, memory, notes)
-    return Device(entry=found, count=count, notes=tuple(notes))
+    return AliasedDevice(entry=found, count=count, notes=tuple(notes))
 
 
-def _by_datasheet(text: str, name: str, count: int | None, card: _Card) -> Device:
+def _by_datasheet(
+    text: str, name: str, count: int | None, card: _Card
+) -> AliasedDevice:
     """A device of no family of the catalogue."""
     base = entries()[card.like]
     memory = _memory_of(name, bare=base.torus is None) or card.memory[0]
@@ -251,7 +253,7 @@ def _by_datasheet(text: str, name: str, count: int | None, card: _Card) -> Devic
     )
     note = f"{text} by its datasheet, as efficient as {base.kind.display_name()}"
     entry = dataclasses.replace(base, kind=kind)
-    return Device(entry=entry, count=count, notes=(note,))
+    return AliasedDevice(entry=entry, count=count, notes=(note,))
 
 
 def _is_word(word: str, name: str) -> bool:

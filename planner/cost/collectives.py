@@ -26,7 +26,7 @@ from whalejax.planner.entries import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class AxisPart:
     """The piece of a mesh axis that lies in one level of the topology."""
 
     size: int
@@ -35,7 +35,7 @@ class Part:
 
 def axis_parts(
     axes: tuple[str, ...], mesh: Mapping[str, int], cluster: Cluster
-) -> tuple[Part, ...]:
+) -> tuple[AxisPart, ...]:
     """Cut mesh axes at the levels of the topology, innermost first.
 
     Args:
@@ -44,7 +44,7 @@ def axis_parts(
             this order, the last axis fastest.
         cluster: the machine.
     """
-    parts: list[Part] = []
+    parts: list[AxisPart] = []
     stride = 1
     for axis in reversed(list(mesh)):
         size = mesh[axis]
@@ -52,14 +52,14 @@ def axis_parts(
             for part in _cut(stride, size, cluster):
                 last = parts[-1] if parts else None
                 if last and last.level.whole and last.level == part.level:
-                    parts[-1] = Part(size=last.size * part.size, level=part.level)
+                    parts[-1] = AxisPart(size=last.size * part.size, level=part.level)
                 else:
                     parts.append(part)
         stride *= size
     return tuple(parts)
 
 
-def _cut(stride: int, size: int, cluster: Cluster) -> list[Part]:
+def _cut(stride: int, size: int, cluster: Cluster) -> list[AxisPart]:
     """An axis by levels; only what lies inside a level in every group counts there."""
     parts = []
     reach = 1
@@ -67,16 +67,16 @@ def _cut(stride: int, size: int, cluster: Cluster) -> list[Part]:
         reach *= level.size
         inside = math.gcd(size, reach // stride) if reach % stride == 0 else 1
         if inside > 1:
-            parts.append(Part(size=inside, level=level))
+            parts.append(AxisPart(size=inside, level=level))
             stride *= inside
             size //= inside
         if size == 1:
             return parts
-    parts.append(Part(size=size, level=cluster.levels[-1]))
+    parts.append(AxisPart(size=size, level=cluster.levels[-1]))
     return parts
 
 
-def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> float:
+def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> float:
     """One collective inside one level.
 
     The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
@@ -93,7 +93,7 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
     return float(rounds * (wait + wire) * level.slowdown_of(kind))
 
 
-def _permute_seconds(payload_bytes: float, part: Part) -> float:
+def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
     """What one device sends to the next: one of the steps of a ring.
 
     On a torus it takes one of the two links of an axis, and without a switch one of
@@ -109,7 +109,7 @@ def _permute_seconds(payload_bytes: float, part: Part) -> float:
 
 def runs_as(
     kind: CollectiveKind,
-    parts: Sequence[Part],
+    parts: Sequence[AxisPart],
     cluster: Cluster,
     payload_bytes: float = math.inf,
 ) -> CollectiveKind:
@@ -174,7 +174,7 @@ to be, 32 MiB not to be)."""
 def collective_seconds(
     kind: CollectiveKind,
     payload_bytes: float,
-    parts: tuple[Part, ...],
+    parts: tuple[AxisPart, ...],
 ) -> float:
     """A collective over several levels, hierarchically.
 

@@ -1,7 +1,7 @@
 """Programs written by hand: a graph without tracing.
 
-``Program`` takes operations the way one writes an einsum and keeps the bookkeeping of
-tensor ids and factors. It serves models that are known by their sizes alone, such as
+``GraphBuilder`` takes operations the way one writes an einsum and keeps the bookkeeping
+of tensor ids and factors. It serves models that are known by their sizes alone, such as
 those of a table of published runs, and the planner's own tests.
 """
 
@@ -23,7 +23,7 @@ from whalejax.planner.model.graph import (
 )
 
 
-class Program:
+class GraphBuilder:
     """Collects tensors and operations, all of one type.
 
     Attributes:

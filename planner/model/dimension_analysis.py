@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whalejax.planner.model.dimensions import (
-    Cut,
     Dimensions,
     Layout,
+    RefusedTie,
     roles_of,
 )
 from whalejax.planner.model.graph import Graph, Op, Tensor
@@ -160,15 +160,15 @@ def _anchor(
 
 def _seen(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
-) -> tuple[dict[tuple[int, int], Layout], tuple[Cut, ...]]:
+) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
     """What operations see of tensors that they need in another layout, and the cuts."""
     graph = classes.graph
     seen: dict[tuple[int, int], Layout] = {}
-    cuts: dict[tuple[int, int, int], Cut] = {}
+    cuts: dict[tuple[int, int, int], RefusedTie] = {}
     for edge in classes.refused:
         tensor = graph.tensors[slots_of(graph.ops[edge.op])[edge.slot]]
         key, (dim, k) = (edge.op, edge.slot), edge.place
-        cuts[*key, dim] = Cut(
+        cuts[*key, dim] = RefusedTie(
             op=edge.op,
             slot=edge.slot,
             dim=dim,
@@ -212,7 +212,7 @@ def _settle(
     key: tuple[int, int],
     layouts: list[Layout],
     seen: dict[tuple[int, int], Layout],
-    cuts: dict[tuple[int, int, int], Cut],
+    cuts: dict[tuple[int, int, int], RefusedTie],
     *,
     moves: bool = True,
 ) -> None:
@@ -247,7 +247,7 @@ def _settle(
     for d, (other, dim) in cut:
         _replace(seen, layouts, slots, (index, other), dim, before[d])
         moved, instead = graph.tensors[slots[other]].nbytes, own.nbytes + kept_bytes
-        cuts[index, other, dim] = Cut(
+        cuts[index, other, dim] = RefusedTie(
             op=index, slot=other, dim=dim, nbytes=moved, other_nbytes=instead
         )
 

@@ -10,7 +10,7 @@ from whalejax.planner.model.logical_dimensions import Role as Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class RefusedTie:
     """A refused tie: operand ``slot`` of an operation is laid out differently there.
 
     Attributes:
@@ -69,7 +69,7 @@ class Dimensions:
     layouts: tuple[Layout, ...]
     sizes: tuple[Layout, ...]
     seen: dict[tuple[int, int], Layout]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[RefusedTie, ...]
     whole: frozenset[tuple[int, int]] = frozenset()
 
     def find(self, name: str) -> Role | None:

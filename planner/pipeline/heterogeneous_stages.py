@@ -25,7 +25,13 @@ from whalejax.planner.balance.shares import gain_words
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import devices_of_stage
-from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
+from whalejax.planner.pipeline.partition import (
+    ChainCut,
+    Layer,
+    Stage,
+    cut,
+    interval_seconds,
+)
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_placement import Placed, place
@@ -173,11 +179,11 @@ def allot(
     )
 
 
-def _spans(found: Cut) -> Iterator[tuple[int, int]]:
+def _spans(found: ChainCut) -> Iterator[tuple[int, int]]:
     return itertools.pairwise([0, *itertools.accumulate(found.counts)])
 
 
-def _work(found: Cut, stages: Sequence[Stage]) -> tuple[float, ...]:
+def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
     """Seconds that every stage computes for a micro-batch."""
     return tuple(
         sum(stage.seconds[a:b])
@@ -186,7 +192,7 @@ def _work(found: Cut, stages: Sequence[Stage]) -> tuple[float, ...]:
 
 
 def _step_seconds(
-    found: Cut, layers: Sequence[Layer], stages: Sequence[Stage], table: Schedule
+    found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage], table: Schedule
 ) -> float:
     """A step with a cut; of a stage's work one part in three is its forward pass."""
     part = [seconds / 3 for seconds in _work(found, stages)]
@@ -202,7 +208,7 @@ def _step_seconds(
     return line.step_seconds
 
 
-def _fits(found: Cut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
+def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
     """Every stage of a cut fits its device's memory."""
     return all(
         np.isfinite(interval_seconds(layers, stage)[a, b])

@@ -56,7 +56,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ChainCut:
     """A chain in stages.
 
     Attributes:
@@ -106,7 +106,7 @@ def stages_under(table: Schedule, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     )
 
 
-def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> Cut:
+def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     """Cut a chain so that its slowest stage is as fast as can be.
 
     Exact: dynamic programming over (stage, last layer), every stage with at least one
@@ -143,7 +143,7 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> Cut:
     for found in reversed(starts):
         bounds.append(int(found[bounds[-1]]))
     bounds.reverse()
-    return Cut(
+    return ChainCut(
         counts=tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)),
         seconds=tuple(
             float(interval_seconds(layers, stage)[a, b])

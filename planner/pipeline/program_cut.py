@@ -240,7 +240,7 @@ def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PlacePart:
     """What one place of a pipeline runs.
 
     Attributes:
@@ -270,7 +270,7 @@ class Division:
     """
 
     units: Units
-    parts: tuple[Part, ...]
+    parts: tuple[PlacePart, ...]
     made_at: Mapping[Value, int]
     starts: tuple[str, ...] = ()
 
@@ -380,7 +380,7 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
         there = readers[number] if maker is None else places[maker]
         fresh[min(there, default=0)].append(number)
     parts = tuple(
-        Part(
+        PlacePart(
             units=tuple(members[place]),
             inputs=_inputs(units, members[place], fresh[place], place, count),
             imports=tuple(sorted(imports[place])),
@@ -393,7 +393,7 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
     return Division(units=units, parts=parts, made_at=made_at)
 
 
-def _check_changed(units: Units, parts: Sequence[Part]) -> None:
+def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
     """Refuse what one place changes and another reads."""
     for place, part in enumerate(parts):
         for number in part.fresh:

@@ -46,7 +46,7 @@ Key = tuple[int, int, Action]
 """Place along the whole pipeline, micro-batch and action: what identifies a row."""
 
 
-class Row(NamedTuple):
+class ScheduleRow(NamedTuple):
     """One action of a stage.
 
     Attributes:
@@ -86,7 +86,7 @@ class Schedule:
     num_chunks: int = 1
     splits_backward: bool = False
     turn_ticks: int = 0
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ScheduleRow, ...] = ()
 
     @property
     def num_places(self) -> int:
@@ -99,11 +99,11 @@ class Schedule:
         plain: tuple[Action, ...] = ("forward", "backward")
         return (*plain, "weight") if self.splits_backward else plain
 
-    def key(self, row: Row) -> Key:
+    def key(self, row: ScheduleRow) -> Key:
         """What identifies a row: its place along the pipeline comes first."""
         return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
 
-    def needs(self, row: Row) -> Key | None:
+    def needs(self, row: ScheduleRow) -> Key | None:
         """The row whose result a row takes in, or None for the first forward.
 
         The backward of the last place follows its own forward, and the gradient of the
@@ -118,11 +118,11 @@ class Schedule:
             return place, micro_batch, "forward"
         return place + 1, micro_batch, "backward"
 
-    def turn(self, row: Row) -> int:
+    def turn(self, row: ScheduleRow) -> int:
         """In which turn a row stands; always 0 where there are none."""
         return row.tick // self.turn_ticks if self.turn_ticks else 0
 
-    def of_stage(self, stage: int) -> tuple[Row, ...]:
+    def of_stage(self, stage: int) -> tuple[ScheduleRow, ...]:
         """A stage's rows in order."""
         return tuple(row for row in self.rows if row.stage == stage)
 
@@ -162,7 +162,7 @@ def schedule(
     table, columns = written(name, num_stages, num_micro_batches, num_chunks)
     numbers = (column.tolist() for column in columns[:-1])
     actions = (table.actions[action] for action in columns.action.tolist())
-    rows = tuple(map(Row._make, zip(*numbers, actions, strict=True)))
+    rows = tuple(map(ScheduleRow._make, zip(*numbers, actions, strict=True)))
     return dataclasses.replace(table, rows=rows)
 
 
@@ -170,7 +170,7 @@ class Columns(NamedTuple):
     """The rows of a table as arrays, by tick, then stage.
 
     Attributes:
-        tick, stage, chunk, micro_batch: as of ``Row``.
+        tick, stage, chunk, micro_batch: as of ``ScheduleRow``.
         action: index into the actions of the table.
     """
 
@@ -404,7 +404,7 @@ def problems_of(
     ]
     if found:
         return found
-    ticks: dict[Key, Row] = {}
+    ticks: dict[Key, ScheduleRow] = {}
     taken: set[tuple[int, int]] = set()
     for row in table.rows:
         key = table.key(row)
@@ -420,7 +420,7 @@ def problems_of(
     return [*found, *_out_of_order(table, ticks), *_too_many(table, most_in_flight)]
 
 
-def _out_of_order(table: Schedule, rows: dict[Key, Row]) -> Iterator[str]:
+def _out_of_order(table: Schedule, rows: dict[Key, ScheduleRow]) -> Iterator[str]:
     """Rows before what they need, or behind a later tick."""
     before = 0
     for row in table.rows:

@@ -19,8 +19,8 @@ from whalejax.planner.pipeline.schedules import (
     Action,
     Columns,
     Key,
-    Row,
     Schedule,
+    ScheduleRow,
     columns_of,
     numbered,
 )
@@ -31,7 +31,7 @@ STEADY_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class ScheduleTimeline:
     """A schedule in seconds.
 
     Attributes:
@@ -58,7 +58,7 @@ def simulate(
     transfer_seconds: float = 0.0,
     *,
     weight_seconds: Sequence[float] | None = None,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Run a schedule in time.
 
     Args:
@@ -90,7 +90,7 @@ def simulate(
         step = max(step, end)
         ends.append(end)
         busy[row.stage] += seconds[row.action][table.key(row)[0]]
-    return Timeline(
+    return ScheduleTimeline(
         step_seconds=step, ends_seconds=tuple(ends), busy_seconds=tuple(busy)
     )
 
@@ -316,7 +316,7 @@ def _ends(
     seconds: Mapping[Action, Any],
     transfer: Any,
     latest: Callable[[Any, Any], Any],
-) -> Iterator[tuple[Row, Any]]:
+) -> Iterator[tuple[ScheduleRow, Any]]:
     """Every row of a legal table, with when it ends if it begins as early as it can.
 
     By tick, every stage's rows are in its order and behind what they need.

@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
+from whalejax.planner.pipeline.partition import (
+    ChainCut,
+    Layer,
+    Stage,
+    cut,
+    interval_seconds,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +37,7 @@ class Placed:
 
     order: tuple[int, ...]
     stages: tuple[Stage, ...]
-    cut: Cut
+    cut: ChainCut
 
 
 def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:

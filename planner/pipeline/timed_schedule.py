@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.entries import Pace
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
+from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan_data import PlanData
 
@@ -27,7 +27,7 @@ class Timed:
         start_seconds, end_seconds: since the step began.
     """
 
-    row: Row
+    row: ScheduleRow
     start_seconds: float
     end_seconds: float
 
@@ -155,7 +155,7 @@ def _seconds(pace: Pace, action: Action) -> float:
 
 def _in_turns(table: Schedule, pace: Pace, handed_seconds: float) -> Iterator[Timed]:
     """Every row of stages in lockstep, which take the same for each turn."""
-    turns: dict[int, list[Row]] = {}
+    turns: dict[int, list[ScheduleRow]] = {}
     for row in table.rows:
         turns.setdefault(table.turn(row), []).append(row)
     now = 0.0

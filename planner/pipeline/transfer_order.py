@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.pipeline.schedules import Action, Key, Row, Schedule
+from whalejax.planner.pipeline.schedules import Action, Key, Schedule, ScheduleRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -30,13 +30,13 @@ class Handing:
     action: Action
 
 
-def words_of(event: Row | Handing) -> str:
+def words_of(event: ScheduleRow | Handing) -> str:
     """A row or a hand-over in words.
 
     >>> words_of(Handing(micro_batch=3, source=0, target=1, action="forward"))
     'what part 0 hands part 1 of micro-batch 3, forward'
     """
-    if isinstance(event, Row):
+    if isinstance(event, ScheduleRow):
         return (
             f"{event.action} of micro-batch {event.micro_batch} in stage {event.stage}"
         )
@@ -51,7 +51,7 @@ def issue_order(
     ahead: Iterable[tuple[int, int]],
     back: Iterable[tuple[int, int]],
     seconds: Mapping[Action, Sequence[float]],
-) -> tuple[Row | Handing, ...]:
+) -> tuple[ScheduleRow | Handing, ...]:
     """All rows, and what they hand over, in an order in which they can be issued.
 
     What is handed from stage to stage is put where both have time for it, if every row
@@ -99,9 +99,9 @@ class _Order:
         self.arrived: Counter[Key] = Counter()
         self.arrival: dict[Key, float] = defaultdict(float)
         self.pending: list[tuple[float, Handing]] = []
-        self.found: list[Row | Handing] = []
+        self.found: list[ScheduleRow | Handing] = []
 
-    def issued(self) -> tuple[Row | Handing, ...]:
+    def issued(self) -> tuple[ScheduleRow | Handing, ...]:
         while self.pending or any(map(self._next, range(self.table.num_stages))):
             handing = min(self._handings(), default=None)
             row = min(self._rows(), default=None)
@@ -113,7 +113,7 @@ class _Order:
                 raise ValueError("the stages wait for each other in a circle")
         return tuple(self.found)
 
-    def _next(self, stage: int) -> Row | None:
+    def _next(self, stage: int) -> ScheduleRow | None:
         rows, at = self.rows[stage], self.at[stage]
         return rows[at] if at < len(rows) else None
 

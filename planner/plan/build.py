@@ -32,6 +32,7 @@ from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
+from whalejax.planner.step_options import options_of
 from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 
@@ -78,11 +79,7 @@ def written(
         axes=tuple((a, n) for a, n in best.mesh.items() if n > 1),
         num_micro_batches=best.num_micro_batches,
         zero=best.zero,
-        remat=best.remat,
-        offload=best.offload,
-        sequence_parallel=best.sequence_parallel,
-        attention=best.attention,
-        loss_chunks=best.loss_chunks,
+        **options_of(best),
         precision=precision,
         default=request.default or "",
         roles=role_infos(dims),

@@ -55,7 +55,8 @@ from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
-from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
+from whalejax.planner.step_options import StepOptions, option_words, options_of
+from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat
 
 
 def foresee(
@@ -110,9 +111,7 @@ def foresee(
         offload=best.offload,
         sequence_parallel=best.case.variant.sequence_parallel,
     )
-    # With all else given, logits in parts save memory and no time.
-    for chunks in (1, None):
-        asked = dataclasses.replace(request, loss_chunks=chunks)
+    for asked in request.whole_logits_first():
         try:
             plan = decide(
                 graph,
@@ -215,6 +214,15 @@ class _Chosen:
         )
 
     @property
+    def options(self) -> StepOptions:
+        """Its options of a step; attention is told by ``beyond``."""
+        return StepOptions(
+            remat=self.remat,
+            offload=self.offload,
+            sequence_parallel=self.case.variant.sequence_parallel,
+        )
+
+    @property
     def remat(self) -> Remat:
         """Which TaskGraphs are computed again."""
         graphs = self.search.graph.task_graphs
@@ -259,7 +267,7 @@ class _Chosen:
             words += f", ZeRO-{self.zero}"
         if self.micro_batches > 1:
             words += f", {self.micro_batches} micro-batches"
-        own = own_words(self.remat, self.offload, self.case.variant.sequence_parallel)
+        own = option_words(self.options)
         own += [self.stages.words()] if self.stages else []
         return ", ".join([words, *own, *self.beyond.words()])
 
@@ -295,9 +303,7 @@ def _plan(
         axes=best.axes,
         num_micro_batches=best.micro_batches,
         zero=best.zero,
-        remat=best.remat,
-        offload=best.offload,
-        sequence_parallel=best.case.variant.sequence_parallel,
+        **options_of(best.options),
         precision=precision,
         default=request.default or "",
         roles=role_infos(search.dims, graph.batch_size),

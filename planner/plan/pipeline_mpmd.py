@@ -46,6 +46,7 @@ from whalejax.planner.search.stage_time import (
 from whalejax.planner.search.tied_parameters import copied_bytes, exposed
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.step_options import options_off
 from whalejax.planner.terms import Remat, TimeTerms
 
 
@@ -232,12 +233,9 @@ class _Ask:
             self.request,
             num_devices=self.request.num_devices // self.stages,
             num_micro_batches=self.count,
-            offload=(),
             hosted=None,
-            attention=(),
-            loss_chunks=1,
-            remat=(),
             policies=("none",),
+            **options_off("sequence_parallel"),
         )
 
     def weighed(self) -> list[_Weighed]:

@@ -54,6 +54,7 @@ from whalejax.planner.search.stage_time import (
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.step_options import options_off
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
 
 
@@ -158,9 +159,7 @@ def _of_one_stage(
         request,
         num_devices=request.num_devices // stages,
         num_micro_batches=count,
-        offload=(),
-        attention=(),
-        loss_chunks=1,
+        **options_off("remat", "sequence_parallel"),
         optimizer=replace(
             optimizer,
             by_path={

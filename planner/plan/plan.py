@@ -36,6 +36,10 @@ class Stages(StagesData):
 class Plan(Pictured):
     """How to run one model on one cluster.
 
+    How a step is computed, such as what is computed again and what lies in host memory,
+    are the fields of ``planner.step_options.StepOptions``, which a plan has beside its
+    own.
+
     Attributes:
         version: of the format.
         model_hash: of the model, batch and marks it was made for.
@@ -46,16 +50,6 @@ class Plan(Pictured):
         num_micro_batches: parts of the global batch, one after the other.
         zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
             Over ``fsdp`` parameters are always sharded (ZeRO-3).
-        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
-            keeps results of products with weights, ``"named"`` what the model names,
-            ``"full"`` only what a layer is given.
-        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
-            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
-        sequence_parallel: ``tensor`` shards the sequence between the products whose
-            other dimensions it shards.
-        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
-            not as the model computes it; ``"*"`` stands for the others.
-        loss_chunks: parts of a device's tokens whose logits are made one at a time.
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
         precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
             stands for the others.
@@ -118,10 +112,10 @@ class Plan(Pictured):
         """The plan for the same model under other circumstances.
 
         Args:
-            changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
-                ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
-                ``remat``, ``offload``, ``sequence_parallel``, ``attention``,
-                ``loss_chunks``, ``shares``, ``allow_idle`` and ``runnable``; what is
+            changes: ``batch`` (samples of the global batch), and settings of
+                ``wh.plan``: ``cluster``, ``mesh``, ``zero``, ``num_micro_batches``,
+                ``precision``, ``shares``, ``compiler_options``, ``allow_idle``,
+                ``runnable`` and how a step is computed (``UserOptions``); what is
                 not given stays as it was asked for. A number of micro-batches that
                 was fixed may mean other sizes on another ``cluster``; a note says so.
 

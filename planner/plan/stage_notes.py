@@ -22,7 +22,7 @@ UNEVEN = 1.5
 """Times its even part that a stage takes where the cut is worth a word."""
 
 
-class Weighed(Protocol):
+class StagedPlan(Protocol):
     """A plan in stages that was weighed."""
 
     time: TimeTerms
@@ -35,7 +35,7 @@ class Weighed(Protocol):
         ...
 
 
-class OnStages(Weighed, Protocol):
+class OnStages(StagedPlan, Protocol):
     """One whose stages have memory of their own."""
 
     room_bytes: int
@@ -54,22 +54,8 @@ def check_stages(request: Request, stages: int, *, most: int) -> None:
         PlanError: what it is, and the remedy.
     """
     check_devices(request.num_devices, stages, most=most)
-    if request.offload:
-        raise PlanError(
-            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
-            "memory yet. Leave offload out, or the axis stage"
-        )
-    if (request.loss_chunks or 1) > 1:
-        raise PlanError(
-            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
-            "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
-            "micro-batches make fewer logits at once"
-        )
-    if any(kind == "ring" for _, kind in request.attention or ()):
-        raise PlanError(
-            'attention is "ring": stages do not run attention in blocks yet. Leave '
-            "attention out, or the axis stage"
-        )
+    if refused := [*request.refused_by_stages()]:
+        raise PlanError(". ".join(refused))
 
 
 def merged(graph: Graph) -> str:
@@ -190,7 +176,9 @@ def batch_of(
     )
 
 
-def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:
+def candidates(
+    weighed: Sequence[StagedPlan], best: StagedPlan
+) -> tuple[Candidate, ...]:
     """Plans in stages for a plan to remember, best first.
 
     Args:
@@ -213,7 +201,7 @@ def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ..
     )
 
 
-def _verdict(one: Weighed, best: Weighed) -> str:
+def _verdict(one: StagedPlan, best: StagedPlan) -> str:
     if one is best:
         return "chosen"
     if not one.fits:

@@ -38,8 +38,8 @@ from whalejax.planner.search.batched.prefilter import Likely, likely_replicas
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import check_marks, unlike
 from whalejax.planner.search.uneven_replicas import (
-    Case,
     Replicas,
+    SharesCase,
     device_kinds,
     nothing_fits,
 )
@@ -51,6 +51,7 @@ from whalejax.planner.search.zero1_slices import (
     with_slices,
 )
 from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.step_options import options_of
 from whalejax.planner.terms import TimeTerms
 
 
@@ -106,7 +107,7 @@ def decide_shares(
         for size, least in ranks.items()
     }
 
-    def weigh(case: Case, likely: Likely | None) -> Replicas:
+    def weigh(case: SharesCase, likely: Likely | None) -> Replicas:
         one = request if likely is None else likely.of(request)
         shared = asked
         if even:
@@ -167,7 +168,7 @@ class _Tries:
     def __init__(
         self,
         request: Request,
-        weigh: Callable[[Case, Likely | None], Replicas],
+        weigh: Callable[[SharesCase, Likely | None], Replicas],
     ) -> None:
         self.request = request
         self.weigh = weigh
@@ -189,7 +190,7 @@ class _Tries:
         request = self.request
         for zero in (0, 1) if request.zero is None else (request.zero,):
             for count in several:
-                case = Case(size=size, count=count, zero=zero)
+                case = SharesCase(size=size, count=count, zero=zero)
                 if request.zero is None and zero and _roomy(self.found, case, request):
                     continue
                 if self._lacks(case):
@@ -228,7 +229,7 @@ class _Tries:
             far = tries >= LEAST_TRIES and one.seconds * ratio >= self.best_seconds
             if far or tries == MOST_TRIES:
                 break
-            case = Case(size=one.size, count=one.count, zero=one.zero)
+            case = SharesCase(size=one.size, count=one.count, zero=one.zero)
             whole = dataclasses.replace(case, zero=0)
             known = any(other.fits and other.case == whole for other in self.found)
             if known and one.zero:
@@ -239,7 +240,7 @@ class _Tries:
                 own = (shared.pace + shared.after) / one.seconds
                 ratio = own if before == 0 else min(ratio, own)
 
-    def _lacks(self, case: Case, likely: Likely | None = None) -> bool:
+    def _lacks(self, case: SharesCase, likely: Likely | None = None) -> bool:
         """Weigh a case; whether memory is too small for any plan of it."""
         try:
             self.found.append(self.weigh(case, likely))
@@ -273,7 +274,7 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
     )
 
 
-def _roomy(found: Sequence[Replicas], case: Case, request: Request) -> bool:
+def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> bool:
     """Replicas have room for the whole state, or nothing of it can be cut."""
     if request.offload or not sliceable(request):
         return True
@@ -374,7 +375,7 @@ def _weigh(
     graph: Graph,
     cluster: Cluster,
     request: Request,
-    case: Case,
+    case: SharesCase,
     asked: Sequence[int] | None,
     decide: Decide,
     options: Mapping[str, Any],
@@ -437,11 +438,7 @@ def _pinned(request: Request, plan: Plan) -> Request:
     return dataclasses.replace(
         request,
         mesh={DATA: 1, **plan.axis_sizes},
-        remat=plan.remat,
-        offload=plan.offload,
-        sequence_parallel=plan.sequence_parallel,
-        attention=plan.attention,
-        loss_chunks=plan.loss_chunks,
+        **options_of(plan),
     )
 
 

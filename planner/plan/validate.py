@@ -23,8 +23,7 @@ from whalejax.planner.plan.validate_batch import check_batch, is_dtype
 from whalejax.planner.plan_data import PLAN_VERSION, PlanData, StagesData
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.sharding.precision_regions import PRECISIONS
-from whalejax.planner.sharding.remat import POLICIES
-from whalejax.planner.terms import OFFLOADS
+from whalejax.planner.step_options import option_counts, option_limits
 
 
 LOST_SECONDS: Final = 1e-9
@@ -36,7 +35,6 @@ SLACK: Final = 2
 NEAR: Final = 0.01
 """By which part the memory of parameters may differ from what their shards take."""
 
-_ATTENTION = ("ring", "gather")
 _STASHES = ("", "inputs", "residuals")
 _PHASES = ("forward", "backward", "update", "turn")
 _APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipelines"))
@@ -104,9 +102,7 @@ def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
-        *((f"remat.{n}", policy, POLICIES) for n, policy in plan.remat),
-        *((f"attention.{n}", kind, _ATTENTION) for n, kind in plan.attention),
-        *(("offload", what, OFFLOADS) for what in plan.offload),
+        *option_limits(plan),
         *(("collectives", one.phase, _PHASES) for one in plan.collectives),
         *(("collectives.what", one.what, (*SENT,)) for one in plan.collectives),
     ]
@@ -118,7 +114,7 @@ def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
     for name, number, most in (
         ("zero", plan.zero, 3),
         ("num_micro_batches", plan.num_micro_batches, 2**40),
-        ("loss_chunks", plan.loss_chunks, 2**40),
+        *((name, count, 2**40) for name, count in option_counts(plan).items()),
     ):
         least = 0 if name == "zero" else 1
         if not least <= number <= most:

@@ -16,7 +16,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
 
 
-class Program:
+class AnalysedProgram:
     """The operations of one captured loss.
 
     Args:

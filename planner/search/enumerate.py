@@ -31,7 +31,7 @@ from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
@@ -145,7 +145,7 @@ class Search:
         split: Split | None = None,
         bound: float = math.inf,
         slack: float = 1.0,
-        program: Program | None = None,
+        program: AnalysedProgram | None = None,
     ) -> None:
         self.graph = graph
         self.bound, self.slack = bound, slack
@@ -154,7 +154,9 @@ class Search:
         self.cluster = cluster
         self.request = request
         known = program if beside is None else beside.program
-        self.program: Program = known or Program(graph, dims, cluster.compiler)
+        self.program: AnalysedProgram = known or AnalysedProgram(
+            graph, dims, cluster.compiler
+        )
         self.rows: Rows = self.program.views.rows(graph)
         self.prices: Prices = Prices(
             self.rows, None if beside is None else beside.prices
@@ -384,11 +386,9 @@ class Search:
         return Scored(
             mesh=case.mesh,
             zero=case.zero,
-            remat=self.request.remat or (),
-            offload=offload,
-            sequence_parallel=self.split is not None,
-            attention=self.request.attention or (),
-            loss_chunks=self.request.loss_chunks or 1,
+            **self.request.or_off(
+                offload=offload, sequence_parallel=self.split is not None
+            ),
             num_micro_batches=count,
             tables=case.tables,
             facts=self.facts,

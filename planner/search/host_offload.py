@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import RowCost
-from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.sharding.offload_candidates import (
@@ -47,7 +47,7 @@ class Hosting:
         facts: the parameters.
     """
 
-    program: Program
+    program: AnalysedProgram
     cluster: Cluster
     request: Request
     facts: LeafFacts

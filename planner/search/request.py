@@ -13,14 +13,8 @@ from whalejax.planner.sharding.parameter_layout import (
     LeafLayout,
     OptimizerBytes,
 )
-from whalejax.planner.terms import (
-    Chosen,
-    MemoryTerms,
-    Remat,
-    TimeTerms,
-    chunk_words,
-    own_words,
-)
+from whalejax.planner.step_options import FixedOptions, StepOptions, option_words
+from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +31,8 @@ class Hosted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to plan for, beside the graph and the cluster.
+class Request(FixedOptions):
+    """What to plan for, beside the graph and the cluster; ``FixedOptions`` and more.
 
     Attributes:
         optimizer: bytes of its state.
@@ -54,16 +48,11 @@ class Request:
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         reductions: what is computed per micro-batch where there are several.
-        remat: which TaskGraphs are computed again, or None for the search to choose.
-        policies: what it chooses from, the one that keeps most first.
-        offload: what lies in host memory, or None for the search to choose.
+        policies: of remat that it chooses from, the one that keeps most first.
         hosted: what the optimizer can update in pieces, so that it may lie in host
             memory; asked for where it matters.
         sliced: paths of parameters whose optimizer state is updated element by element,
             so that each replica can keep a slice; asked for where it matters.
-        sequence_parallel: the user wants it, or not; None for the search to choose.
-        attention: how attention runs, or None for the search to choose.
-        loss_chunks: parts of the tokens whose logits are made one at a time, or None.
         in_flight: micro-batches whose activations are kept at once, as in a stage of a
             pipeline.
         among: sizes of the planned axes of meshes to look at, or None for all meshes.
@@ -82,31 +71,21 @@ class Request:
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
     reductions: tuple[BatchReduction, ...] = ()
-    remat: Remat | None = None
     policies: tuple[str, ...] = ("none",)
-    offload: tuple[str, ...] | None = None
     hosted: Callable[[], Hosted] | None = None
     sliced: Callable[[], frozenset[str]] | None = None
-    sequence_parallel: bool | None = None
-    attention: Chosen | None = None
-    loss_chunks: int | None = None
     in_flight: float = 1.0
     among: frozenset[tuple[int, ...]] | None = None
     copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """One evaluated plan.
+class Scored(StepOptions):
+    """One evaluated plan: its ``StepOptions``, and what they come with.
 
     Attributes:
         mesh: axis sizes, outermost first, all axes present.
         zero: ZeRO level over ``data``.
-        remat: which TaskGraphs are computed again.
-        offload: what lies in host memory.
-        sequence_parallel: ``tensor`` shards the sequence between products.
-        attention: which TaskGraphs run it in blocks.
-        loss_chunks: parts of the tokens whose logits are made one at a time.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
         facts, layouts: the parameters, and the layout of each of their groups.
@@ -119,11 +98,6 @@ class Scored:
 
     mesh: Mapping[str, int]
     zero: int
-    remat: Remat = ()
-    offload: tuple[str, ...] = ()
-    sequence_parallel: bool = False
-    attention: Chosen = ()
-    loss_chunks: int = 1
     num_micro_batches: int
     tables: Mapping[int, Table]
     facts: LeafFacts
@@ -155,8 +129,4 @@ class Scored:
             words += f", ZeRO-{self.zero}"
         if self.num_micro_batches > 1:
             words += f", {self.num_micro_batches} micro-batches"
-        own = own_words(
-            self.remat, self.offload, self.sequence_parallel, self.attention
-        )
-        own += chunk_words(self.loss_chunks)
-        return ", ".join([words, *own])
+        return ", ".join([words, *option_words(self)])

@@ -17,7 +17,7 @@ from whalejax.planner.errors import PlanError, Unobeyed
 from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.batched.prefilter import MANY, promising
 from whalejax.planner.search.enumerate import PLANNED_AXES, Search, meshes, ranked
 from whalejax.planner.search.infeasible import refusal
@@ -65,7 +65,8 @@ Again = Callable[[Remat, Chosen, int], Graph]
 attention run in blocks, and logits made of a part of the tokens at a time."""
 
 Known = dict[
-    tuple[Remat, Chosen, int, CompilerProfile], "tuple[Analysed, Program] | None"
+    tuple[Remat, Chosen, int, CompilerProfile],
+    "tuple[Analysed, AnalysedProgram] | None",
 ]
 """Programs of one loss, as policies, attention and chunks make them, for devices of a
 compiler; None where there is none such."""
@@ -288,9 +289,9 @@ class _Searches:
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
         return True
 
-    def _analysed(self, graph: Graph) -> tuple[Analysed, Program]:
+    def _analysed(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
         found = analyse_graph(graph)
-        return found, Program(found.graph, found.dims, self.cluster.compiler)
+        return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
 
     def _program(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
         """The graph of one program, or None where there is none such."""

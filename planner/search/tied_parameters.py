@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule
-from whalejax.planner.pipeline.simulate import Timeline
+from whalejax.planner.pipeline.simulate import ScheduleTimeline
 from whalejax.planner.search.stage_cuts import Laid
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import TimeTerms
@@ -49,7 +49,10 @@ def _device_bytes(laid: Laid, path: str) -> float:
 
 
 def exposed(
-    table: Schedule, line: Timeline, ahead: Sequence[float], copied: Sequence[float]
+    table: Schedule,
+    line: ScheduleTimeline,
+    ahead: Sequence[float],
+    copied: Sequence[float],
 ) -> TimeTerms:
     """What a step waits for copies of parameters, and for their gradients at its end.
 

@@ -18,7 +18,7 @@ from whalejax.planner.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SharesCase:
     """What is weighed at once.
 
     Attributes:
@@ -49,7 +49,7 @@ class Replicas:
         shares: micro-batches of each.
     """
 
-    case: Case
+    case: SharesCase
     plan: PlanData
     kinds: tuple[DeviceKind, ...]
     seconds: tuple[float, ...]

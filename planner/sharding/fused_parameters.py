@@ -39,7 +39,7 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ParameterForms:
     """In which forms the parameters are read.
 
     Attributes:
@@ -55,7 +55,7 @@ class Reading:
     storage: tuple[int, ...]
 
 
-def reading(graph: Graph, dims: Dimensions) -> Reading:
+def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
     """Find out in which forms the parameters are read.
 
     Args:
@@ -80,7 +80,7 @@ def reading(graph: Graph, dims: Dimensions) -> Reading:
         )
         for leaf, roles in inner.items()
     }
-    return Reading(
+    return ParameterForms(
         weight=weight,
         fused={t: of_leaf[leaf] for t, leaf in source.items() if leaf in of_leaf},
         minor=frozenset(minor),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Layout, roles_of
-from whalejax.planner.sharding.fused_parameters import Fused, Reading
+from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class Rows:
 
     ops: tuple[Row, ...]
     flows: tuple[Flow, ...]
-    reading: Reading
+    reading: ParameterForms
     op_kinds: tuple[int, ...]
     flow_kinds: tuple[int, ...]
 

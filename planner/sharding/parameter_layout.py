@@ -25,7 +25,7 @@ from whalejax.planner.model.graph import (
     Graph,
     Tensor,
 )
-from whalejax.planner.sharding.fused_parameters import Fused, Reading, lying
+from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
 from whalejax.planner.sharding.precision_regions import read_bytes
@@ -161,7 +161,7 @@ class LeafFacts:
         cls,
         graph: Graph,
         dims: Dimensions,
-        reading: Reading,
+        reading: ParameterForms,
         optimizer: OptimizerBytes,
         *,
         narrowed: bool = False,

@@ -19,11 +19,9 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
+from whalejax.planner.step_options import REMAT_POLICIES
 from whalejax.planner.terms import ALL
 
-
-POLICIES = ("none", "dots", "named", "full")
-"""From the one that keeps most to the one that keeps least."""
 
 Position = tuple[int, ...]
 
@@ -89,8 +87,10 @@ def checked_policies(
 def _check(policy: object, names: Sequence[str], problems: Problems) -> None:
     kind, colon, _ = str(policy).partition(":")
     listed = named_in(str(policy))
-    if not isinstance(policy, str) or kind not in POLICIES:
-        problems.add(f"{policy!r} is no policy; expected one of {', '.join(POLICIES)}")
+    if not isinstance(policy, str) or kind not in REMAT_POLICIES:
+        problems.add(
+            f"{policy!r} is no policy; expected one of {', '.join(REMAT_POLICIES)}"
+        )
     elif colon and not listed:
         problems.add(f"{policy!r} lists no name; expected such as named:attention,mlp")
     elif kind == "named" and not names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_a_long_function_is_seen() -> None:
     assert long_functions(source, 80) == ["line 1: f has 81 lines"]
     told = 'def f():\n    """Says."""\n' + "    x = 1\n" * 79
     assert not long_functions(told, 80)
+
+
+def test_an_option_touches_six_files(python_files: PythonFiles) -> None:
+    named = [
+        path.relative_to(ROOT).as_posix()
+        for path in python_files(*ROOMS)
+        if re.search(r"\bloss_chunks\b", path.read_text())
+    ]
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    told = re.findall(r"^\| `(\S+\.py)` \| ", guide.partition("How to add")[2], re.M)
+    assert sorted(named) == sorted(told) and len(told) == 6
 
 
 def test_modules_say_what_they_are_for(python_files: PythonFiles) -> None:

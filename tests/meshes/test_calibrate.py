@@ -21,13 +21,13 @@ from whalejax.meshes import Cluster, WhaleError, cluster
 from whalejax.meshes.calibration import calibrate, probes, timers
 from whalejax.meshes.calibration.probes import (
     EXP_BYTES,
-    Chain,
-    Collective,
+    ChainProbe,
+    CollectiveProbe,
     Convolution,
     Elementwise,
     Fresh,
     Probe,
-    Product,
+    ProductProbe,
 )
 from whalejax.meshes.jax_mesh import build_mesh
 
@@ -100,7 +100,7 @@ def test_what_every_run_costs_is_taken_off() -> None:
         now += 0.5 + 1e-3 * iterations
         return 0
 
-    watch = timers.Stopwatch(clock=lambda: now)
+    watch = timers.TimingPlan(clock=lambda: now)
     assert watch.seconds_each(run) == pytest.approx(1e-3)
 
 
@@ -137,8 +137,8 @@ def test_small_and_narrow_products_come_early_on_accelerators() -> None:
     """What any product takes is measured in any case, narrow ones before batches."""
     gpu: Any = SimpleNamespace(platform="gpu")
     found, essential = probes._probes([gpu])
-    products = [p for p in found if isinstance(p, Product)]
-    first = [p for p in found[:essential] if isinstance(p, Product)]
+    products = [p for p in found if isinstance(p, ProductProbe)]
+    first = [p for p in found[:essential] if isinstance(p, ProductProbe)]
     assert {(p.dtype, p.m) for p in first} >= {("bf16", 256), ("f32", 256)}
     narrow = [i for i, p in enumerate(products) if min(p.k, p.n) == 64 and p.batch == 1]
     batched = [i for i, p in enumerate(products) if p.batch > 1]
@@ -150,9 +150,13 @@ def test_the_essential_part_is_measured_on_any_budget(
 ) -> None:
     machine, found = _measured(monkeypatch, 1e-3, lambda _: 0.01)
     assert len(found) == 9
-    assert {p.dtype for p in found if isinstance(p, Product)} == {"f32", "bf16", "f64"}
+    assert {p.dtype for p in found if isinstance(p, ProductProbe)} == {
+        "f32",
+        "bf16",
+        "f64",
+    }
     kinds = {type(p) for p in found}
-    assert kinds == {Product, Elementwise, Fresh, Chain, Collective}
+    assert kinds == {ProductProbe, Elementwise, Fresh, ChainProbe, CollectiveProbe}
     assert machine.done == list(found)
 
 
@@ -174,10 +178,10 @@ def test_time_left_over_is_spent_on_a_second_look(
     machine, found = _measured(monkeypatch, 1000.0, faster_each_time)
     assert len(machine.done) == len(found)
     assert all(found[p] < 1e-3 / 3 / probes._operations_in(p, True) for p in found)
-    shapes = {(p.m, p.k, p.n) for p in found if isinstance(p, Product)}
+    shapes = {(p.m, p.k, p.n) for p in found if isinstance(p, ProductProbe)}
     assert min(min(s) for s in shapes) == 32
     assert max(s[0] for s in shapes) == 4096
-    groups = {p.group_size for p in found if isinstance(p, Collective)}
+    groups = {p.group_size for p in found if isinstance(p, CollectiveProbe)}
     assert groups == {2, 4, 8}
 
 
@@ -186,7 +190,7 @@ def test_times_become_a_cluster(
 ) -> None:
     def costs(probe: Probe) -> float:
         match probe:
-            case Product(_, m, k, n, batch):
+            case ProductProbe(_, m, k, n, batch):
                 return 2 * 2 * m * k * n * batch / (1e9 if batch == 1 else 5e8)
             case Fresh(array_bytes):
                 return array_bytes / 1e10 + array_bytes / 2e9
@@ -197,9 +201,9 @@ def test_times_become_a_cluster(
             case Convolution():
                 m, k, n = probe.product
                 return 3 * 2 * m * k * n / 4e8 + probe.turned_bytes / 5e8
-            case Chain():
+            case ChainProbe():
                 return timers.OPS_IN_CHAIN * 1e-6
-            case Collective(collective, size, payload):
+            case CollectiveProbe(collective, size, payload):
                 rounds = 2 if collective == "all-reduce" else 1
                 # Threads over one memory: a wait for each, and the whole payload.
                 return rounds * (1e-5 * size + payload / 1e9)
@@ -298,11 +302,11 @@ def test_a_real_run_in_its_own_process(tmp_path: Path) -> None:
 
 def _found(*more: Probe) -> probes.Seconds:
     every = [
-        Product("f32", 64, 64, 64),
-        Product("bf16", 64, 64, 64),
+        ProductProbe("f32", 64, 64, 64),
+        ProductProbe("bf16", 64, 64, 64),
         Elementwise("add", 2**20),
         Elementwise("exp", EXP_BYTES[False]),
-        Chain(),
+        ChainProbe(),
         *more,
     ]
     return dict.fromkeys(every, 1e-3)
@@ -310,7 +314,7 @@ def _found(*more: Probe) -> probes.Seconds:
 
 def test_a_known_accelerator_keeps_its_datasheet() -> None:
     devices = [_Silent()] * 2
-    found = _found(Collective("all-gather", 2, 2**20))
+    found = _found(CollectiveProbe("all-gather", 2, 2**20))
     made = calibrate._cluster(devices, found, calibrate._machine(devices), "2026-11-20")
     one = Cluster.of(made)
     kind, known = one.nodes[0].kind, cluster("h100:2").nodes[0].kind
@@ -344,8 +348,8 @@ def test_one_device_alone_has_a_level_without_latency() -> None:
 
 
 def test_an_accelerator_does_more_in_a_turn_of_a_loop() -> None:
-    small = Product("f32", 64, 64, 64)
-    for probe in (small, Elementwise("add", 2**20), Chain()):
+    small = ProductProbe("f32", 64, 64, 64)
+    for probe in (small, Elementwise("add", 2**20), ChainProbe()):
         on_cpu = probes._operations_in(probe, True)
         assert probes._operations_in(probe, False) == timers.REPEATED * on_cpu
     assert timers._repeated([_Silent()]) == timers.REPEATED

@@ -17,7 +17,7 @@ import pytest
 from whalejax.distributed import launcher, process_group
 from whalejax.distributed.launch_env import MARK, Blamed, Introduced
 from whalejax.distributed.launcher import Launch
-from whalejax.distributed.process_output import TAIL_BYTES, Log, Pump, Shown
+from whalejax.distributed.process_output import TAIL_BYTES, Log, Pump, TerminalOutput
 from whalejax.meshes.errors import WhaleError
 
 
@@ -293,7 +293,7 @@ def test_a_terminal_that_takes_no_more_stops_nobody(
     with os.fdopen(target, "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         patch.setattr("whalejax.distributed.process_output.PATIENCE_SECONDS", 0.01)
-        shown = Shown(said.append)
+        shown = TerminalOutput(said.append)
         for _ in range(40):
             shown.write(b"x" * 8191 + b"\n")
         read = os.read(source, 1 << 20)
@@ -381,7 +381,7 @@ def test_stopping_has_one_deadline_for_all(
     monkeypatch.setattr(process_group.time, "monotonic", lambda: clock[0])
     launch = Launch(command=("true",), processes=8, logs=tmp_path)
     with contextlib.ExitStack() as stack:
-        made = process_group.Group(launch, stack)
+        made = process_group.ProcessGroup(launch, stack)
         made._running = [Stubborn(clock) for _ in range(8)]  # type: ignore[misc]
         made.stop()
     assert clock[0] <= 1.5 * process_group.GRACE_SECONDS

@@ -16,7 +16,7 @@ import pytest
 from tests.processes import free_port
 from whalejax.cli import main
 from whalejax.distributed import host_checks, json_lines
-from whalejax.distributed.host_checks import Check, Report
+from whalejax.distributed.host_checks import Check, HostReport
 from whalejax.distributed.host_comparison import Met, meet
 from whalejax.distributed.launch_env import (
     COORDINATOR,
@@ -31,8 +31,8 @@ from whalejax.meshes.errors import WhaleError
 FACTS = {"jax": "0.10.2", "python": "3.11", "device kind": "NVIDIA H100"}
 
 
-def host(name: str, **facts: str) -> Report:
-    return Report(
+def host(name: str, **facts: str) -> HostReport:
+    return HostReport(
         host=name, facts={**FACTS, **facts}, checks=(Check(name="a", found=name),)
     )
 
@@ -51,7 +51,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def together(
-    *reports: Report, count: int | None = None, seconds: float = 20
+    *reports: HostReport, count: int | None = None, seconds: float = 20
 ) -> list[Met]:
     """What hosts find that meet on this machine."""
     place = f"127.0.0.1:{free_port()}"
@@ -253,7 +253,7 @@ def test_what_listens_must_know_the_secret_too() -> None:
 
 
 def test_control_characters_of_others_are_not_shown() -> None:
-    found = Report.from_document(host("a\x1b[2J", jax="\x9b1m").document())
+    found = HostReport.from_document(host("a\x1b[2J", jax="\x9b1m").document())
     assert (found.host, found.facts["jax"]) == ("a?[2J", "?1m")
     assert found.checks[0].found == "a?[2J"
 
@@ -323,4 +323,4 @@ def test_reports_travel_as_data() -> None:
     given = dataclasses.replace(
         host("a"), checks=(Check(name="x", found="y", verdict="warning", remedy="z"),)
     )
-    assert Report.from_document(json.loads(json.dumps(given.document()))) == given
+    assert HostReport.from_document(json.loads(json.dumps(given.document()))) == given

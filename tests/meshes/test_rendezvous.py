@@ -14,14 +14,14 @@ import pytest
 
 from tests.processes import free_port
 from whalejax.distributed import rendezvous as meeting_place
-from whalejax.distributed.json_lines import MOST_BYTES, Link, greet
+from whalejax.distributed.json_lines import MOST_BYTES, Connection, greet
 from whalejax.distributed.launch_env import joined_address
 from whalejax.distributed.rendezvous import (
     PURPOSE,
     Guest,
     Host,
     Lost,
-    Place,
+    ProcessPlace,
     missing_words,
     rendezvous,
 )
@@ -33,7 +33,7 @@ class Process:
 
     made: ClassVar[list[Host | Guest]] = []
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ProcessPlace) -> None:
         self.place = place
         self.ends: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -61,18 +61,18 @@ def _closed() -> Iterator[None]:
         Process.made.pop().close()
 
 
-def place_of(count: int, host: str = "127.0.0.1", **more: Any) -> Place:
+def place_of(count: int, host: str = "127.0.0.1", **more: Any) -> ProcessPlace:
     given = {"seconds": 60.0, "join_seconds": 60.0, "key": b"secret", **more}
     address = joined_address(host, free_port())
-    return Place(coordinator=address, count=count, rank=0, **given)
+    return ProcessPlace(coordinator=address, count=count, rank=0, **given)
 
 
-def rank_of(place: Place, rank: int, **more: Any) -> Place:
+def rank_of(place: ProcessPlace, rank: int, **more: Any) -> ProcessPlace:
     return dataclasses.replace(place, rank=rank, **more)
 
 
 @contextlib.contextmanager
-def raw(place: Place) -> Iterator[socket.socket]:
+def raw(place: ProcessPlace) -> Iterator[socket.socket]:
     """A connection, as soon as process 0 listens."""
     address = ("127.0.0.1", int(place.coordinator.rpartition(":")[2]))
     while True:
@@ -189,7 +189,7 @@ def test_two_processes_of_one_number() -> None:
     place = place_of(4)
     processes = [Process(place), Process(rank_of(place, 1))]
     with raw(place) as link:
-        other = Link(link)
+        other = Connection(link)
         greet(other, PURPOSE, place.key, 30)
         other.tell({"rank": 2, "count": 4, "where": "a test"})
         while other.told(30) != {"missing": [3]}:  # the first of number 1 is there
@@ -216,7 +216,7 @@ def test_one_that_stands_still_before_jax_has_joined_it_is_named() -> None:
     place = place_of(3, join_seconds=2.0)
     processes = [Process(rank_of(place, rank)) for rank in range(2)]
     with raw(place) as link:  # says who it is, and then nothing more
-        other = Link(link)
+        other = Connection(link)
         greet(other, PURPOSE, place.key, 30)
         other.tell({"rank": 2, "count": 3, "where": "a test"})
         for process in processes:
@@ -243,7 +243,7 @@ def test_many_are_not_all_named() -> None:
 def test_a_coordinator_of_another_machine_is_said() -> None:
     with pytest.raises(WhaleError, match=r"no-such\.invalid has no address here"):
         rendezvous(
-            Place(
+            ProcessPlace(
                 coordinator="no-such.invalid:1",
                 count=1,
                 rank=0,

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whalejax.planner.model.builder import Program as Program
+from whalejax.planner.model.builder import GraphBuilder as GraphBuilder
 from whalejax.planner.model.graph import Factor, Graph
 
 
@@ -48,7 +48,7 @@ def gpt(
         tied: the head is the embedding table.
     """
     z = sizes or Sizes()
-    p = Program()
+    p = GraphBuilder()
     tokens = p.batch("tokens", z.batch, z.seq)
     targets = p.batch("targets", z.batch, z.seq)
     table = p.param("tokens.embedding", z.vocab, z.embed)
@@ -63,7 +63,7 @@ def gpt(
 
 
 def _block(
-    p: Program,
+    p: GraphBuilder,
     z: Sizes,
     x: int,
     path: str,
@@ -97,7 +97,7 @@ def _block(
 
 
 def _query_key_value(
-    p: Program,
+    p: GraphBuilder,
     z: Sizes,
     x: int,
     kernel: Callable[..., int],
@@ -125,9 +125,9 @@ def _query_key_value(
 
 def mlp(
     batch: int, widths: tuple[int, ...], *, path: str = "layers.{}.w"
-) -> tuple[Program, int]:
+) -> tuple[GraphBuilder, int]:
     """A perceptron ``x @ w``, ``tanh``, …; the program and its scalar loss."""
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", batch, widths[0])
     for i, (rows, columns) in enumerate(itertools.pairwise(widths)):
         w = p.param(path.format(i), rows, columns)

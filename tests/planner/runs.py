@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import framework
 from whalejax.estimates.run import Run
 from whalejax.meshes.catalogue import entry
 
 
-SIZES = Decoder(
+SIZES = DecoderSizes(
     layers=8,
     hidden=1024,
     heads=16,

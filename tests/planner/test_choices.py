@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.graphs import Program, gpt, mlp
+from tests.planner.graphs import GraphBuilder, gpt, mlp
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.dimension_analysis import analyse
@@ -39,7 +39,7 @@ def mark(kind: str, **attributes: str) -> Mark:
 
 def hybrid(split: Mark, *, heads: int = 1) -> Graph:
     """A replicated backbone ``[24 → 320 → 48]`` and a marked head ``[48 → 40]``."""
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     p.mark(mark("replicate"), "replicate")
     h = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("up.kernel", 24, 320)))
@@ -251,7 +251,7 @@ def test_without_weights_to_shard_there_is_no_tensor_axis() -> None:
 
 
 def test_a_split_around_nothing_that_can_be_sharded_has_no_effect() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     h = p.einsum("bi,ij->bj", x, p.param("w", 24, 40))
     loss = p.einsum("bj->", h)
@@ -265,7 +265,7 @@ def test_a_split_around_nothing_that_can_be_sharded_has_no_effect() -> None:
 
 
 def test_a_split_without_weights_shards_its_activations() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     h = p.einsum("bi,ij->bj", x, p.param("w", 24, 40))
     p.mark(mark("split"), "split")
@@ -338,7 +338,7 @@ def test_metadata_on_what_is_computed_whole_is_for_storage() -> None:
 
 
 def test_of_two_dimensions_that_meet_that_of_more_bytes_is_computed_in_shards() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.einsum("bi,i->bi", p.batch("x", 16, 24), p.param("norm.scale", 24))
     h = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("up.kernel", 24, 320)))
     graph = p.graph(p.einsum("bj->", h))
@@ -351,7 +351,7 @@ def test_of_two_dimensions_that_meet_that_of_more_bytes_is_computed_in_shards() 
 
 
 def test_an_axis_on_a_dimension_of_size_1_is_noted() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.einsum("bi,ki->bki", p.batch("x", 16, 24), p.param("keys", 1, 24))
     graph = pinned(p.graph(p.einsum("bki->", p.unary("exp", x))), keys=("tensor", None))
     options, _ = options_of(graph)

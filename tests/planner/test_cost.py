@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.planner.graphs import Program, Sizes, gpt
+from tests.planner.graphs import GraphBuilder, Sizes, gpt
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import COMPILERS
 from whalejax.meshes.device_kinds import Platform
@@ -110,7 +110,7 @@ def test_depth_costs_no_rows_and_doubles_their_counts() -> None:
 
 
 def test_a_loop_multiplies_its_rows() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 8)
     w = p.param("w", 8, 16)
     p.trip = 5
@@ -273,7 +273,7 @@ def test_micro_batches_divide_activations_and_not_gradients() -> None:
 
 
 def test_a_rematerialised_region_repeats_its_forward_collectives() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     a, b = p.param("a", 24, 32), p.param("b", 32, 24)
     p.remat = 1
@@ -288,7 +288,7 @@ def test_a_rematerialised_region_repeats_its_forward_collectives() -> None:
 
 
 def test_a_border_moves_what_changes_layout_and_fuses_where_specs_agree() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     p.mark(Mark(kind="replicate"), "replicate")
     h = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("up", 24, 48)))
@@ -326,7 +326,7 @@ def test_a_border_moves_what_changes_layout_and_fuses_where_specs_agree() -> Non
 
 
 def test_partial_sums_are_scattered_where_every_reader_wants_them_sharded() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24, 32)
     p.mark(Mark(kind="split"), "split")
     h = p.einsum("bse,em->bsm", x, p.param("up", 32, 48))
@@ -434,7 +434,7 @@ def test_storage_goes_behind_the_computation_where_it_divides() -> None:
 # Parameters stored in shards, and what stays whole.
 
 
-def gathers_of(program: Program, loss: int) -> dict[str, int]:
+def gathers_of(program: GraphBuilder, loss: int) -> dict[str, int]:
     """How often storage gathers each parameter in a micro-batch."""
     graph = program.graph(loss)
     dims = analyse(graph)
@@ -446,7 +446,7 @@ def gathers_of(program: Program, loss: int) -> dict[str, int]:
 
 
 def test_the_backward_pass_gathers_only_what_it_reads() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     first, bias = p.param("first", 24, 32), p.param("bias", 32)
     second = p.param("second", 32, 40)
@@ -458,7 +458,7 @@ def test_the_backward_pass_gathers_only_what_it_reads() -> None:
 
 
 def test_a_tied_table_is_gathered_in_both_of_its_forms() -> None:
-    p = Program()
+    p = GraphBuilder()
     tokens = p.batch("tokens", 16, 24)
     table = p.param("table", 512, 32)
     x = p.gather(table, tokens)
@@ -469,7 +469,7 @@ def test_a_tied_table_is_gathered_in_both_of_its_forms() -> None:
 
 
 def test_statistics_are_gathered_for_the_state_that_keeps_them_whole() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 24)
     h = p.einsum("bi,ij->bj", x, p.param("w", 24, 32))
     mean = p.einsum("bj->j", h)

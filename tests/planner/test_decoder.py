@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from whalejax.estimates.decoder import REGIONS, Decoder, decoder_graph
+from whalejax.estimates.decoder import REGIONS, DecoderSizes, decoder_graph
 from whalejax.planner.model.dimension_analysis import analyse
 
 
-GPT = Decoder(
+GPT = DecoderSizes(
     layers=6,
     hidden=64,
     heads=8,
@@ -28,7 +28,7 @@ BATCH = 4
 
 
 @pytest.mark.parametrize("sizes", [GPT, LLAMA, MOE], ids=["gpt", "llama", "moe"])
-def test_the_graph_has_the_parameters_that_the_sizes_say(sizes: Decoder) -> None:
+def test_the_graph_has_the_parameters_that_the_sizes_say(sizes: DecoderSizes) -> None:
     graph = decoder_graph(sizes, BATCH)
     layer = sum(t.size for t in graph.params if t.path.startswith("layer."))
     ends = sum(t.size for t in graph.params if not t.path.startswith("layer."))
@@ -39,7 +39,9 @@ def test_the_graph_has_the_parameters_that_the_sizes_say(sizes: Decoder) -> None
 
 
 @pytest.mark.parametrize("sizes", [GPT, LLAMA, MOE], ids=["gpt", "llama", "moe"])
-def test_its_products_take_two_flops_for_each_weight_and_token(sizes: Decoder) -> None:
+def test_its_products_take_two_flops_for_each_weight_and_token(
+    sizes: DecoderSizes,
+) -> None:
     graph = decoder_graph(sizes, BATCH)
     total = sum(op.flops * op.trip for op in graph.ops)
     tokens = BATCH * sizes.seq

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.graphs import Program, Sizes, gpt, mlp
+from tests.planner.graphs import GraphBuilder, Sizes, gpt, mlp
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.entries import starred
 from whalejax.planner.model.dimension_analysis import analyse
@@ -191,7 +191,7 @@ def grouped_queries(
     *, swapped: bool = False, value: int = 12, key_heads: int = 2
 ) -> Graph:
     """Attention of eight heads over fewer of keys and values."""
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 16, 32, 48)
     q = p.einsum("bse,eghd->bsghd", x, p.param("q", 48, key_heads, 8 // key_heads, 12))
     k = p.einsum("bse,egd->bsgd", x, p.param("k", 48, key_heads, 12))
@@ -246,7 +246,7 @@ def assert_seen_once(graph: Graph, dims: Dimensions) -> None:
 
 def test_the_opposite_order_is_weighed_where_a_cut_is_dear() -> None:
     """Products whose cheap sides lie at different ends: one order cannot serve both."""
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 32, 8)
     small = p.einsum("bsi,ij->bsj", x, p.param("small", 8, 4))
     large = p.einsum("bsi,ij->bsj", x, p.param("large", 8, 64))
@@ -265,7 +265,7 @@ def test_the_opposite_order_is_weighed_where_a_cut_is_dear() -> None:
 
 
 def test_rows_counted_by_a_triangle_are_gathered() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 32, 8)
     picks = p.unary("exp", p.einsum("bsi,ie->bse", x, p.param("w", 8, 6)))
     earlier = p.batch("earlier", 32, 32)
@@ -278,7 +278,7 @@ def test_rows_counted_by_a_triangle_are_gathered() -> None:
 
 
 def test_a_mask_is_cut_at_its_cheap_second_operand() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 32, 8)
     w = p.param("w", 8, 8)
     y = p.einsum("bsi,ij->bsj", x, w)
@@ -305,7 +305,7 @@ def moved(graph: Graph, dims: Dimensions) -> list[Flow]:
 
 
 def test_a_square_kernel_in_the_residual_stream_is_cut_at_the_sum() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 8)
     w0, w1 = p.param("in", 8, 32), p.param("square", 32, 32)
     h = p.einsum("bi,ie->be", x, w0)
@@ -321,7 +321,7 @@ def test_a_square_kernel_in_the_residual_stream_is_cut_at_the_sum() -> None:
 
 
 def test_a_kernel_used_twice_in_a_row_is_cut() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 32)
     w = p.param("w", 32, 32)
     loss = p.einsum("bi->", p.einsum("bi,ij->bj", p.einsum("bi,ij->bj", x, w), w))
@@ -332,7 +332,7 @@ def test_a_kernel_used_twice_in_a_row_is_cut() -> None:
 
 
 def test_a_reshape_that_would_tie_a_role_to_itself_is_cut_there() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 32)
     w = p.param("w", 32, 32)
     flat = p.reshape(p.einsum("bi,ij->bj", x, w), 4, 32, 1)
@@ -346,7 +346,7 @@ def test_a_reshape_that_would_tie_a_role_to_itself_is_cut_there() -> None:
 
 
 def test_a_reshape_sees_no_role_twice() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 32)
     w = p.param("w", 32, 32)
     square = p.einsum("bi,ij->ij", x, w)
@@ -358,7 +358,7 @@ def test_a_reshape_sees_no_role_twice() -> None:
 
 
 def test_a_reshape_that_no_grouping_explains_needs_its_operand_whole() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 6)
     w = p.param("w", 6, 12)
     y = p.einsum("bi,ij->bj", x, w)
@@ -379,7 +379,7 @@ def test_a_reshape_that_no_grouping_explains_needs_its_operand_whole() -> None:
 
 
 def test_refinement_of_one_dimension_reaches_its_namesakes() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 4, 5)
     w = p.param("w", 5, 24)
     y = p.einsum("bi,ij->bj", x, w)
@@ -401,7 +401,7 @@ def test_any_chain_of_reshapes_is_understood_or_gathered(
     shapes: list[tuple[int, ...]], back: bool
 ) -> None:
     """A reshape holds the same roles on both sides, or needs its operand whole."""
-    p = Program()
+    p = GraphBuilder()
     x = p.einsum("bi,ij->bj", p.batch("x", 5, 7), p.param("w", 7, 24))
     y = x
     for shape in shapes:

@@ -11,7 +11,7 @@ import pytest
 from tests.planner.runs import run
 from whalejax.estimates import step_model
 from whalejax.estimates.heterogeneous import price_unlike
-from whalejax.estimates.run import Replica, Run, StageOf
+from whalejax.estimates.run import ReplicaDevices, Run, StageOf
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
 from whalejax.meshes.fitted_constants import constants
@@ -205,7 +205,9 @@ def test_unlike_stages_wait_for_the_slowest() -> None:
 
     def mixed(kinds: tuple[str, str], layers: tuple[int, int]) -> float:
         stages = tuple(
-            StageOf(replicas=(Replica(device=entry(kind), tensor=1),) * 2, layers=n)
+            StageOf(
+                replicas=(ReplicaDevices(device=entry(kind), tensor=1),) * 2, layers=n
+            )
             for kind, n in zip(kinds, layers, strict=True)
         )
         one = dataclasses.replace(base, data=2, unlike=stages)

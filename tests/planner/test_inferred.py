@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.planner.test_published import ROW
 from tests.planner.test_published import read as described
 from whalejax.estimates.fill_missing import readings
-from whalejax.estimates.read_table import Reading
+from whalejax.estimates.read_table import RowReading
 
 
 LARGE = {"layers": "96", "hidden": "12288", "heads": "96", "tp": "8", "pp": "8"}
 LARGE |= {"num_devices": "128", "seq": "8192"}
 
 
-def one(**cells: str) -> Reading:
+def one(**cells: str) -> RowReading:
     return readings([{**ROW, **cells}])[0]
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
+from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.transfer_order import Handing, issue_order
 
@@ -42,7 +42,7 @@ def test_everything_stands_once_and_behind_what_it_needs(
         action: [1.0 + p % 3 for p in range(places)] for action in table.actions
     }
     order = issue_order(table, ahead, back, seconds)
-    rows = [event for event in order if isinstance(event, Row)]
+    rows = [event for event in order if isinstance(event, ScheduleRow)]
     handings = [event for event in order if isinstance(event, Handing)]
     assert sorted(map(table.key, rows)) == sorted(map(table.key, table.rows))
     for stage in range(table.num_stages):
@@ -64,8 +64,10 @@ def test_hand_overs_stand_where_both_sides_have_time() -> None:
     seconds: dict[Action, list[float]] = {"forward": [1.0, 1.0], "backward": [2.0, 2.0]}
     order = issue_order(table, [(0, 1)], [(1, 0)], seconds)
     second = Handing(micro_batch=1, source=0, target=1, action="forward")
-    rows = [(r.stage, r.micro_batch, r.action) for r in order if isinstance(r, Row)]
-    before = [e for e in order[: order.index(second)] if isinstance(e, Row)]
+    rows = [
+        (r.stage, r.micro_batch, r.action) for r in order if isinstance(r, ScheduleRow)
+    ]
+    before = [e for e in order[: order.index(second)] if isinstance(e, ScheduleRow)]
     assert len(before) == rows.index((1, 0, "backward"))
     assert simulate(table, seconds["forward"], seconds["backward"]).step_seconds == 12.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planner.graphs import Program, mlp
+from tests.planner.graphs import GraphBuilder, mlp
 from tests.planner.plans import plan_of
 from whalejax.planner.terms import MemoryTerms
 
@@ -118,7 +118,7 @@ def test_untrained_state_is_whole_on_every_device() -> None:
 
 def checkpointed(layers: int, remat: bool, **options: object) -> MemoryTerms:
     """Layers of two tanh each, whose insides are recomputed or kept."""
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", BATCH, 64)
     x = p.einsum("bi,ij->bj", x, p.param("in", 64, 64))
     for i in range(layers):
@@ -144,7 +144,7 @@ def test_a_checkpointed_layer_keeps_its_input_alone() -> None:
 
 def test_a_loop_keeps_every_turn() -> None:
     def activations(trip: int) -> int:
-        p = Program()
+        p = GraphBuilder()
         x = p.einsum("bi,ij->bj", p.batch("x", BATCH, 64), p.param("in", 64, 64))
         p.trip = trip
         h = p.unary("tanh", x)

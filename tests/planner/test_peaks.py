@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.planner.graphs import Program
+from tests.planner.graphs import GraphBuilder
 from tests.planner.plans import plan_of
 from whalejax.meshes import cluster
 from whalejax.planner.model.graph import Graph, Stacked
@@ -27,7 +27,7 @@ def memory(graph: Graph, machine: str = "v5e:2x2", axis: str = "data") -> Memory
     ).memory
 
 
-def gelu(p: Program, x: int) -> int:
+def gelu(p: GraphBuilder, x: int) -> int:
     """Something like it: the input is read twice, and the result costs a tanh."""
     bent = p.unary("tanh", x)
     result = p.add(x, bent, kind="mul")
@@ -36,7 +36,7 @@ def gelu(p: Program, x: int) -> int:
 
 
 def feed_forward() -> Graph:
-    p = Program("bfloat16", 2)
+    p = GraphBuilder("bfloat16", 2)
     x = p.batch("x", BATCH, WIDTH)
     x = p.einsum("bi,ij->bj", x, p.param("up", WIDTH, WIDTH))
     x = p.einsum("bi,ij->bj", gelu(p, x), p.param("down", WIDTH, WIDTH))
@@ -55,7 +55,7 @@ def test_a_library_product_needs_its_operand_in_memory() -> None:
 
 
 def test_float32_that_products_alone_read_is_kept_in_half_on_tpu() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.einsum("bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH))
     x = p.einsum("bi,ij->bj", x, p.param("b", WIDTH, WIDTH))
     x = p.einsum("bi,ij->bj", x, p.param("c", WIDTH, WIDTH))
@@ -67,7 +67,7 @@ def test_float32_that_products_alone_read_is_kept_in_half_on_tpu() -> None:
 
 
 def residual(layers: int) -> Graph:
-    p = Program("bfloat16", 2)
+    p = GraphBuilder("bfloat16", 2)
     x = p.batch("x", BATCH, WIDTH)
     x = p.einsum("bi,ij->bj", x, p.param("in", WIDTH, WIDTH))
     for i in range(layers):
@@ -101,7 +101,7 @@ def test_a_loop_keeps_what_its_differentiation_says() -> None:
 
 def cross_entropy(widened: bool) -> Graph:
     """Scores of which one is looked up, and all are summed as exponentials."""
-    p = Program("bfloat16", 2)
+    p = GraphBuilder("bfloat16", 2)
     x = p.batch("x", BATCH, WIDTH)
     scores = p.einsum("bi,iv->bv", x, p.param("head", WIDTH, 8 * WIDTH))
     if widened:
@@ -122,7 +122,7 @@ def test_what_a_lookup_reads_stands_in_memory_in_its_own_type() -> None:
 
 @pytest.mark.parametrize(("width", "padded"), [(128, 128), (96, 96), (130, 130)])
 def test_a_dimension_that_fills_lanes_is_found(width: int, padded: int) -> None:
-    p = Program("bfloat16", 2)
+    p = GraphBuilder("bfloat16", 2)
     x = p.batch("x", BATCH, width)
     x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", width, width)))
     x = p.einsum("bi,ij->bj", x, p.param("out", width, width))
@@ -133,7 +133,7 @@ def test_a_dimension_that_fills_lanes_is_found(width: int, padded: int) -> None:
 
 def test_a_tensor_without_such_a_dimension_grows() -> None:
     def working(machine: str) -> int:
-        p = Program("bfloat16", 2)
+        p = GraphBuilder("bfloat16", 2)
         x = p.batch("x", 4 * 96, 8)
         x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", 8, 200)))
         x = p.einsum("bi,ij->bj", x, p.param("out", 200, 8))
@@ -144,7 +144,7 @@ def test_a_tensor_without_such_a_dimension_grows() -> None:
 
 
 def test_a_long_chain_of_cheap_operations_is_followed() -> None:
-    p = Program("bfloat16", 2)
+    p = GraphBuilder("bfloat16", 2)
     x = p.einsum("bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH))
     for _ in range(2000):
         x = p.add(x, kind="neg")
@@ -154,7 +154,7 @@ def test_a_long_chain_of_cheap_operations_is_followed() -> None:
 
 def test_gradients_reduced_whole_wait_whole_for_the_optimizer() -> None:
     def found(machine: str) -> MemoryTerms:
-        p = Program("bfloat16", 2)
+        p = GraphBuilder("bfloat16", 2)
         x = p.batch("x", 64, 1024)
         for i in range(3):
             x = p.einsum("bi,ij->bj", x, p.param(f"w{i}", 1024, 1024))
@@ -168,7 +168,7 @@ def test_gradients_reduced_whole_wait_whole_for_the_optimizer() -> None:
 
 
 def test_what_is_read_is_undone_before_a_gradient_is_made() -> None:
-    p = Program("bfloat16", 2)
+    p = GraphBuilder("bfloat16", 2)
     x = p.batch("x", 64, 32)
     x = p.einsum("bi,iv->bv", x, p.param("head", 32, 4096))
     found = memory(p.graph(p.einsum("bv->", p.unary("exp", x))), "h100:4")

@@ -10,7 +10,7 @@ import pytest
 
 from whalejax.estimates.frameworks import framework
 from whalejax.estimates.read_table import (
-    Reading,
+    RowReading,
     measured_seconds,
     read_row,
     read_table,
@@ -60,7 +60,7 @@ def test_data_ranks_are_what_the_other_axes_leave() -> None:
 @pytest.mark.parametrize("column", ["layers", "hidden", "seq", "global_batch"])
 def test_what_is_needed_leaves_the_prediction_empty(column: str) -> None:
     found = read_row({**ROW, column: ""})
-    assert found == Reading(run=None, notes=(f"no {column}: nothing predicted",))
+    assert found == RowReading(run=None, notes=(f"no {column}: nothing predicted",))
 
 
 def test_axes_that_do_not_divide_the_devices_are_said() -> None:

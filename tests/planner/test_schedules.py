@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import (
     NAMES,
-    Row,
     Schedule,
+    ScheduleRow,
     most_in_flight,
     problems_of,
     schedule,
 )
 
 
-Rows = tuple[Row, ...]
+Rows = tuple[ScheduleRow, ...]
 
 
 @st.composite

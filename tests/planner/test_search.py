@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tests.planner.graphs import Program, Sizes, gpt
+from tests.planner.graphs import GraphBuilder, Sizes, gpt
 from tests.planner.plans import HUGE, WIDE, plan_of, search_of
 from whalejax.meshes import cluster
 from whalejax.planner.errors import PlanError
@@ -229,7 +229,7 @@ def test_the_same_graph_gives_the_same_plan() -> None:
 
 def marked_head(split: Mark, replicate: Mark, *, classes: int = 1_000_000) -> Graph:
     """A backbone of 25M parameters under one mark, a wide classifier under another."""
-    p = Program()
+    p = GraphBuilder()
     x = p.batch("x", 64, 4096)
     p.mark(replicate, "replicate")
     h = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("up", 4096, 4096)))

@@ -11,7 +11,7 @@ from tests.planner.test_schedules import schedules
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Schedule, schedule, written
 from whalejax.planner.pipeline.simulate import (
-    Timeline,
+    ScheduleTimeline,
     compiled,
     simulate,
     simulate_many,
@@ -26,7 +26,7 @@ PARTS = (0, 1, 2, 5, 17, 64)
 
 def equal(
     table: Schedule, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0
-) -> Timeline:
+) -> ScheduleTimeline:
     """Every place takes as long; what is not split takes backward and weight."""
     places = table.num_places
     if table.splits_backward:

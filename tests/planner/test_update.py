@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.planner.graphs import Program
+from tests.planner.graphs import GraphBuilder
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.cost.operation_cost import Setting, row_seconds
@@ -47,7 +47,7 @@ def machine() -> Cluster:
 
 def multiplied(rows: int, columns: int) -> Graph:
     """Data that a weight is multiplied with, behind another weight."""
-    p = Program()
+    p = GraphBuilder()
     x = p.einsum("bi,ij->bj", p.batch("x", 16, 3), p.param("first", 3, rows))
     x = p.einsum("bi,ij->bj", x, p.param("w", rows, columns))
     return p.graph(p.einsum("bj->", x))
@@ -55,7 +55,7 @@ def multiplied(rows: int, columns: int) -> Graph:
 
 def looked_up(rows: int, columns: int) -> Graph:
     """A table of which rows are taken and which logits are products with."""
-    p = Program()
+    p = GraphBuilder()
     table = p.param("table", rows, columns)
     x = p.gather(table, p.batch("tokens", 16, 24))
     logits = p.einsum("bse,ev->bsv", x, p.einsum("ve->ev", table))
@@ -92,7 +92,7 @@ def test_tables_that_are_looked_up_are_read_as_they_lie() -> None:
 
 
 def test_kernels_of_convolutions_are_known_behind_a_cast() -> None:
-    p = Program()
+    p = GraphBuilder()
     kernel = p.unary("convert_element_type", p.param("kernel", 16, 32))
     x = p.unary("tanh", p.batch("x", 8, 16))
     x = p.einsum("bi,ij->bj", x, kernel)
@@ -157,7 +157,7 @@ def test_each_use_of_a_parameter_has_a_gradient_of_its_own() -> None:
 
 
 def test_gradients_that_storage_leaves_whole_are_reduced_whole() -> None:
-    p = Program()
+    p = GraphBuilder()
     x = p.einsum("bi,ij->bj", p.batch("x", 16, 64), p.param("w", 64, 128))
     odd = p.einsum("bi,ij->bj", p.batch("y", 16, 33), p.param("odd", 33, 35))
     graph = p.graph(p.add(p.einsum("bj->", x), p.einsum("bj->", odd)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
-from whalejax.estimates.decoder import Decoder, decoder_graph
+from whalejax.estimates.decoder import DecoderSizes, decoder_graph
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.cost.collectives import (
@@ -39,7 +39,7 @@ from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames
 from whalejax.planner.search.batched.partition import cut_layers
-from whalejax.planner.search.batched.step_time import Weighed, settle, weigh
+from whalejax.planner.search.batched.step_time import CaseCosts, settle, weigh
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import MESH_AXES
@@ -53,7 +53,7 @@ MOST_CHOICES = 9000
 def decoder(batch: int, regions: int = 1, **sizes: int) -> Graph:
     """A decoder in one TaskGraph, or with the head in one of its own."""
     given_sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512, **sizes}
-    shape = Decoder(**given_sizes)  # type: ignore[arg-type]
+    shape = DecoderSizes(**given_sizes)  # type: ignore[arg-type]
     graph = stacked(decoder_graph(shape, batch), shape.layers)
     head = len(graph.task_graphs) - 1
     return dataclasses.replace(
@@ -359,7 +359,7 @@ def test_no_schedule_is_faster_than_its_bound(
     settled: collections.Counter[bool] = collections.Counter()
 
     def checked(
-        self: WideSearch, placement: Placement, frames: Frames, found: Weighed
+        self: WideSearch, placement: Placement, frames: Frames, found: CaseCosts
     ) -> None:
         piped = np.flatnonzero(frames.stage > 1)
         if placement.by != "replicas" and len(piped):
@@ -386,7 +386,7 @@ def test_no_schedule_is_faster_than_its_bound(
 
 
 def test_too_many_task_graphs_are_said() -> None:
-    sizes = Decoder(
+    sizes = DecoderSizes(
         layers=2,
         hidden=256,
         heads=4,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
 from whalejax import _compat, hlo
-from whalejax.capture.patterns.attention import Attention, attention_of
+from whalejax.capture.patterns.attention import AttentionPattern, attention_of
 from whalejax.capture.patterns.calls import is_attention, with_calls
 from whalejax.models._layers import causal_attention
 
@@ -438,7 +438,7 @@ def test_a_softmax_over_other_things_is_no_attention() -> None:
     assert not _found(called)
 
 
-def _one(function: Function) -> Attention:
+def _one(function: Function) -> AttentionPattern:
     arguments = _arguments(Form(function))
     program, _ = with_calls(jax.make_jaxpr(function)(*arguments), [True] * 3)
     return attention_of(_found(program)[0].params["jaxpr"])

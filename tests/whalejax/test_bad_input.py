@@ -476,8 +476,8 @@ def test_options_that_are_none() -> None:
     }
     assert refused(**options) == (
         "wh.plan: 5 problems\n"
-        "  1. precision is 'fp8'; expected one of f32, bf16, f16\n"
-        "  2. remat is 'nope'; expected one of none, dots, named, full\n"
+        "  1. remat is 'nope'; expected one of none, dots, named, full\n"
+        "  2. precision is 'fp8'; expected one of f32, bf16, f16\n"
         "  3. num_micro_batches is 0; expected 1 or more, or None\n"
         "  4. zero is 3; expected 0, 1 or 2 (over the axis data). ZeRO-3 is the mesh "
         'axis fsdp: mesh={"fsdp": n}\n'

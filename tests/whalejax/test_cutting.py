@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import whalejax as wh
-from whalejax.jaxpr.steps import Fixed, Steps
+from whalejax.jaxpr.steps import FixedValue, Steps
 from whalejax.lowering.pipeline_mpmd.update import Parted, Where
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_needed_does_not_run() -> None:
     needed, read = steps.needed(steps.outputs[:1], steps.inputs)
     assert [step.equation.primitive.name for step in needed] == ["add"]
     assert read == [steps.inputs[0]]
-    assert steps.run([Fixed(3)], {}) == [3]
+    assert steps.run([FixedValue(3)], {}) == [3]
 
 
 def meshes() -> list[Mesh]:

@@ -268,7 +268,7 @@ class _Loss:
         return 1.0
 
 
-def train_on(machine: Machine, steps: int, **options: Any) -> train_loop.Run:
+def train_on(machine: Machine, steps: int, **options: Any) -> train_loop.LoopResult:
     state = cast(TrainState, SimpleNamespace(step=0, params={}))
     return train_loop.train(
         cast(TrainStep, machine),

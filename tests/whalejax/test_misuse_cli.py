@@ -107,7 +107,7 @@ SAYS: Final[Mapping[str, str]] = {
 """What else errors call an option; those of ``wh.plan`` have its names."""
 
 STOPS: Final = (
-    "whalejax.api.plan:Asked._programs",
+    "whalejax.api.plan_request:PlanQuestion.programs",
     "whalejax.meshes.detect:detect",
     "whalejax.verification.checking:run",
     "whalejax.meshes.calibration.calibrate:measured",

@@ -1,11 +1,16 @@
-"""Samples for a run: each process reads those that it gives, and no others."""
+"""Samples for a run: each process reads those that it gives, and no others.
+
+Lists, grain's ``MapDataset``, ``IterDataset`` and ``DataLoader``, and other sources
+with their methods are taken as they are; nothing here imports grain.
+"""
 
 from __future__ import annotations
 
+import base64
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import jax
 import numpy as np
@@ -18,7 +23,14 @@ if TYPE_CHECKING:
     from whalejax.runtime.train_step import TrainStep
 
 
-class Source(Protocol):
+_MOST_SHUFFLED: Final = 2**36
+"""Samples whose order fits into memory; repeated datasets of grain's say 2**63 - 1."""
+
+_BYTES: Final = "base64"
+"""Name of bytes in a state that is JSON data."""
+
+
+class DataSource(Protocol):
     """Samples by number, as grain's data sources and lists have them."""
 
     def __len__(self) -> int:
@@ -67,7 +79,7 @@ class Feed:
 
     def __init__(
         self,
-        source: Source | Iterable[Any],
+        source: DataSource | Iterable[Any],
         batch_size: int,
         step: TrainStep | None = None,
         *,
@@ -117,6 +129,14 @@ class Feed:
                 f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
                 f"{len(source)}"
             )
+        if not problems and seed is not None and _numbered(source):
+            if len(source) > _MOST_SHUFFLED:
+                problems.add(
+                    f"source has {len(source)} samples, as an endless one says, and "
+                    "its order is drawn from seed. Give seed=None, which keeps its own "
+                    "order; or the samples of one epoch, without repeat(), which the "
+                    "feed repeats"
+                )
         problems.whole("first", first, what="the number of a step")
         if isinstance(first_sample, NotGiven):
             first_sample = None
@@ -146,7 +166,7 @@ class Feed:
         return self._in_a_row() if not _numbered(self._source) else self._by_number()
 
     def get_state(self) -> dict[str, Any]:
-        """Where it stands, for ``set_state``: numbers, and what the source's are.
+        """Where it stands, for ``set_state``: JSON data, with the source's own state.
 
         Raises:
             WhaleError: the source's iterator cannot say where it stands.
@@ -168,7 +188,7 @@ class Feed:
             "step": self.step,
             "epoch": self._epoch,
             "read": self._read,
-            "source": iterator.get_state(),
+            "source": _as_text(iterator.get_state()),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -209,7 +229,7 @@ class Feed:
                     f"the source is a {kind}, which has none. Give the feed the source "
                     "that the state is of"
                 )
-            iterator.set_state(state["source"])
+            iterator.set_state(_from_text(state["source"]))
             self._iterator = iterator
             self._epoch, self._read = numbers["epoch"], numbers["read"]
 
@@ -253,8 +273,8 @@ class Feed:
             numbers = order[place : place + self._size]
             rows = self._rows()
             self.step += 1
-            samples = [source[int(numbers[row])] for row in rows]
-            yield _stacked(samples, source[0] if not samples else samples[0])
+            samples = [_sample(source, int(numbers[row])) for row in rows]
+            yield _stacked(samples, samples[0] if samples else _sample(source, 0))
 
     def _rows(self) -> Sequence[int]:
         """The samples of a global batch that this process gives, in order."""
@@ -327,9 +347,45 @@ _LOST = (
 )
 
 
-def _numbered(source: Any) -> TypeGuard[Source]:
+def _numbered(source: Any) -> TypeGuard[DataSource]:
     """Samples can be had by number."""
     return hasattr(source, "__getitem__") and _has_length(source)
+
+
+def _sample(source: DataSource, number: int) -> Any:
+    """A sample, which a filter has not left out."""
+    found = source[number]
+    if found is None:
+        raise WhaleError(
+            f"sample {number} of the source is None, as one that a filter leaves out. "
+            "Samples by number must all be there: give source.to_iter_dataset(), which "
+            "passes over them, or filter before the dataset is made"
+        )
+    return found
+
+
+def _as_text(state: Any) -> Any:
+    """The state of a source's iterator as JSON has it: bytes become text."""
+    if not isinstance(state, bytes):
+        return state
+    return {_BYTES: base64.b64encode(state).decode("ascii")}
+
+
+def _from_text(state: Any) -> Any:
+    """What ``_as_text`` was given.
+
+    Raises:
+        WhaleError: the text is none of bytes.
+    """
+    if not (isinstance(state, Mapping) and set(state) == {_BYTES}):
+        return state
+    try:
+        return base64.b64decode(state[_BYTES], validate=True)
+    except (TypeError, ValueError) as error:
+        raise WhaleError(
+            f"state['source'] is damaged: its bytes are {shown(state[_BYTES])}, which "
+            f"is no base64 ({error}). Give the state that get_state gave"
+        ) from error
 
 
 def _is_step(step: Any) -> TypeGuard[TrainStep]:

@@ -23,6 +23,33 @@ Uneven = bool | Literal["even"] | tuple[int, ...]
 """Whether replicas take shares of their own: alike, or those that are asked for."""
 
 
+def check_axes(mesh: Mapping[str, int] | None) -> None:
+    """Refuse what is no mapping of mesh axes to sizes.
+
+    Args:
+        mesh: what the user fixes, or None.
+
+    Raises:
+        PlanError: every axis and size that there cannot be.
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mapping):
+        raise PlanError(
+            f"mesh is {shown(mesh)}; expected sizes by axis, such as {{'tensor': 2}}"
+        )
+    problems = Problems("wh.plan(mesh=…)")
+    for axis, size in mesh.items():
+        if axis not in MESH_AXES:
+            problems.add(
+                f"there is no mesh axis {shown(axis)} to fix; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
+        elif not isinstance(size, int) or not is_whole(size, 1):
+            problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")
+    problems.raise_if_any(PlanError)
+
+
 def check_mesh(
     mesh: Mapping[str, int],
     num_devices: int,
@@ -40,20 +67,6 @@ def check_mesh(
     Raises:
         PlanError: which axis, the numbers, and what would do.
     """
-    if not isinstance(mesh, Mapping):
-        raise PlanError(
-            f"mesh is {shown(mesh)}; expected sizes by axis, such as {{'tensor': 2}}"
-        )
-    problems = Problems("wh.plan(mesh=…)")
-    for axis, size in mesh.items():
-        if axis not in MESH_AXES:
-            problems.add(
-                f"there is no mesh axis {shown(axis)} to fix; expected one of "
-                f"{', '.join(MESH_AXES)}"
-            )
-        elif not isinstance(size, int) or not is_whole(size, 1):
-            problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")
-    problems.raise_if_any(PlanError)
     used = math.prod(mesh.values())
     shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
     ways = f"{num_devices} = {_products(num_devices, len(mesh))}"

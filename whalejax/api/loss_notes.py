@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from whalejax.capture import Captured
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.terms import NO_EFFECT, Remat, remat_words
+from whalejax.planner.step_options import remat_words
+from whalejax.planner.terms import NO_EFFECT, Remat
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:

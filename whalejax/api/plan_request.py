@@ -1,75 +1,408 @@
-"""What ``wh.plan``, ``Plan.what_if``, ``wh.search`` and commands ask for, as data."""
+"""``wh.PlanRequest``: from settings, a loss, a model and a batch to a Plan.
+
+The chain that ``wh.plan``, ``wh.search``, ``Plan.what_if`` and the commands all take,
+in the order of this module:
+
+    request     ``PlanRequest``: settings, checked as they are given
+    question    ``PlanQuestion``: a request about one model and batch
+    capture     ``Programs``: the loss, traced at most once for equal shapes, and its
+                variants with attention, logits or layers run otherwise
+    strategies  ``decider``: the executors that may run it, with the search of each
+    search      layouts of the variants, priced; the best one
+    plan        that one, checked against the optimizer, with its notes
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import jax
 import optax
 
-from whalejax.adapters.base import Adapter
-from whalejax.capture.programs import Traces
+from whalejax.adapters.base import Adapter, adapt
+from whalejax.api.ambient_mesh import without_mesh
+from whalejax.api.executor_choice import decider
+from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneven_shares
+from whalejax.api.garbage_collection import collections_paused
+from whalejax.api.loss_notes import loss_notes, remat_note
+from whalejax.api.plan_settings import PlanSettings, changeable, parsed_cluster
+from whalejax.capture.batch import aval_of, check_batch, resized
+from whalejax.capture.options import fixed_options
+from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
+from whalejax.lowering.pipeline_mpmd.update_split import check_update
+from whalejax.lowering.spmd.executor import hosted
+from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
-from whalejax.meshes.checks import plain
-
-
-_NUMBERS: Final = (
-    "num_micro_batches",
-    "batch_axes",
-    "mesh",
-    "zero",
-    "loss_chunks",
-    "shares",
-    "compiler_options",
+from whalejax.meshes.checks import Arguments, is_whole
+from whalejax.meshes.delivered import efficiency_notes
+from whalejax.meshes.progress_events import tell
+from whalejax.planner.errors import PlanError, Unobeyed
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.batched.share_notes import split_notes
+from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.device_order import ordered
+from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.metadata_constraints import unplanned_pins
+from whalejax.planner.step_options import REMAT_POLICIES, options_of
+from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
+from whalejax.runtime.compiler_options import (
+    checked_options,
+    compiled_with,
+    option_note,
 )
-"""Options that are whole numbers or hold some, which may be NumPy's."""
+from whalejax.runtime.mixed_precision import (
+    CAST_BYTES,
+    bf16_note,
+    taken_precision,
+    widest_work,
+)
+from whalejax.runtime.optimizer_state import optimizer_bytes
+
+
+NO_OPTIMIZER: Final = optax.identity()
+"""Stands for the optimizer where none was given."""
+
+
+# Request.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest(PlanSettings):
+    """Everything that ``wh.plan`` takes but the loss, the model and the batch.
+
+    Frozen, and checked when it is made; ``dataclasses.replace`` makes others of it.
+    One request plans any number of models. ``wh.plan`` documents each setting; defaults
+    are the same.
+
+    Args:
+        optimizer, cluster: what is planned for; None is no optimizer, and the devices
+            of this process.
+        mesh, num_micro_batches, zero, shares, precision, default: choices that are
+            fixed; what is None is left to the planner. So are options of how a step is
+            computed, such as what is computed again: the fields of ``UserOptions``.
+        allow_idle, sync_batch_stats, runnable: which plans are taken.
+        axis_names, trainable, batch_axes: how the model and its batch are read.
+        compiler_options: options of XLA that the step is compiled with.
+
+    Raises:
+        PlanError: a setting that no model can be planned with; all of them.
+
+    >>> import dataclasses, jax, jax.numpy as jnp, optax
+    >>> import whalejax as wh
+    >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    >>> request = wh.PlanRequest(cluster="h100:8", optimizer=optax.sgd(0.1))
+    >>> plan = request.plan(lambda net, x: (x @ net["w"]).mean(), net, x)
+    >>> sharded = dataclasses.replace(request, mesh={"fsdp": 8})
+    >>> sharded.plan(lambda net, x: (x @ net["w"]).mean(), net, x).axis_sizes
+    {'fsdp': 8}
+    """
+
+    def plan(self, loss_fn: Callable[..., Any], model: Any, batch: Any) -> Plan:
+        """The plan for a model.
+
+        Args:
+            loss_fn, model, batch: as for ``wh.plan``.
+
+        Raises:
+            WhaleError: what was given cannot be planned; every problem is listed.
+        """
+        return question_about(self, loss_fn, model, batch).plan()
+
+
+# Question.
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """Everything that ``wh.plan`` was asked; its options are documented there.
+class PlanQuestion:
+    """A request about one model and batch, with what answers it.
 
     Attributes:
         adapter: the model, without its values.
         batch: the global batch, abstract.
+        cluster: the request's, parsed or detected.
+        request: the settings.
         traced: captures of the model by what they depend on.
     """
 
     adapter: Adapter
     batch: Any
-    optimizer: optax.GradientTransformation
     cluster: Cluster
-    default: Any = None
-    precision: str | Mapping[str, str] = "f32"
-    num_micro_batches: int | None = None
-    allow_idle: bool = False
-    sync_batch_stats: bool = False
-    batch_axes: Any = 0
-    mesh: Mapping[str, int] | None = None
-    zero: int | None = None
-    runnable: bool = True
-    remat: str | Mapping[str, str] | None = None
-    offload: str | Sequence[str] | None = None
-    sequence_parallel: bool | None = None
-    attention: str | Mapping[str, str] | None = None
-    loss_chunks: int | None = None
-    shares: str | Sequence[int] | None = None
-    compiler_options: Mapping[str, bool | int | float | str] | None = None
+    request: PlanRequest
     traced: Traces = field(default_factory=Traces)
 
-    def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            object.__setattr__(self, name, plain(getattr(self, name)))
+    @collections_paused()
+    @without_mesh
+    def plan(self) -> Plan:
+        """The plan: every link of the chain, one after the other."""
+        question, notes = self._with_precision()
+        programs = question.programs()
+        wanted = question.search_request(programs)
+        found = question.searched(programs, wanted)
+        found = question.finished(found, programs, wanted)
+        return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+    def again(self, **changes: Any) -> Plan:
+        """``Plan.what_if``."""
+        known = changeable()
+        problems = Arguments("what_if", PlanError)
+        for name in changes:
+            if name not in known:
+                problems.add(
+                    f"there is no {name!r} to change; expected some of "
+                    f"{', '.join(known)}"
+                )
+        size = changes.get("batch")
+        if "batch" in changes and not is_whole(size, 1):
+            problems.refuse("batch", size, "a number of samples, 1 or more")
+        problems.raise_if_any()
+        batch, cluster = self.batch, self.cluster
+        if "batch" in changes:
+            axes = self.request.batch_axes
+            batch = resized(batch, axes, int(changes.pop("batch")))
+        if "cluster" in changes:
+            if changes["cluster"] is None:
+                raise PlanError(
+                    "cluster is None; expected a Cluster or text such as 'h100:8', or "
+                    "'local' for the devices of this process"
+                )
+            cluster = changes["cluster"] = parsed_cluster(changes["cluster"])
+        request = dataclasses.replace(self.request, **changes)
+        return dataclasses.replace(
+            self, batch=batch, cluster=cluster, request=request
+        ).plan()
+
+    def verify(
+        self, plan: Plan, topology: str | None, *, timeout_seconds: float
+    ) -> Any:
+        """``Plan.verify``."""
+        from whalejax.verification.checking import check
+
+        return check(
+            plan,
+            self.adapter,
+            self.batch,
+            optimizer=self.optimizer,
+            batch_axes=self.request.batch_axes,
+            topology=topology,
+            timeout_seconds=timeout_seconds,
+            again=self.again,
+        )
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The request's optimizer, or one that does nothing."""
+        given = self.request.optimizer
+        return NO_OPTIMIZER if given is None else given
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """How many the request fixes."""
+        return self.request.num_micro_batches
+
+    @property
+    def precision(self) -> str:
+        """Of the whole model; its own types where TaskGraphs differ."""
+        given = self.request.precision
+        return given if isinstance(given, str) else "f32"
+
+    # Capture.
+
+    def programs(self) -> Programs:
+        """The model as traced, and its variants, which are made when asked for."""
+        return self.traced.of(
+            self.adapter,
+            self.batch,
+            batch_axes=self.request.batch_axes,
+            num_micro_batches=self.request.num_micro_batches or 1,
+            precision=self.request.precision,
+        )
+
+    def _with_precision(self) -> tuple[PlanQuestion, list[str]]:
+        """The question with the precision that has an effect, and what to say of it."""
+        given = self.request.precision
+        if not isinstance(given, str):
+            return self, []
+        self._check_mesh()
+        taken, notes = taken_precision(
+            given, lambda one: self._at_precision(one).programs().traced
+        )
+        return self._at_precision(taken), notes
+
+    def _at_precision(self, precision: Any) -> PlanQuestion:
+        request = dataclasses.replace(self.request, precision=precision)
+        return dataclasses.replace(self, request=request)
+
+    # Strategies and search.
+
+    def _check_mesh(self) -> None:
+        """Refuse a mesh that the cluster does not have, before anything is traced."""
+        request = self.request
+        axes = PLANNED_AXES if request.runnable else MESH_AXES
+        mesh = {} if request.mesh is None else request.mesh
+        check_mesh(mesh, self.cluster.num_devices, request.allow_idle, axes)
+
+    def search_request(self, programs: Programs) -> Request:
+        """What the search has to keep to: the request, checked against the model.
+
+        Args:
+            programs: the loss.
+
+        Raises:
+            PlanError: a setting that this model cannot have.
+        """
+        self._check_mesh()
+        request, adapter = self.request, programs.adapter
+        graph, traced = programs.graph, programs.traced
+        hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
+        state = optimizer_bytes(adapter, self.optimizer, self.cluster.platform)
+        options = fixed_options(
+            request,
+            programs,
+            runnable=request.runnable,
+            has_optimizer=request.optimizer is not None,
+            hosts=hosts,
+        )
+        return Request(
+            **options_of(options),
+            optimizer=state,
+            state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
+            batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
+            num_micro_batches=self._count(programs),
+            default=request.default_kind,
+            cast_bytes=CAST_BYTES[self.precision],
+            narrowed=self.precision != request.precision,
+            num_devices=self.cluster.num_devices,
+            mesh=request.mesh,
+            zero=request.zero,
+            reductions=traced.reductions,
+            policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
+            hosted=hosts,
+            sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
+        )
+
+    def _count(self, programs: Programs) -> int | None:
+        """Micro-batches, if the user says how many, or what else is asked for does."""
+        traced, count = programs.traced, self.request.num_micro_batches
+        marks = {m for g in programs.graph.task_graphs for m in g.marks}
+        several = [*filter(None, (m.get("num_micro_batches") for m in marks))]
+        if self.request.sync_batch_stats and traced.reductions:
+            return synced(count, traced.reductions, *several)
+        if count is None and traced.captured.numbering:
+            return None if several else 1
+        return None if count is None else int(count)
+
+    def searched(self, programs: Programs, wanted: Request) -> Plan:
+        """The best plan of the executors that may run the loss.
+
+        Args:
+            programs: the loss and its variants.
+            wanted: what to keep to.
+
+        Raises:
+            PlanError: there is none; what lacks, in bytes where it is memory.
+        """
+        request, idle = self.request, self.request.allow_idle
+        uneven: Uneven = uneven_shares(
+            request.shares,
+            mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
+            runnable=request.runnable,
+            allow_idle=idle,
+            synced=wanted.num_micro_batches is not None
+            and request.num_micro_batches is None,
+        )
+        search, wanted = decider(
+            programs, wanted, runnable=request.runnable, uneven=uneven, allow_idle=idle
+        )
+        decided = functools.partial(
+            search,
+            programs.graph,
+            self.cluster.under(checked_options(request.compiler_options)),
+            precision=self.precision,
+            batch=batch_leaves(self.batch),
+            again=programs.again,
+        )
+        return (_with_fewest_idle if idle else _at_once)(decided, wanted)
+
+    # Plan.
+
+    def finished(self, found: Plan, programs: Programs, wanted: Request) -> Plan:
+        """What a search found, checked against the optimizer and with its notes.
+
+        Args:
+            found: by the search.
+            programs: the loss.
+            wanted: what the search kept to.
+        """
+        captured, graph = programs.traced.captured, programs.graph
+        check_update(found, programs.adapter, self.optimizer, captured.steady)
+        check_reports(programs, found)
+        xla = checked_options(self.request.compiler_options)
+        found = compiled_with(found, xla, captured.precisions)
+        notes = (
+            *found.notes,
+            *captured.notes,
+            *remat_note(wanted.remat or (), found),
+            *attention_note(found, programs),
+            *idle_note(found),
+            *unplanned_pins(graph, found.axis_sizes, stages=True),
+            *split_notes(found),
+            *option_note(xla),
+            *bf16_note(found, graph),
+            *efficiency_notes(self.cluster.kinds, widest_work(graph)),
+            *loss_notes(captured, found),
+        )
+        found = dataclasses.replace(
+            found,
+            cluster=self.cluster,
+            batch_tree=batch_tree(self.batch),
+            optimizer_bytes=wanted.optimizer.followed_bytes,
+            notes=notes,
+            question=self,
+        )
+        return ordered(found)
 
 
-_KEPT: Final = frozenset(
-    ("adapter", "optimizer", "default", "sync_batch_stats", "batch_axes", "traced")
-)
-"""What a plan's other versions keep; ``Plan.what_if`` changes the rest."""
+@without_mesh
+def question_about(
+    request: PlanRequest, loss_fn: Callable[..., Any], model: Any, batch: Any
+) -> PlanQuestion:
+    """A request about a model, to be answered once or with changes.
+
+    Args:
+        request: the settings.
+        loss_fn, model, batch: as for ``wh.plan``; no array of them is kept.
+    """
+    check_batch(batch, request.batch_axes)
+    trainable, names = request.trainable, request.axis_names
+    adapter = adapt(model, loss_fn, trainable=trainable, axis_names=names)
+    return PlanQuestion(
+        adapter=adapter.without_values(),
+        batch=jax.tree.map(aval_of, batch),
+        cluster=parsed_cluster(request.cluster),
+        request=request,
+    )
 
 
-def changeable() -> list[str]:
-    """Names of the fields that ``Plan.what_if`` may change."""
-    return [f.name for f in dataclasses.fields(PlanRequest) if f.name not in _KEPT]
+def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
+    count = request.num_devices
+    tell(f"searching layouts of {count} device{'s' if count > 1 else ''}")
+    return decided(request)
+
+
+def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
+    """The plan that uses most devices; where none can, why most of them could not."""
+    problems: list[PlanError] = []
+    fixed = math.prod((request.mesh or {}).values())
+    for count in range(request.num_devices // fixed * fixed, 0, -fixed):
+        try:
+            return _at_once(decided, dataclasses.replace(request, num_devices=count))
+        except PlanError as error:
+            problems.append(error)
+    raise next((e for e in problems if not isinstance(e, Unobeyed)), problems[0])

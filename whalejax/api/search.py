@@ -6,8 +6,8 @@ The model is traced once; every cluster then takes a search of its own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,8 @@ from typing import Any
 
 import optax
 
-from whalejax.api.plan import Asked, ask, parsed_cluster, plan
+from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
+from whalejax.api.plan_settings import parsed_cluster
 from whalejax.api.search_result import Found, Refused, Weighed
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_number, shown
@@ -72,14 +73,12 @@ def search(
     (2, True)
     """
     places = _places(clusters, {} if prices is None else prices, each, options)
-    question = ask(
-        loss_fn, model, batch, optimizer=optimizer, cluster=places[0][1], **options
-    )
-    return search_on(question, places, each)
+    request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
+    return search_on(question_about(request, loss_fn, model, batch), places, each)
 
 
 def search_on(
-    question: Asked, places: Sequence[tuple[str, Cluster]], each: int
+    question: PlanQuestion, places: Sequence[tuple[str, Cluster]], each: int
 ) -> Found:
     """``search`` of what was asked of one cluster, on all of them.
 
@@ -123,7 +122,9 @@ def search_on(
     )
 
 
-def _notes(question: Asked, first: Sequence[tuple[str, Plan]]) -> tuple[str, ...]:
+def _notes(
+    question: PlanQuestion, first: Sequence[tuple[str, Plan]]
+) -> tuple[str, ...]:
     """What keeps the plans of several clusters from being compared as they are."""
     asked = question.num_micro_batches
     if asked is None:
@@ -194,7 +195,7 @@ def _places(
 ) -> list[tuple[str, Cluster]]:
     """The clusters with their names and prices, or every problem of what was given."""
     problems = Arguments("wh.search")
-    known = list(inspect.signature(plan).parameters)[3:]
+    known = [f.name for f in dataclasses.fields(PlanRequest)]
     for name in options:
         if name == "cluster":
             problems.add("cluster= is wh.plan's; give clusters=, a list")

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from whalejax.adapters.base import Adapter
 from whalejax.api.annotations import scope_name
-from whalejax.capture.batch import BatchLeaf
+from whalejax.capture.batch import TracedLeaf
 from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
@@ -59,7 +59,7 @@ def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
 def name_inputs(
     walk: Walk,
     adapter: Adapter,
-    leaves: Sequence[BatchLeaf],
+    leaves: Sequence[TracedLeaf],
     still: Sequence[bool],
 ) -> None:
     """Write kinds, paths and metadata onto the tensors that are the inputs.
@@ -160,7 +160,7 @@ def _reads_values(op: OpDraft, weight: set[int]) -> bool:
 def graph_of(
     walk: Walk,
     loss: int,
-    leaves: Sequence[BatchLeaf],
+    leaves: Sequence[TracedLeaf],
     num_micro_batches: int,
     weighted: bool,
     entered: Sequence[Mark],
@@ -254,7 +254,7 @@ def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, .
     )
 
 
-def model_hash(graph: Graph, leaves: Sequence[BatchLeaf]) -> str:
+def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
     """Sixteen hex digits over the leaves, the global batch and the marks.
 
     Args:

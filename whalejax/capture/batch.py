@@ -18,7 +18,7 @@ from whalejax.meshes.errors import Problems, WhaleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLeaf:
+class TracedLeaf:
     """One leaf of the batch as it is traced."""
 
     path: str
@@ -39,7 +39,7 @@ class BatchLeaf:
         """What is traced in its place."""
         return _compat.abstract(self.micro_shape, self.dtype)
 
-    def resized(self, times: int) -> BatchLeaf:
+    def resized(self, times: int) -> TracedLeaf:
         """The same with so many times the samples in a micro-batch."""
         shape = list(self.micro_shape)
         if self.axis is not None:
@@ -57,7 +57,7 @@ def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def batch_leaves(
     batch: Any, batch_axes: Any, num_micro_batches: int
-) -> tuple[list[BatchLeaf], Any]:
+) -> tuple[list[TracedLeaf], Any]:
     """The batch's leaves at micro-batch shape, checked; all problems at once."""
     if not is_whole(num_micro_batches, 1):
         raise WhaleError(
@@ -67,7 +67,7 @@ def batch_leaves(
     problems = Problems("batch")
     with_paths, tree = jax.tree_util.tree_flatten_with_path(batch)
     axes = _axes_of(batch_axes, batch, tree)
-    leaves: list[BatchLeaf] = []
+    leaves: list[TracedLeaf] = []
     sizes: dict[str, int] = {}
     for (path, value), axis in zip(with_paths, axes, strict=True):
         name = f"batch.{dotted(path)}" if path else "batch"
@@ -93,7 +93,7 @@ def batch_leaves(
             part = shape[axis] // num_micro_batches
             micro = (*shape[:axis], part, *shape[axis + 1 :])
         leaves.append(
-            BatchLeaf(
+            TracedLeaf(
                 path=name, shape=shape, micro_shape=micro, dtype=aval.dtype, axis=axis
             )
         )

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.batch import BatchLeaf
+from whalejax.capture.batch import TracedLeaf
 
 
-def numbering_leaves(jaxpr: Any, leaves: Sequence[BatchLeaf]) -> tuple[str, ...]:
+def numbering_leaves(jaxpr: Any, leaves: Sequence[TracedLeaf]) -> tuple[str, ...]:
     """Paths of whole numbers without samples, where samples are looked up by number.
 
     Args:

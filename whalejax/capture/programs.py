@@ -12,7 +12,7 @@ import jax
 from whalejax.adapters.base import Adapter
 from whalejax.capture import Captured, capture
 from whalejax.capture.assemble import model_hash
-from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
+from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_reductions import batch_reductions
 from whalejax.capture.passes.remat import checkpoint_names
 from whalejax.capture.reported.values import check_clear
@@ -109,7 +109,7 @@ class Resized(Programs):
         self,
         like: Programs,
         capture: Callable[[], Captured],
-        leaves: Sequence[BatchLeaf],
+        leaves: Sequence[TracedLeaf],
         num_micro_batches: int,
     ) -> None:
         super().__init__(like.adapter, capture)

@@ -21,7 +21,7 @@ from whalejax.api.ambient_mesh import tracing
 from whalejax.api.annotations import recording
 from whalejax.api.losses import check_rows
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
-from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
+from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import Steady, held_back
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
@@ -52,7 +52,6 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark
 from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
-from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.fused_parameters import (
     fused_dimensions,
@@ -148,11 +147,6 @@ class Captured:
             )
         }
         return Counter(why for at, why in wide_products(self.jaxpr) if at in reads)
-
-    def as_planned(self, plan: Plan) -> Captured:
-        """The same loss with all that a plan changes of its program."""
-        found = self.with_precisions(plan.precisions).with_attention(plan.attention)
-        return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
 
     def with_precisions(self, precisions: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, some TaskGraphs of which compute in 16 bits.
@@ -280,7 +274,7 @@ class _Reader:
     """What a trace needs to be known as beside its equations."""
 
     adapter: Adapter
-    leaves: Sequence[BatchLeaf]
+    leaves: Sequence[TracedLeaf]
     marks: Sequence[Mark]
     weighted: bool
     num_micro_batches: int
@@ -540,7 +534,7 @@ def _part(size: int, count: int) -> str:
 
 def _traced_twice_as_large(
     adapter: Adapter,
-    leaves: Sequence[BatchLeaf],
+    leaves: Sequence[TracedLeaf],
     batch_tree: Any,
     arguments: list[Any],
     axes: Sequence[str],

@@ -44,12 +44,9 @@ from whalejax.cli.options import (
     TrainCommand,
     VerifyCommand,
     WhyCommand,
-    by_task_graph,
-    compiler_options,
-    mesh_sizes,
     named_values,
+    plan_settings,
     prices,
-    share_counts,
 )
 from whalejax.distributed.standard_streams import (
     Unwritten,
@@ -184,8 +181,7 @@ def _plan(command: PlanCommand) -> None:
     from whalejax.cli.progress import Working, make_console
 
     _check_output(command.output)
-    xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
-    mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
+    settings = plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
         plan = jobs.make_plan(
@@ -193,16 +189,10 @@ def _plan(command: PlanCommand) -> None:
             jobs.abstract_model(job),
             jobs.first_batch(job, command.batch),
             jobs.machine(command.cluster),
-            mesh=mesh,
-            micro_batches=command.micro_batches,
-            shares=shares,
             runnable=not command.estimate,
             allow_idle=command.allow_idle,
-            offload=command.offload,
-            loss_chunks=command.loss_chunks,
-            compiler_options=xla,
             source=(_lasting(command.model), *command.set),
-            **asked,
+            **settings,
         )
     if command.output is not None:
         plan.save(command.output)
@@ -240,7 +230,7 @@ def _search(command: SearchCommand) -> None:
 
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
-    given, asked = prices(command.price), by_task_graph(command)
+    given, settings = prices(command.price), plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
         found = jobs.search_plans(
@@ -249,9 +239,8 @@ def _search(command: SearchCommand) -> None:
             batch=command.batch,
             prices=given,
             each=command.each,
-            micro_batches=command.micro_batches,
             runnable=not command.estimate,
-            **asked,
+            **settings,
         )
     if command.json:
         print(json.dumps(found.document()))
@@ -452,7 +441,10 @@ def _calibrate(command: CalibrateCommand) -> None:
             from whalejax.cli.measure_model import timing_words, with_timing
 
             cluster, timed = with_timing(
-                cluster, job, command.samples, by_task_graph(command)["precision"]
+                cluster,
+                job,
+                command.samples,
+                plan_settings(command).get("precision", "f32"),
             )
             words.append(timing_words(timed))
     words.append(f"{cluster.describe()}, measured and written to {command.output}")

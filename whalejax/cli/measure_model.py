@@ -30,7 +30,7 @@ def with_timing(
     cluster: Cluster,
     job: Job,
     samples: int | None = None,
-    precision: str | Mapping[str, str] | None = None,
+    precision: str | Mapping[str, str] = "f32",
 ) -> tuple[Cluster, TimedModel]:
     """Time a micro-batch of a job, and write it down beside what the planner expects.
 
@@ -59,8 +59,8 @@ def with_timing(
             job.batch_at(0, count * n),
             cluster.part(1),
             precision=precision,
-            micro_batches=n,
-            offload=("none",),
+            num_micro_batches=n,
+            offload=(),
         )
         for n in (FEW, MANY)
     }

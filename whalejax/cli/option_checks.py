@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.cli.options import CalibrateCommand, TrainCommand, VerifyCommand
+from whalejax.cli.options import (
+    PLAN_NUMBERS,
+    CalibrateCommand,
+    TrainCommand,
+    VerifyCommand,
+)
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written
@@ -26,8 +31,7 @@ PRECISIONS: Final = ("f32", "bf16", "f16")
 _WHOLE: Final = {
     "batch": (1, MOST_SAMPLES),
     "each": (1, 10**6),
-    "loss_chunks": (1, LARGEST),
-    "micro_batches": (1, MOST_SAMPLES),
+    **PLAN_NUMBERS,
     "port": (1, 65535),
     "processes": (1, 2**20),
     "replay": (0, LARGEST),

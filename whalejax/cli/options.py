@@ -7,13 +7,14 @@ type of the option.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
+from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -466,10 +467,6 @@ def share_counts(words: str | None) -> str | tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
-BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring"}
-"""Options that take one word, or one for each TaskGraph; a word of each."""
-
-
 def prices(words: Sequence[str]) -> dict[str, float]:
     """Prices from the words of ``--price``, by the kind of device.
 
@@ -496,30 +493,6 @@ def prices(words: Sequence[str]) -> dict[str, float]:
             found[name] = float(price)
     problems.raise_if_any()
     return found
-
-
-def by_task_graph(
-    command: TrainCommand | PlanCommand | SearchCommand | CalibrateCommand,
-) -> dict[str, Any]:
-    """What ``--precision``, ``--remat`` and ``--attention`` say, as for ``wh.plan``.
-
-    Args:
-        command: whose options may be single words or ``NAME=WORD`` entries.
-
-    Returns:
-        For each option a word, a dictionary by TaskGraph, or None if it was left out.
-
-    Raises:
-        WhaleError: a word without ``NAME=`` beside others, or a name twice; all.
-
-    >>> command = PlanCommand(model="gpt", precision=("*=bf16", "split=f32"))
-    >>> by_task_graph(command)["precision"]
-    {'*': 'bf16', 'split': 'f32'}
-    """
-    return {
-        option: _word_or_words(getattr(command, option, ()), f"--{option}", example)
-        for option, example in BY_TASK_GRAPH.items()
-    }
 
 
 def _word_or_words(
@@ -577,3 +550,68 @@ def _value(text: str) -> int | float | bool | str:
         except ValueError:
             continue
     return text
+
+
+def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:
+    """What reads a word, or ``NAME=WORD`` for each TaskGraph; None if left out."""
+    return lambda words: _word_or_words(words, f"--{option}", example)
+
+
+def _offload(words: Sequence[str]) -> Sequence[str] | None:
+    """What lies in host memory; nothing for ``none``, None if left out."""
+    return () if tuple(words) == ("none",) else words or None
+
+
+_PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
+    "mesh": ("mesh", mesh_sizes),
+    "precision": ("precision", _by_task_graph("precision", "bf16")),
+    "micro_batches": ("num_micro_batches", int),
+    "shares": ("shares", share_counts),
+    "remat": ("remat", _by_task_graph("remat", "full")),
+    "offload": ("offload", _offload),
+    "attention": ("attention", _by_task_graph("attention", "ring")),
+    "loss_chunks": ("loss_chunks", int),
+    "compiler_options": ("compiler_options", compiler_options),
+}
+"""Options that are settings of ``wh.plan``: the name there, and what reads words."""
+
+PLAN_NUMBERS: Final = {
+    "loss_chunks": (1, LARGEST),
+    "micro_batches": (1, MOST_SAMPLES),
+}
+"""Those that are whole numbers: the least and the most."""
+
+
+def plan_settings(command: Any) -> dict[str, Any]:
+    """The settings of ``wh.plan`` that a command was given; what was left out is not.
+
+    Args:
+        command: one of the classes here.
+
+    Raises:
+        WhaleError: words that an option cannot have; all of them.
+
+    >>> plan_settings(PlanCommand(model="gpt", precision=("*=bf16", "split=f32")))
+    {'precision': {'*': 'bf16', 'split': 'f32'}}
+    """
+    found = {
+        setting: read(getattr(command, option))
+        for option, (setting, read) in _PLAN_OPTIONS.items()
+        if getattr(command, option, None) not in (None, ())
+    }
+    return {setting: value for setting, value in found.items() if value is not None}
+
+
+def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
+    """(name, words) of the options given to a command that a plan decides.
+
+    Args:
+        command: its options.
+    """
+    found = []
+    for option in ("cluster", "batch", *_PLAN_OPTIONS):
+        value = getattr(command, option)
+        if value not in (None, ()):
+            words = " ".join(value) if isinstance(value, tuple) else str(value)
+            found.append((f"--{option.replace('_', '-')}", words))
+    return found

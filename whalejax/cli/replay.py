@@ -42,7 +42,7 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
         batch,
         one_device(plan.cluster),
         precision=plan.asked_precision,
-        micro_batches=plan.num_micro_batches,
+        num_micro_batches=plan.num_micro_batches,
     )
     return compile_step(
         alone,

@@ -58,7 +58,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LoopResult:
     """What a call of ``train`` did.
 
     Attributes:
@@ -90,7 +90,7 @@ def train(
     on_step: Callable[[Progress], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     is_held: bool = False,
-) -> Run:
+) -> LoopResult:
     """Train until so many steps are done in all.
 
     Args:
@@ -137,7 +137,7 @@ def train(
                     windows.open(done - first)
         except _NotFiniteError as error:
             _stop(error, steps, checkpoint, save_dir)
-    return Run(
+    return LoopResult(
         state=state,
         first_step=first,
         losses=tuple(losses.values),

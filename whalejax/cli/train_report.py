@@ -16,7 +16,7 @@ from whalejax.cli.show import seconds_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class TrainReport:
     """What a session found; the command line prints it as JSON.
 
     Attributes:
@@ -62,7 +62,7 @@ def units_of(batch: Any) -> tuple[str, int]:
     return "samples", leaves[0][1].shape[0]
 
 
-def words_of(report: Report) -> list[str]:
+def words_of(report: TrainReport) -> list[str]:
     """The report in lines of text, those left out that have nothing to say."""
     lines = []
     if report.loss_first is None:

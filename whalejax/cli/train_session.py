@@ -25,14 +25,12 @@ from whalejax.cli import replay, train_loop
 from whalejax.cli.option_checks import check_command
 from whalejax.cli.options import (
     TrainCommand,
-    by_task_graph,
-    compiler_options,
-    mesh_sizes,
-    share_counts,
+    given_plan_options,
+    plan_settings,
 )
 from whalejax.cli.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.cli.show import print_plan
-from whalejax.cli.train_report import Report, units_of, words_of
+from whalejax.cli.train_report import TrainReport, units_of, words_of
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
@@ -43,7 +41,7 @@ from whalejax.runtime.train_step import compile as compile_step
 from whalejax.runtime.validate import devices_of
 
 
-def run(job: Job, options: TrainCommand, *, started: float) -> Report:
+def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
     """Train a job as the command line says.
 
     Args:
@@ -60,7 +58,7 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
         return _run(job, options, started)
 
 
-def _run(job: Job, options: TrainCommand, started: float) -> Report:
+def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
     # Of several processes the first one speaks.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
@@ -98,24 +96,11 @@ def check_options(options: TrainCommand) -> None:
     problems = Problems("whalejax train")
     check_command(options, problems)
     if options.plan is not None:
-        for name, given in (
-            ("--cluster", options.cluster),
-            ("--batch", options.batch),
-            ("--mesh", " ".join(options.mesh) or None),
-            ("--precision", " ".join(options.precision) or None),
-            ("--micro-batches", options.micro_batches),
-            ("--shares", options.shares),
-            ("--remat", " ".join(options.remat) or None),
-            ("--offload", " ".join(options.offload) or None),
-            ("--attention", " ".join(options.attention) or None),
-            ("--loss-chunks", options.loss_chunks),
-            ("--compiler-options", " ".join(options.compiler_options) or None),
-        ):
-            if given is not None:
-                problems.add(
-                    f"{name} {given} was given with --plan {options.plan}, which "
-                    "decides it. Leave it out, or make another plan with whalejax plan"
-                )
+        for name, words in given_plan_options(options):
+            problems.add(
+                f"{name} {words} was given with --plan {options.plan}, which "
+                "decides it. Leave it out, or make another plan with whalejax plan"
+            )
     _check_save(options, problems)
     problems.raise_if_any()
 
@@ -178,8 +163,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
 
 
 def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
-    xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
-    mesh, shares = mesh_sizes(options.mesh), share_counts(options.shares)
+    settings = plan_settings(options)
     if options.cluster is None:
         remark(console, "planning; these devices are measured once, for at most 20 s")
     with Working("planning", quiet=console.quiet):
@@ -188,13 +172,7 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
             model,
             job.batch_at(0, options.batch),
             jobs.machine(options.cluster),
-            mesh=mesh,
-            micro_batches=options.micro_batches,
-            shares=shares,
-            offload=options.offload,
-            loss_chunks=options.loss_chunks,
-            compiler_options=xla,
-            **asked,
+            **settings,
         )
 
 
@@ -338,11 +316,11 @@ class _Session:
         step_seconds: float | None,
         difference: float | None,
         started: float,
-    ) -> Report:
+    ) -> TrainReport:
         """What was found, in numbers."""
         unit, amount = units_of(self.batch_at(0))
         speed = 1 / step_seconds if step_seconds else None
-        return Report(
+        return TrainReport(
             model=self.job.name,
             steps=len(losses),
             loss_first=losses[0] if losses else None,

@@ -17,7 +17,7 @@ from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.sharding.remat import POLICIES
+from whalejax.planner.step_options import REMAT_POLICIES
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)
@@ -57,7 +57,7 @@ class Sliders:
                 continuous_update=False,
             ),
             "remat": widgets.SelectionSlider(
-                options=[(_SAME, _SAME), *((name, name) for name in POLICIES)],
+                options=[(_SAME, _SAME), *((name, name) for name in REMAT_POLICIES)],
                 value=_SAME,
                 description="remat",
                 continuous_update=False,

@@ -62,7 +62,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class HostReport:
     """All of one host.
 
     Attributes:
@@ -81,7 +81,7 @@ class Report:
         return {"host": self.host, "facts": dict(self.facts), "checks": checks}
 
     @classmethod
-    def from_document(cls, data: Any) -> Report:
+    def from_document(cls, data: Any) -> HostReport:
         """The report that ``document`` described.
 
         Raises:
@@ -123,7 +123,7 @@ def _check_from(data: Any) -> Check:
     return Check(name=name, found=found, verdict=verdict, remedy=remedy)
 
 
-def report(version: str, coordinator: str | None = None) -> Report:
+def report(version: str, coordinator: str | None = None) -> HostReport:
     """Look at this host.
 
     Args:
@@ -146,7 +146,7 @@ def report(version: str, coordinator: str | None = None) -> Report:
     facts = {check.name: check.found for check in checks if check.name in alike}
     facts["python"] = ".".join(platform.python_version_tuple()[:2])
     facts["device kind"] = kinds
-    return Report(host=socket.gethostname(), facts=facts, checks=checks)
+    return HostReport(host=socket.gethostname(), facts=facts, checks=checks)
 
 
 def _version(package: str) -> Check:

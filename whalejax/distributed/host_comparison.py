@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from whalejax.distributed.host_checks import CLOCK_SECONDS, Check, Report
+from whalejax.distributed.host_checks import CLOCK_SECONDS, Check, HostReport
 from whalejax.distributed.json_lines import (
     ANSWER_SECONDS,
-    Link,
+    Connection,
     Stranger,
     greet,
     listener,
@@ -52,7 +52,7 @@ class Met:
         between: what was found by comparing them.
     """
 
-    reports: tuple[Report, ...]
+    reports: tuple[HostReport, ...]
     between: tuple[Check, ...]
 
     def document(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Met:
         return {
             "hosts": [report.document() for report in self.reports],
             "between": list(
-                Report(host="", facts={}, checks=self.between).document()["checks"]
+                HostReport(host="", facts={}, checks=self.between).document()["checks"]
             ),
         }
 
@@ -74,16 +74,16 @@ class Met:
         hosts = data.get("hosts")
         if not isinstance(hosts, list) or not hosts:
             raise ValueError("no hosts")
-        between = Report.from_document(
+        between = HostReport.from_document(
             {"host": "", "facts": {}, "checks": data.get("between")}
         )
         return cls(
-            reports=tuple(map(Report.from_document, hosts)), between=between.checks
+            reports=tuple(map(HostReport.from_document, hosts)), between=between.checks
         )
 
 
 def meet(
-    mine: Report,
+    mine: HostReport,
     coordinator: str,
     count: int,
     timeout_seconds: float,
@@ -134,13 +134,15 @@ def _listener(coordinator: str) -> socket.socket | None:
 class _Reception:
     """Hears those that come, several at once, until all came or time is up."""
 
-    def __init__(self, mine: Report, coordinator: str, count: int, key: bytes) -> None:
+    def __init__(
+        self, mine: HostReport, coordinator: str, count: int, key: bytes
+    ) -> None:
         self._mine = mine
         self._coordinator = coordinator
         self._count = count
         self._key = key
-        self._came: list[tuple[Link, Report, tuple[float, float]]] = []
-        self._links: set[Link] = set()
+        self._came: list[tuple[Connection, HostReport, tuple[float, float]]] = []
+        self._links: set[Connection] = set()
         self._changed = threading.Condition()
 
     def receive(self, found: socket.socket, end: float) -> Met:
@@ -178,17 +180,17 @@ class _Reception:
         while True:
             room.acquire()
             try:
-                link = Link(found.accept()[0])
+                link = Connection(found.accept()[0])
             except OSError:  # all has ended
                 return
             with self._changed:
                 self._links.add(link)
             threading.Thread(target=self._hear, args=(link, room), daemon=True).start()
 
-    def _hear(self, link: Link, room: threading.BoundedSemaphore) -> None:
+    def _hear(self, link: Connection, room: threading.BoundedSemaphore) -> None:
         with contextlib.suppress(OSError, ValueError):
             receive(link, PURPOSE, self._key)
-            found = Report.from_document(link.told())
+            found = HostReport.from_document(link.told())
             clock = _offset(link)
             with self._changed:
                 if not self._is_full():
@@ -201,7 +203,7 @@ class _Reception:
         room.release()
 
 
-def _offset(link: Link) -> tuple[float, float]:
+def _offset(link: Connection) -> tuple[float, float]:
     """How far another clock is ahead, and how sure that is, in seconds."""
     best = (0.0, math.inf)
     for _ in range(ROUNDS):
@@ -219,7 +221,7 @@ def _offset(link: Link) -> tuple[float, float]:
     return best
 
 
-def _attendance(coordinator: str, count: int, reports: Sequence[Report]) -> Check:
+def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> Check:
     names = ", ".join(report.host for report in reports)
     if len(reports) == count:
         return Check(
@@ -234,7 +236,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[Report]) -> Chec
     )
 
 
-def compared(reports: Sequence[Report]) -> list[Check]:
+def compared(reports: Sequence[HostReport]) -> list[Check]:
     """What hosts have otherwise than the first of them.
 
     Args:
@@ -282,13 +284,13 @@ def _clocks(clocks: Sequence[tuple[str, float, float]]) -> list[Check]:
 
 
 def _come(
-    mine: Report, coordinator: str, end: float, timeout_seconds: float, key: bytes
+    mine: HostReport, coordinator: str, end: float, timeout_seconds: float, key: bytes
 ) -> Met:
     address = split_address(coordinator)
     refused = "nothing was tried"
     while time.monotonic() < end:
         try:
-            link = Link(
+            link = Connection(
                 socket.create_connection(address, max(0.01, end - time.monotonic())),
                 most_bytes=_MOST_BYTES_OF_ALL,
             )
@@ -313,7 +315,7 @@ def _come(
     )
 
 
-def _visit(mine: Report, link: Link, end: float, key: bytes) -> Met:
+def _visit(mine: HostReport, link: Connection, end: float, key: bytes) -> Met:
     greet(link, PURPOSE, key, max(0.01, end - time.monotonic()))
     link.tell(mine.document())
     while True:

@@ -30,7 +30,7 @@ from whalejax.distributed.launch_env import (
     shared_key,
     split_address,
 )
-from whalejax.distributed.rendezvous import Place, end_process, rendezvous
+from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
 
@@ -102,7 +102,7 @@ def init_distributed(
     return int(jax.process_count())
 
 
-def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
+def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPlace:
     """Who this process is, as it was given or as a cluster has it."""
     known: tuple[str, int, int] | None = None
     if given["coordinator"] is not None:
@@ -117,7 +117,7 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
             "process alone needs no init_distributed"
         )
     split_address(known[0], "coordinator")
-    return Place(
+    return ProcessPlace(
         coordinator=known[0],
         count=known[1],
         rank=known[2],
@@ -127,7 +127,7 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
     )
 
 
-def _join(place: Place, heartbeat: float, preemption: bool) -> None:
+def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     """Have JAX join the processes, once all are there."""
     if _compat_processes.backends_are_there():
         raise WhaleError(

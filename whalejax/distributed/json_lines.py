@@ -36,7 +36,7 @@ _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BRACKETS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-class Link:
+class Connection:
     """One connection."""
 
     def __init__(self, link: socket.socket, *, most_bytes: int = MOST_BYTES) -> None:
@@ -125,7 +125,7 @@ class Stranger(ValueError):
     """The other side is not of this program, or does not know the secret."""
 
 
-def receive(link: Link, purpose: str, key: bytes) -> None:
+def receive(link: Connection, purpose: str, key: bytes) -> None:
     """Greet who has come, and have it prove that it knows the secret.
 
     Args:
@@ -147,7 +147,7 @@ def receive(link: Link, purpose: str, key: bytes) -> None:
     link.tell({"proof": _proof(key, "received", purpose, mine, told["nonce"])})
 
 
-def greet(link: Link, purpose: str, key: bytes, seconds: float) -> None:
+def greet(link: Connection, purpose: str, key: bytes, seconds: float) -> None:
     """Prove to who listens that this process knows the secret, and have it prove so.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from whalejax.distributed.launch_spec import Launch as Launch
 from whalejax.distributed.launch_spec import free_port as free_port
 from whalejax.distributed.launch_spec import is_here as is_here
-from whalejax.distributed.process_group import Group
+from whalejax.distributed.process_group import ProcessGroup
 from whalejax.distributed.standard_streams import hold_standard_streams
 from whalejax.meshes.errors import WhaleError
 
@@ -50,7 +50,7 @@ def run(launch: Launch) -> int:
             f"--logs {launch.logs}: {error.strerror}. Name a folder that can be made"
         ) from error
     with _terminated(), contextlib.ExitStack() as stack:
-        group = Group(launch, stack)
+        group = ProcessGroup(launch, stack)
         try:
             group.start(coordinator, given)
             return group.wait()

@@ -28,7 +28,7 @@ from whalejax.distributed.launch_env import (
     Joining,
 )
 from whalejax.distributed.launch_spec import Launch
-from whalejax.distributed.process_output import Log, Pump, Shown
+from whalejax.distributed.process_output import Log, Pump, TerminalOutput
 from whalejax.distributed.standard_streams import drop_stdout, say
 from whalejax.meshes.errors import WhaleError
 
@@ -55,7 +55,7 @@ _FOR_ANOTHER: Final = (ENDS_FOR_ANOTHER, -signal.SIGABRT)
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
-class Group:
+class ProcessGroup:
     """The processes of one launch."""
 
     def __init__(self, launch: Launch, stack: contextlib.ExitStack) -> None:
@@ -80,7 +80,7 @@ class Group:
         self._stopped: dict[int, int] = {}
         self._over: set[int] = set()
         self._shown = False
-        self._terminal = Shown(say)
+        self._terminal = TerminalOutput(say)
         self._lock = threading.Lock()
         self._logs = []
         for rank in range(launch.processes):

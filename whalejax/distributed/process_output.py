@@ -104,7 +104,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return number
 
 
-class Shown:
+class TerminalOutput:
     """The terminal, or what stands for it; what it cannot take is lost.
 
     Attributes:
@@ -180,7 +180,7 @@ class Pump:
     def __init__(
         self,
         source: int,
-        outputs: tuple[Log | Shown, ...],
+        outputs: tuple[Log | TerminalOutput, ...],
         told: Callable[[Introduced | Blamed | Joining], bool],
     ) -> None:
         """Know where from and where to.

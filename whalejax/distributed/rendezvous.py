@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from whalejax.distributed.json_lines import (
-    Link,
+    Connection,
     Stranger,
     greet,
     listener,
@@ -49,7 +49,7 @@ _MARGIN_SECONDS: Final = 5.0  # by which process 0 is the first to lose its pati
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """Which process this is, and where all come together.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Member:
     """A process that has come: where it runs, and the connection to it."""
 
     where: str
-    link: Link
+    link: Connection
 
 
 class Lost(WhaleError):
@@ -85,7 +85,7 @@ class Lost(WhaleError):
         self.rank = rank
 
 
-def rendezvous(place: Place, end: Callable[[str], None]) -> Host | Guest:
+def rendezvous(place: ProcessPlace, end: Callable[[str], None]) -> Host | Guest:
     """Wait until all processes are there.
 
     Args:
@@ -124,7 +124,7 @@ def missing_words(missing: list[int], count: int) -> str:
 class Host:
     """Process 0: the others come to it."""
 
-    def __init__(self, place: Place, end: Callable[[str], None]) -> None:
+    def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
         """Listen at the port that JAX's service will have.
 
         Raises:
@@ -136,7 +136,7 @@ class Host:
         self._joined: set[int] = set()
         self._gone: dict[int, str] = {}
         self._heard: dict[int, float] = {}
-        self._links: set[Link] = set()
+        self._links: set[Connection] = set()
         self._began = False
         self._over = False
         self._changed = threading.Condition()
@@ -222,14 +222,14 @@ class Host:
         while found is not None:
             self._room.acquire()
             try:
-                link = Link(found.accept()[0])
+                link = Connection(found.accept()[0])
             except OSError:
                 return
             with self._changed:
                 self._links.add(link)
             threading.Thread(target=self._hear, args=(link,), daemon=True).start()
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: Connection) -> None:
         """Hear one that has come, from its greeting to the end of its connection."""
         rank = None
         with contextlib.suppress(OSError, ValueError):
@@ -244,7 +244,7 @@ class Host:
         link.close()
         self._room.release()
 
-    def _attend(self, rank: int, link: Link) -> None:
+    def _attend(self, rank: int, link: Connection) -> None:
         """Hear that one is there, until JAX has joined it."""
         while rank not in self._joined:
             told = link.told(self._place.seconds + self._place.join_seconds)
@@ -254,7 +254,7 @@ class Host:
                     self._joined.add(rank)
                 self._changed.notify_all()
 
-    def _entered(self, link: Link, told: Any) -> int | None:
+    def _entered(self, link: Connection, told: Any) -> int | None:
         """Take one in; None, and it is told why, if it cannot be one of this program.
 
         Raises:
@@ -296,7 +296,7 @@ class Host:
             link.tell(said)
         return rank
 
-    def _left(self, rank: int, link: Link) -> None:
+    def _left(self, rank: int, link: Connection) -> None:
         """A connection has ended."""
         with self._changed:
             member = self._here.get(rank)
@@ -339,11 +339,11 @@ class Host:
 class Guest:
     """Another process: it comes to process 0."""
 
-    def __init__(self, place: Place, end: Callable[[str], None]) -> None:
+    def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
         """Know where to come to."""
         self._place = place
         self._end = end
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self._is_joined = self._is_closed = False
         self._missing: list[int] = []
 
@@ -394,14 +394,16 @@ class Guest:
         if self._link is not None:
             self._link.close()
 
-    def _arrived(self, deadline: float) -> Link:
+    def _arrived(self, deadline: float) -> Connection:
         """A connection to process 0, which knows who this is."""
         place = self._place
         address = split_address(place.coordinator, "coordinator")
         refused = "nothing was tried"
         while (left := deadline - time.monotonic()) > 0:
             try:
-                link = Link(socket.create_connection(address, left), most_bytes=1 << 16)
+                link = Connection(
+                    socket.create_connection(address, left), most_bytes=1 << 16
+                )
             except OSError as error:  # it has not begun yet
                 refused = str(error.strerror or error)
                 time.sleep(_PAUSE_SECONDS)
@@ -498,7 +500,7 @@ def end_process(said: str, rank: int) -> None:
     os._exit(ENDS_FOR_ANOTHER)
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(place: ProcessPlace) -> socket.socket:
     host, port = split_address(place.coordinator, "coordinator")
     try:
         try:

@@ -72,7 +72,7 @@ _LONGEST_CELL = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class CsvTable:
     """A CSV file: its header, and its rows with the line each stands in.
 
     Attributes:
@@ -88,7 +88,7 @@ class Table:
     unread: tuple[str, ...]
 
 
-def read_table(path: str | Path, *, strict: bool = True) -> Table:
+def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
     """Read a CSV file with a header.
 
     Args:
@@ -139,7 +139,7 @@ def read_table(path: str | Path, *, strict: bool = True) -> Table:
             problems.add(f"line {line}{joint} {text}")
     if strict:
         problems.raise_if_any()
-    return Table(
+    return CsvTable(
         header=header, rows=tuple(rows), lines=tuple(numbers), unread=tuple(unread)
     )
 

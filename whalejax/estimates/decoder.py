@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whalejax.planner.model.builder import Program
+from whalejax.planner.model.builder import GraphBuilder
 from whalejax.planner.model.graph import Graph
 
 
@@ -20,7 +20,7 @@ and the head with the loss. Only residual, inner and experts run once for each l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
+class DecoderSizes:
     """Sizes of a decoder transformer.
 
     Attributes:
@@ -113,10 +113,12 @@ IN_PLACE = "masked_fill"
 class _Writer:
     """Writes the operations of a decoder."""
 
-    def __init__(self, sizes: Decoder, batch: int, dtype: str, itemsize: int) -> None:
+    def __init__(
+        self, sizes: DecoderSizes, batch: int, dtype: str, itemsize: int
+    ) -> None:
         self.sizes = sizes
         self.samples = batch
-        self.p = Program(dtype=dtype, itemsize_bytes=itemsize)
+        self.p = GraphBuilder(dtype=dtype, itemsize_bytes=itemsize)
         for name in REGIONS[1:]:
             self.p.region(name)
         self.p.task_graphs[0] = replace(self.p.task_graphs[0], name=REGIONS[0])
@@ -246,7 +248,7 @@ class _Writer:
 
 
 def decoder_graph(
-    sizes: Decoder, batch: int, dtype: str = "bfloat16", itemsize_bytes: int = 2
+    sizes: DecoderSizes, batch: int, dtype: str = "bfloat16", itemsize_bytes: int = 2
 ) -> Graph:
     """The forward loss of a decoder.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whalejax.estimates.read_table import Reading, read_row
+from whalejax.estimates.read_table import RowReading, read_row
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.fitted_constants import constants
 
@@ -19,7 +19,7 @@ SLACK = 0.15
 run: the estimate of activations errs by so much."""
 
 
-def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
+def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
     """Every row's reading, with what it leaves open as it fits.
 
     Args:
@@ -48,7 +48,7 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
     return tuple(found)
 
 
-def _offers(one: Reading) -> list[Reading]:
+def _offers(one: RowReading) -> list[RowReading]:
     """What a row may mean, the likeliest first; nothing where it leaves nothing open.
 
     A smaller micro-batch costs less time than computing again, and both are likelier

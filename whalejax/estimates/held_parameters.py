@@ -23,7 +23,7 @@ these shards are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldParameters:
     """Parameters of one kind on every run's device, as it computes with them.
 
     Attributes:

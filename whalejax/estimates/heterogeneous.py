@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.estimates.run import Replica, Run
+from whalejax.estimates.run import ReplicaDevices, Run
 from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
 from whalejax.estimates.workload import EMBED, HEAD, LAYER
 from whalejax.meshes.fitted_constants import Constants
@@ -59,7 +59,7 @@ def price_unlike(run: Run, constants: Constants) -> UnlikeEstimate:
     )
 
 
-def _alone(run: Run, replica: Replica) -> Run:
+def _alone(run: Run, replica: ReplicaDevices) -> Run:
     return dataclasses.replace(
         run, device=replica.device, tensor=replica.tensor, unlike=()
     )
@@ -70,7 +70,7 @@ def _sum(places: list[tuple[int, int]], seconds: Array, index: int) -> float:
 
 
 def _after(
-    run: Run, runs: Runs, at: Mapping[Replica, int], constants: Constants
+    run: Run, runs: Runs, at: Mapping[ReplicaDevices, int], constants: Constants
 ) -> tuple[float, float]:
     """Gradient reduction and update of the slowest stage."""
     s = run.sizes
@@ -91,7 +91,7 @@ def _after(
 
 
 def _peaks(
-    run: Run, runs: Runs, at: Mapping[Replica, int], constants: Constants
+    run: Run, runs: Runs, at: Mapping[ReplicaDevices, int], constants: Constants
 ) -> dict[int, float]:
     """Memory that each kind of replica needs, on its fullest stage."""
     whole = runs.peak_bytes(constants)

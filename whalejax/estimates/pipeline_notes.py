@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from whalejax.estimates.run import Replica, StageOf
+from whalejax.estimates.run import ReplicaDevices, StageOf
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.texts import quoted
@@ -69,10 +69,12 @@ def notes_of(text: str, stages: Sequence[StageOf], count: int) -> Iterator[str]:
         yield from read_device(name, guess=True).notes
 
 
-def _replica(text: str) -> Replica:
+def _replica(text: str) -> ReplicaDevices:
     match = re.fullmatch(
         r"\s*(.+?)\s*x\s*TP\s*([1-9][0-9]{0,4})\s*", text, re.IGNORECASE
     )
     if match is None:
         raise WhaleError(f"notes: {quoted(text.strip())} is no KINDxTPn")
-    return Replica(device=read_device(match[1], guess=True).entry, tensor=int(match[2]))
+    return ReplicaDevices(
+        device=read_device(match[1], guess=True).entry, tensor=int(match[2])
+    )

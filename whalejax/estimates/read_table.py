@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from whalejax.estimates import vocabulary
 from whalejax.estimates.csv_table import COLUMNS as COLUMNS
 from whalejax.estimates.csv_table import NEEDED
-from whalejax.estimates.csv_table import Table as Table
+from whalejax.estimates.csv_table import CsvTable as CsvTable
 from whalejax.estimates.csv_table import read_table as read_table
-from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import Framework, Remat, framework
 from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
 from whalejax.estimates.run import Run, StageOf
@@ -25,7 +25,7 @@ from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.formats.device_aliases import Device, read_device
+from whalejax.meshes.formats.device_aliases import AliasedDevice, read_device
 from whalejax.planner.sharding.layout import largest_divisor
 
 
@@ -43,7 +43,7 @@ LARGEST_TOKENS = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class RowReading:
     """What became of a row.
 
     Attributes:
@@ -64,7 +64,7 @@ class Reading:
     taken: bool = False
 
 
-def read_row(row: Mapping[str, str]) -> Reading:
+def read_row(row: Mapping[str, str]) -> RowReading:
     """The run that a row describes, with what was inferred.
 
     Args:
@@ -73,18 +73,20 @@ def read_row(row: Mapping[str, str]) -> Reading:
     cells = Cells(row)
     missing = [name for name in NEEDED if cells.whole(name) is None]
     if missing:
-        return Reading(run=None, notes=(f"no {', '.join(missing)}: nothing predicted",))
+        return RowReading(
+            run=None, notes=(f"no {', '.join(missing)}: nothing predicted",)
+        )
     try:
         run, own_name = _run(cells)
     except WhaleError as error:
-        return Reading(run=None, notes=(str(error), *cells.notes))
+        return RowReading(run=None, notes=(str(error), *cells.notes))
     policies: tuple[Remat, ...] = (run.remat,)
     if not cells.text("remat") and run.framework.remat is None:
         policies = ("none", "selective", "full")
     elif own_name and not run.offloaded:
         # A policy by a name of its own keeps something, at most what fits.
         policies = ("dots", "full")
-    return Reading(
+    return RowReading(
         run=run,
         notes=tuple(cells.notes),
         policies=policies,
@@ -198,7 +200,7 @@ def _topk(cells: Cells, experts: int) -> int:
     return found
 
 
-def _expert(cells: Cells, sizes: Decoder, ranks: int) -> int:
+def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
     """Ranks that share the experts; each has as many, and they are among the others."""
     if not sizes.experts:
         return 1
@@ -212,7 +214,7 @@ def _expert(cells: Cells, sizes: Decoder, ranks: int) -> int:
     return found
 
 
-def _frozen(cells: Cells, sizes: Decoder) -> bool:
+def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
     """Whether only adapters are trained.
 
     A row says so, or counts fewer FLOPs for a token than the six of each parameter that
@@ -290,7 +292,7 @@ def _rest_of(cells: Cells, ranks: int) -> int | None:
 
 def _sizes(
     cells: Cells, source: Framework, tensor: int, context: int, device: Entry
-) -> Decoder:
+) -> DecoderSizes:
     hidden = cells.whole("hidden") or 1
     heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
     kv_heads = cells.or_else("kv_heads", heads, "one for each head")
@@ -310,7 +312,7 @@ def _sizes(
         by = f"tp {tensor}" if kv_heads == heads else f"kv_heads {groups}"
         cells.notes.append(f"heads {padded} ({by} does not divide {heads})")
     gated_name = any(word in cells.text("model").lower() for word in vocabulary.GATED)
-    plain = Decoder(
+    plain = DecoderSizes(
         layers=cells.whole("layers") or 1,
         hidden=hidden,
         heads=padded,
@@ -345,7 +347,9 @@ def _usual_width(hidden: int, *, gated: bool) -> int:
     return 256 * math.ceil(8 * hidden / 3 / 256) if gated else 4 * hidden
 
 
-def _gated(cells: Cells, plain: Decoder, llama: Decoder, *, by_name: bool) -> bool:
+def _gated(
+    cells: Cells, plain: DecoderSizes, llama: DecoderSizes, *, by_name: bool
+) -> bool:
     """Whether the feed-forward has a gate: by name, by parameters, by width."""
     if cells.whole("ffn") is None:
         how = "8/3 × hidden, with a gate" if by_name else "4 × hidden, no gate"
@@ -422,7 +426,7 @@ ROUND = 0.75
 def _chunks(
     cells: Cells,
     source: Framework,
-    sizes: Decoder,
+    sizes: DecoderSizes,
     stages: int,
     parts: int,
     unlike: bool,
@@ -476,7 +480,7 @@ def _context(cells: Cells, tensor: int) -> int:
     return cells.or_else("cp", 1, "none given")
 
 
-def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool]:
+def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
     """What is computed again, and whether the row has a name of its own for it."""
     text = cells.text("remat").lower()
     if not text:
@@ -516,7 +520,7 @@ def _precision(cells: Cells, source: Framework, device: Entry) -> str:
 
 
 def _note_mix(
-    cells: Cells, device: Device, unlike: tuple[StageOf, ...], count: int
+    cells: Cells, device: AliasedDevice, unlike: tuple[StageOf, ...], count: int
 ) -> None:
     """A mix whose stages the row does not give is taken for its slowest part."""
     cells.notes += notes_of(cells.text("notes"), unlike, count)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import Framework, Remat
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted_constants import TUNED, width_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class ReplicaDevices:
     """Devices that hold one copy of a pipeline stage.
 
     Attributes:
@@ -36,7 +36,7 @@ class StageOf:
         layers: of the decoder.
     """
 
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaDevices, ...]
     layers: int
 
 
@@ -65,7 +65,7 @@ class Run:
         autocast: parameters are float32, and every micro-batch brings them to 16 bits.
     """
 
-    sizes: Decoder
+    sizes: DecoderSizes
     framework: Framework
     device: Entry
     num_devices: int

@@ -23,7 +23,7 @@ from whalejax.estimates.held_parameters import (
     REPLICAS,
     SHARDS,
     Axes,
-    Held,
+    HeldParameters,
     link_waits,
 )
 from whalejax.estimates.run import Run
@@ -224,13 +224,13 @@ class Runs:
         self.shards = self._column(r.shards for r in self.runs)
         experts = self._column(r.expert for r in self.runs)
         self.held = (
-            Held(
+            HeldParameters(
                 params=self.dense,
                 copies=self.ranks,
                 shards=self.shards,
                 levels={axes: self._levels(levels_of, axes) for axes in GROUPS},
             ),
-            Held(
+            HeldParameters(
                 params=self.expert,
                 copies=np.maximum(1.0, self.ranks / experts),
                 shards=np.maximum(1.0, self.shards / experts),

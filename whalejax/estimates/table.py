@@ -11,7 +11,7 @@ from pathlib import Path
 
 from whalejax.estimates.fill_missing import readings
 from whalejax.estimates.heterogeneous import price_unlike
-from whalejax.estimates.read_table import Reading, Table, read_table
+from whalejax.estimates.read_table import CsvTable, RowReading, read_table
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import constants
@@ -31,7 +31,7 @@ ADDED: tuple[str, ...] = (
 GIB = 2**30
 
 
-def estimate_table(table: Table) -> list[dict[str, str]]:
+def estimate_table(table: CsvTable) -> list[dict[str, str]]:
     """The added cells of every row.
 
     Rows that nothing can be predicted for have a ``note`` alone.
@@ -40,7 +40,7 @@ def estimate_table(table: Table) -> list[dict[str, str]]:
         table: from ``read_table``.
     """
     read = [
-        Reading(run=None, notes=(f"not read: {why}",)) if why else one
+        RowReading(run=None, notes=(f"not read: {why}",)) if why else one
         for one, why in zip(
             readings([{} if w else r for r, w in _with_reasons(table)]),
             table.unread,
@@ -66,7 +66,7 @@ def estimate_table(table: Table) -> list[dict[str, str]]:
     return [_cells(one, found.get(index)) for index, one in enumerate(read)]
 
 
-def _cells(one: Reading, found: tuple[float, float, bool] | None) -> dict[str, str]:
+def _cells(one: RowReading, found: tuple[float, float, bool] | None) -> dict[str, str]:
     cells: dict[str, str] = dict.fromkeys(ADDED, "")
     cells["note"] = visible("; ".join(one.notes))
     if one.run is None or found is None:
@@ -81,7 +81,7 @@ def _cells(one: Reading, found: tuple[float, float, bool] | None) -> dict[str, s
     return cells
 
 
-def _with_reasons(table: Table) -> list[tuple[Mapping[str, str], str]]:
+def _with_reasons(table: CsvTable) -> list[tuple[Mapping[str, str], str]]:
     return list(zip(table.rows, table.unread, strict=True))
 
 
@@ -149,7 +149,7 @@ def write_estimates(
     )
 
 
-def _csv(table: Table, added: Sequence[Mapping[str, str]]) -> str:
+def _csv(table: CsvTable, added: Sequence[Mapping[str, str]]) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(
         buffer, fieldnames=[*table.header, *ADDED], lineterminator="\n"

@@ -21,7 +21,7 @@ from whalejax.estimates.decoder import (
     IN_PLACE,
     REGIONS,
     SOFTMAX,
-    Decoder,
+    DecoderSizes,
     decoder_graph,
 )
 from whalejax.estimates.run import Run
@@ -125,7 +125,9 @@ class _Analysed:
 
 
 @functools.lru_cache(maxsize=256)
-def _analysed(sizes: Decoder, samples: int, compiled: bool, itemsize: int) -> _Analysed:
+def _analysed(
+    sizes: DecoderSizes, samples: int, compiled: bool, itemsize: int
+) -> _Analysed:
     dtype = "float32" if itemsize == 4 else "bfloat16"
     graph = decoder_graph(sizes, samples, dtype, itemsize)
     dims = analyse(graph)
@@ -163,7 +165,7 @@ def work_of(run: Run) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _work(
-    sizes: Decoder,
+    sizes: DecoderSizes,
     micro_batch: int,
     tensor: int,
     sequence_parallel: bool,
@@ -221,7 +223,7 @@ def _gathered_behind(
 
 
 def _tables(
-    found: _Analysed, sizes: Decoder, sequence_parallel: bool
+    found: _Analysed, sizes: DecoderSizes, sequence_parallel: bool
 ) -> dict[int, Table]:
     """What each region shards: Megatron's layout, said in roles."""
     dims = found.dims
@@ -302,7 +304,7 @@ def _saved(
     found: _Analysed,
     tables: dict[int, Table],
     s: Setting,
-    sizes: Decoder,
+    sizes: DecoderSizes,
     sample_bytes: int,
 ) -> tuple[dict[str, float], float]:
     """Activations that a layer keeps under each policy, and the loss's temporaries."""

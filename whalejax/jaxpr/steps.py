@@ -21,13 +21,13 @@ from whalejax.planner.memory.saved_tensors import CHEAP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fixed:
+class FixedValue:
     """A value that the program itself holds."""
 
     value: Any
 
 
-Operand = int | Fixed
+Operand = int | FixedValue
 """A value by number, or one that the program holds."""
 
 
@@ -48,7 +48,7 @@ class Step:
     @property
     def sources(self) -> tuple[int, ...]:
         """Numbers of the values that it reads."""
-        return tuple(x for x in self.reads if not isinstance(x, Fixed))
+        return tuple(x for x in self.reads if not isinstance(x, FixedValue))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -70,7 +70,7 @@ class Steps:
 
     def aval_of(self, operand: Operand) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a value, or of one that the program holds."""
-        if isinstance(operand, Fixed):
+        if isinstance(operand, FixedValue):
             value = jnp.asarray(operand.value)
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
         aval = self.avals[operand]
@@ -123,7 +123,7 @@ class Steps:
             The steps in order, and the numbers among the given, and among the inputs,
             that they and the wanted read.
         """
-        open_ = {x for x in wanted if not isinstance(x, Fixed)}
+        open_ = {x for x in wanted if not isinstance(x, FixedValue)}
         chosen, read = [], set[int]()
         for step in reversed(self.steps):
             making = open_.intersection(step.writes).difference(given)
@@ -248,7 +248,7 @@ def _joined(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
 
 
 def _read(operand: Operand, known: Mapping[int, Any]) -> Any:
-    return operand.value if isinstance(operand, Fixed) else known[operand]
+    return operand.value if isinstance(operand, FixedValue) else known[operand]
 
 
 class _Writer:
@@ -261,7 +261,7 @@ class _Writer:
     def write(self, jaxpr: Any) -> Steps:
         body, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Operand] = {
-            v: Fixed(x) for v, x in zip(body.constvars, constants, strict=True)
+            v: FixedValue(x) for v, x in zip(body.constvars, constants, strict=True)
         }
         inputs = tuple(self._new(v) for v in body.invars)
         env.update(zip(body.invars, inputs, strict=True))
@@ -277,13 +277,13 @@ class _Writer:
 
     def _body(self, body: Any, env: dict[Any, Operand]) -> tuple[Operand, ...]:
         def operand(atom: Any) -> Operand:
-            return Fixed(atom.val) if _compat.is_literal(atom) else env[atom]
+            return FixedValue(atom.val) if _compat.is_literal(atom) else env[atom]
 
         for equation in body.eqns:
             reads = tuple(map(operand, equation.invars))
             if _compat.recursion(equation) == "inline":
                 inner, constants = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])
-                fixed = map(Fixed, constants)
+                fixed = map(FixedValue, constants)
                 inside: dict[Any, Operand] = dict(
                     zip(inner.constvars, fixed, strict=True)
                 )

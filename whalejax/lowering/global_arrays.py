@@ -176,7 +176,7 @@ class Everywhere:
         return jax.jit(tell, out_shardings=self.whole)
 
 
-class Report:
+class StageMetrics:
     """Metrics of one stage, which all processes can read."""
 
     def __init__(

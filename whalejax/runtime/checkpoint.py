@@ -69,7 +69,7 @@ class UncheckedCheckpoint(UserWarning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class SavedModel:
     """What a checkpoint holds beside the optimizer's state.
 
     Attributes:
@@ -210,7 +210,7 @@ def restore_model(
     batch_size: int | None = None,
     *,
     on_host: bool = False,
-) -> Model:
+) -> SavedModel:
     """Read what a checkpoint holds beside the optimizer's state.
 
     Args:
@@ -243,7 +243,7 @@ def restore_model(
     params, rest, number, rng = tree.unflatten(values)
     step = int(number)
     seen = _samples(record, step, batch_size)
-    return Model(params=params, rest=rest, rng=rng, step=step, samples=seen)
+    return SavedModel(params=params, rest=rest, rng=rng, step=step, samples=seen)
 
 
 def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:

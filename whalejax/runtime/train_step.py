@@ -22,6 +22,7 @@ from whalejax.api.argument_checks import refuse_bad_optimizer
 from whalejax.api.losses import Job as Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
+from whalejax.capture.options import as_planned
 from whalejax.lowering.global_arrays import is_here, stages_mesh
 from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal, rehearsed
 from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
@@ -592,10 +593,10 @@ def step_of(
     return TrainStep(
         plan,
         adapter,
-        captured.as_planned(plan),
+        as_planned(captured, plan),
         optimizer,
         chosen,
         jax.tree.structure(example),
         captured.batch_axes,
-        lambda other: traced(other).as_planned(plan),
+        lambda other: as_planned(traced(other), plan),
     )

@@ -18,7 +18,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run
 from whalejax.verification.targets import Target, target_of
-from whalejax.verification.worker import Request
+from whalejax.verification.worker import CompileRequest
 
 
 LONGEST_SECONDS = 10**6
@@ -77,7 +77,7 @@ def check(
         )
     target = target_of(plan, topology)
     gpu_target, extra_paths = _compiler(target)
-    request = Request(
+    request = CompileRequest(
         plan=plan.document(),
         target=target,
         adapter=adapter,

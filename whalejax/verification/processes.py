@@ -18,7 +18,7 @@ from typing import Any
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.verification.targets import Target
-from whalejax.verification.worker import Request
+from whalejax.verification.worker import CompileRequest
 
 
 _LAST_WORDS = 2000
@@ -49,7 +49,7 @@ class Answer:
 
 
 def run(
-    request: Request, *, limit_seconds: float, extra_paths: Sequence[str] = ()
+    request: CompileRequest, *, limit_seconds: float, extra_paths: Sequence[str] = ()
 ) -> Answer:
     """Compile in a process of its own.
 
@@ -103,7 +103,7 @@ are better left to the library: the compiler's own first guess fails for some si
 _WORKER = "whalejax.verification.worker"
 
 
-def _pickled(request: Request) -> bytes:
+def _pickled(request: CompileRequest) -> bytes:
     """The settings of JAX that decide what is traced, and then the request."""
     import jax
 

@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m whalejax.verification.worker``.
 
 Compilers for hardware that is not here may abort or hang, so nothing of a user's own
-process is theirs. The request is a pickle of ``Request``; the answer is one JSON file,
-which appears whole or not at all.
+process is theirs. The request is a pickle of ``CompileRequest``; the answer is one JSON
+file, which appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whalejax.verification.targets import CHIP_CONFIGS, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CompileRequest:
     """What to compile.
 
     Attributes:
@@ -68,7 +68,7 @@ def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
     try:
         with open(request_path, "rb") as file:
             _apply(pickle.load(file))
-            request: Request = cloudpickle.load(file)
+            request: CompileRequest = cloudpickle.load(file)
         answer = _answer(request, phase)
     except Exception as error:  # the parent process says it in the user's words
         answer = _failure(error, phase[-1])
@@ -120,7 +120,7 @@ def _apply(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
 
 
-def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
+def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
     import jax
 
     from whalejax.planner.plan.plan import Plan
@@ -195,7 +195,7 @@ def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
     }
 
 
-def _devices(request: Request) -> list[Any]:
+def _devices(request: CompileRequest) -> list[Any]:
     import jax
     from jax.experimental import topologies
 

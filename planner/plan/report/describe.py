@@ -15,7 +15,7 @@ from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
 from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.terms import attention_words
+from whalejax.planner.step_options import attention_words
 
 
 _KINDS = {

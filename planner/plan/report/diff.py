@@ -34,7 +34,8 @@ from whalejax.planner.plan.report.traffic import by_sort
 from whalejax.planner.plan.report.why import mesh_words, spec_text
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import shards
-from whalejax.planner.terms import attention_words, precision_words, remat_words
+from whalejax.planner.step_options import option_rows
+from whalejax.planner.terms import precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,11 +315,7 @@ def _settings(plan: PlanData) -> list[tuple[str, str]]:
         ("parts", f"{count} micro-batch{'es' if count > 1 else ''}"),
         ("ZeRO", f"{plan.zero} over data" if plan.zero else ""),
         ("dtype", ", ".join(precision_words(plan.precisions, plan.precision)) or "f32"),
-        ("remat", remat_words(plan.remat).removeprefix("remat ")),
-        ("offload", " and ".join(plan.offload)),
-        ("seq", "parallel over tensor" if plan.sequence_parallel else ""),
-        ("attends", attention_words(plan.attention)),
-        ("logits", f"{plan.loss_chunks} chunks"),
+        *option_rows(plan),
         ("stages", f"{stages.words()} ({stages.executor})" if stages else ""),
         ("layers", "+".join(map(str, stages.layers)) if stages else ""),
         ("shares", " ".join(map(str, plan.shares))),

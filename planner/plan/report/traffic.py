@@ -30,7 +30,7 @@ TIED, TIED_GRADIENT = "tied parameter", "tied gradient"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class TrafficRow:
     """One sort of it, on one device.
 
     Attributes:
@@ -101,7 +101,7 @@ def _numbered(name: str, numbers: Sequence[int]) -> str:
     return f"{name}s {', '.join(map(str, numbers))}"
 
 
-def traffic(plan: PlanData) -> list[Traffic]:
+def traffic(plan: PlanData) -> list[TrafficRow]:
     """All traffic of a plan's step, most bytes first; stages that are alike in one row.
 
     Args:
@@ -116,7 +116,7 @@ def traffic(plan: PlanData) -> list[Traffic]:
             home = number if plan.pipelines else None, stage
             rows += _collectives(counted, (home,))
             rows += _handed(one, home, count)
-    alike: dict[Traffic, list[Home]] = {}
+    alike: dict[TrafficRow, list[Home]] = {}
     for row in rows:
         plain = dataclasses.replace(row, where=())
         alike.setdefault(plain, []).extend(row.where)
@@ -135,21 +135,21 @@ def mesh_of(plan: PlanData) -> dict[str, int]:
     return outer | {INSIDE: plan.apart[0].num_devices}
 
 
-def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], Traffic]:
+def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow]:
     """Of each sort of traffic, that of the stages which send most."""
-    found: dict[tuple[str, tuple[str, ...], str], Traffic] = {}
+    found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for row in traffic(plan):
         found.setdefault(row.sort, row)
     return found
 
 
-def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[Traffic]:
+def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow]:
     """Of one program, folded."""
-    found: dict[tuple[str, tuple[str, ...], str], Traffic] = {}
+    found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for c in plan.collectives:
         parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
         times = plan.times(c)
-        row = Traffic(
+        row = TrafficRow(
             kind=c.kind,
             axes=c.axes,
             what=c.what,
@@ -171,7 +171,7 @@ def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[Traffic]:
     yield from found.values()
 
 
-def _handed(plan: PlanData, home: Home, count: int) -> Iterator[Traffic]:
+def _handed(plan: PlanData, home: Home, count: int) -> Iterator[TrafficRow]:
     """What one stage is handed by others in a step, and hands back.
 
     Args:
@@ -191,7 +191,7 @@ def _handed(plan: PlanData, home: Home, count: int) -> Iterator[Traffic]:
         if any(sizes):
             moved = [size for size in sizes if size]
             each = [collective_seconds("collective-permute", n, parts) for n in moved]
-            yield Traffic(
+            yield TrafficRow(
                 kind=HANDED,
                 axes=(STAGE,),
                 what=what,

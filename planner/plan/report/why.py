@@ -14,7 +14,8 @@ from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
-from whalejax.planner.terms import chunk_words, own_words, precision_words
+from whalejax.planner.step_options import option_words
+from whalejax.planner.terms import precision_words
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -43,8 +44,7 @@ def layout_text(plan: PlanData) -> str:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
-    own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
-    own += chunk_words(plan.loss_chunks)
+    own = option_words(plan)
     own += precision_words(plan.precisions, plan.precision)
     own += pipeline_words(plan)
     beyond = plan.beyond.words() if plan.beyond else ()

@@ -14,12 +14,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
-from whalejax.planner.search.batched.fits import ACTIVATIONS, Options, alike, paying
+from whalejax.planner.search.batched.fits import (
+    ACTIVATIONS,
+    FrameOptions,
+    alike,
+    paying,
+)
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import CHUNKS, Frames
 from whalejax.planner.search.batched.partition import cut_layers
 from whalejax.planner.search.batched.peak import fits_of, keeps_of
-from whalejax.planner.search.batched.replicas import Replicas
+from whalejax.planner.search.batched.replicas import ReplicaCases
 from whalejax.planner.search.batched.step_time import least_step
 from whalejax.planner.search.ranking import Tally
 
@@ -43,7 +48,7 @@ class Sieve:
         self,
         model: Model,
         ideal: Model,
-        options: Options,
+        options: FrameOptions,
         tally: Tally,
         slack: float,
     ) -> None:
@@ -152,7 +157,7 @@ class Sieve:
             if placement.by == "all":
                 chunks = np.maximum(1, most)
         if placement.by == "replicas":
-            return Replicas(model, frames, placement).least_step(self.options.zeros)
+            return ReplicaCases(model, frames, placement).least_step(self.options.zeros)
         cases = Cases(model, frames, placement, None)
         cut_layers(cases)
         return least_step(

@@ -25,7 +25,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
-from whalejax.planner.search.batched.fits import Options, weigh_options
+from whalejax.planner.search.batched.fits import FrameOptions, weigh_options
 from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.search.batched.mesh_grid import (
     CHUNKS,
@@ -38,10 +38,10 @@ from whalejax.planner.search.batched.mesh_grid import (
 )
 from whalejax.planner.search.batched.partition import cut_layers
 from whalejax.planner.search.batched.quick_bounds import promise
-from whalejax.planner.search.batched.replicas import Replicas
+from whalejax.planner.search.batched.replicas import ReplicaCases
 from whalejax.planner.search.batched.space import INNER, Spaces, whole_batch
 from whalejax.planner.search.batched.step_time import (
-    Weighed,
+    CaseCosts,
     settle,
     weigh,
 )
@@ -103,7 +103,7 @@ class Case:
     memory_bytes: float
     wire_bytes: float
     micro_batches: tuple[int, ...]
-    weighed: Weighed
+    weighed: CaseCosts
     row: int
     mark: tuple[float, ...]
 
@@ -145,7 +145,7 @@ class WideSearch:
         )
         self._sizes = self.space.sizes
         self.tally = Tally()
-        options = Options(
+        options = FrameOptions(
             remats=range(len(self.model.policies)),
             lightest=self.model.lightest,
             zeros=self._zeros(),
@@ -387,15 +387,15 @@ class WideSearch:
 
     # Weighing.
 
-    def _weigh(self, placement: Placement, frames: Frames) -> Weighed:
+    def _weigh(self, placement: Placement, frames: Frames) -> CaseCosts:
         self.tally.weighed += len(frames)
         if placement.by == "replicas":
-            return Replicas(self.model, frames, placement).weigh()
+            return ReplicaCases(self.model, frames, placement).weigh()
         cases = Cases(self.model, frames, placement, None)
         cut_layers(cases)
         return weigh(cases)
 
-    def _settle(self, placement: Placement, frames: Frames, found: Weighed) -> None:
+    def _settle(self, placement: Placement, frames: Frames, found: CaseCosts) -> None:
         """Simulate the schedules of the cases that may be best, best first.
 
         Those without stages before, which have none.
@@ -418,10 +418,10 @@ class WideSearch:
 
     def _exact(
         self, placement: Placement, frames: Frames
-    ) -> tuple[Weighed, list[tuple[int, ...]]]:
+    ) -> tuple[CaseCosts, list[tuple[int, ...]]]:
         everyone = np.arange(len(frames))
         if placement.by == "replicas":
-            replicas = Replicas(self.model, frames, placement)
+            replicas = ReplicaCases(self.model, frames, placement)
             return replicas.weigh(exact=True), replicas.counts()
         cases = Cases(self.model, frames, placement, None)
         cut_layers(cases)
@@ -433,7 +433,7 @@ class WideSearch:
         self,
         placement: Placement,
         frames: Frames,
-        found: Weighed,
+        found: CaseCosts,
         counts: Sequence[tuple[int, ...]],
         index: int,
     ) -> None:
@@ -445,7 +445,7 @@ class WideSearch:
         self,
         placement: Placement,
         frames: Frames,
-        found: Weighed,
+        found: CaseCosts,
         counts: Sequence[tuple[int, ...]],
         index: int,
     ) -> Case:

@@ -88,7 +88,7 @@ Columns = dict[Column, Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stacked:
+class StackedLeaves:
     """A group of leaves along a chain.
 
     Attributes:
@@ -151,7 +151,7 @@ class Links:
         self.named = any(op.kind == "name" for op in chain.graph.ops)
         self.twins = self._twins()
 
-    def _leaves(self) -> tuple[Stacked, ...]:
+    def _leaves(self) -> tuple[StackedLeaves, ...]:
         """Leaves that differ in their layer's number alone are one; in tree order."""
         counts: Counter[tuple[Any, ...]] = Counter()
         groups: dict[tuple[Any, ...], LeafGroup] = {}
@@ -168,9 +168,9 @@ class Links:
 
     def _stacked(
         self, group: LeafGroup, count: int, place: int, task_graph: int
-    ) -> Stacked:
+    ) -> StackedLeaves:
         stack = place == LAYER and self.chain.scanned
-        return Stacked(
+        return StackedLeaves(
             group=group,
             count=count,
             place=place,

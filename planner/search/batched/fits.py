@@ -15,7 +15,7 @@ import numpy as np
 
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import Frames, agreeing, stacked
-from whalejax.planner.search.batched.step_time import Weighed
+from whalejax.planner.search.batched.step_time import CaseCosts
 from whalejax.planner.terms import OFFLOADS
 
 
@@ -24,7 +24,7 @@ ACTIVATIONS = 1 << OFFLOADS.index("activations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class FrameOptions:
     """What is weighed for every frame.
 
     Attributes:
@@ -53,7 +53,7 @@ class Options:
 def paying(
     frames: Frames,
     least: Array,
-    options: Options,
+    options: FrameOptions,
     limit: float,
     keeps: Callable[[Frames], Array],
     bound: Callable[[Frames], Array],
@@ -97,13 +97,13 @@ def paying(
 
 def weigh_options(
     frames: Frames,
-    options: Options,
+    options: FrameOptions,
     worth: Callable[[Frames], Array],
     may_fit: Callable[[Frames, bool], Array],
-    weigh: Callable[[Frames], Weighed],
+    weigh: Callable[[Frames], CaseCosts],
     *,
     exact: bool,
-) -> Iterator[tuple[Frames, Weighed]]:
+) -> Iterator[tuple[Frames, CaseCosts]]:
     """Weigh frames under the options that fit, with the least in host memory.
 
     Args:
@@ -148,7 +148,9 @@ def weigh_options(
         yield cases, found
 
 
-def _quick(frames: Frames, options: Options, worth: Callable[[Frames], Array]) -> Array:
+def _quick(
+    frames: Frames, options: FrameOptions, worth: Callable[[Frames], Array]
+) -> Array:
     """For each frame, which policies of remat and levels may be among the best."""
     others = options.remats[1:]
     found = np.ones((len(frames), 1), dtype=bool)
@@ -161,7 +163,7 @@ def _quick(frames: Frames, options: Options, worth: Callable[[Frames], Array]) -
 def _held(
     table: Frames,
     tight: Array,
-    options: Options,
+    options: FrameOptions,
     may_fit: Callable[[Frames, bool], Array],
 ) -> Array:
     """For each further set in host memory, which tight rows may fit with it."""

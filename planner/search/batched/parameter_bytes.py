@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.search.batched.cells import Column, Columns, Stacked
+from whalejax.planner.search.batched.cells import Column, Columns, StackedLeaves
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import agreeing
 
@@ -109,7 +109,7 @@ class Storage:
     """
 
     def __init__(
-        self, cells: Columns, leaves: Sequence[Stacked], cast_bytes: float
+        self, cells: Columns, leaves: Sequence[StackedLeaves], cast_bytes: float
     ) -> None:
         self._leaves = leaves
         self._cast_bytes = cast_bytes
@@ -171,7 +171,7 @@ class Storage:
         return found
 
     def _leaf(
-        self, held: Held, leaf: Stacked, whole: Array, stored: Array, owned: Array
+        self, held: Held, leaf: StackedLeaves, whole: Array, stored: Array, owned: Array
     ) -> None:
         """Add a group of leaves.
 
@@ -208,7 +208,7 @@ class Storage:
 
 
 def _cut(
-    leaf: Stacked, taken: list[Array], sizes: Sequence[Array]
+    leaf: StackedLeaves, taken: list[Array], sizes: Sequence[Array]
 ) -> tuple[Array, Array, Array]:
     """Parts into which a leaf is cut, and with each of two more axes as well.
 

@@ -22,7 +22,7 @@ from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSe
 from whalejax.planner.search.batched.cases import Placement
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.mesh_grid import Frames
-from whalejax.planner.search.batched.step_time import Weighed
+from whalejax.planner.search.batched.step_time import CaseCosts
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.zero1_slices import sliceable
@@ -217,7 +217,7 @@ class _Search(WideSearch):
         self,
         placement: Placement,
         frames: Frames,
-        found: Weighed,
+        found: CaseCosts,
         counts: Sequence[tuple[int, ...]],
         index: int,
     ) -> None:
@@ -275,7 +275,7 @@ class _Replicas(_Search):
         self,
         placement: Placement,
         frames: Frames,
-        found: Weighed,
+        found: CaseCosts,
         counts: Sequence[tuple[int, ...]],
         index: int,
     ) -> None:

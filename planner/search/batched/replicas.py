@@ -17,7 +17,7 @@ from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import Frames
 from whalejax.planner.search.batched.partition import pace_of
 from whalejax.planner.search.batched.step_time import (
-    Weighed,
+    CaseCosts,
     least_after,
     least_fill,
     settle,
@@ -25,7 +25,7 @@ from whalejax.planner.search.batched.step_time import (
 )
 
 
-class Replicas:
+class ReplicaCases:
     """Cases whose replicas lie on unlike devices and take unlike shares.
 
     Attributes:
@@ -62,7 +62,7 @@ class Replicas:
         ]
         return smallest_pace(self.numbers, self.seconds, fixed, total)
 
-    def weigh(self, *, exact: bool = False) -> Weighed:
+    def weigh(self, *, exact: bool = False) -> CaseCosts:
         """The slowest kind's time, the fullest kind's memory, and whether all fit."""
         parts = []
         for cases, share in zip(self.kinds, self.shares, strict=True):
@@ -79,7 +79,7 @@ class Replicas:
             return found
 
         names = parts[0].time, parts[0].memory
-        return Weighed(
+        return CaseCosts(
             pace=pick([w.pace for w in parts], slowest),
             pipeline=pick([w.pipeline for w in parts], slowest),
             after=pick([w.after for w in parts], slowest),

@@ -26,7 +26,7 @@ from whalejax.planner.search.batched.partition import (
     stage_layers,
     stage_pace,
 )
-from whalejax.planner.search.batched.replicas import Replicas
+from whalejax.planner.search.batched.replicas import ReplicaCases
 
 
 def share_notes(model: Model, frames: Frames, placement: Placement) -> Iterator[str]:
@@ -74,7 +74,7 @@ def split_notes(plan: PlanData) -> list[str]:
 
 def _replicas(model: Model, frames: Frames, placement: Placement) -> Balance:
     """Micro-batches of every replica, by the paces that the search found."""
-    found = Replicas(model, frames, placement)
+    found = ReplicaCases(model, frames, placement)
     devices = []
     for kind, cases, number in zip(
         placement.kinds, found.kinds, found.numbers, strict=True

@@ -36,7 +36,7 @@ from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 @dataclass(slots=True, kw_only=True)
-class Weighed:
+class CaseCosts:
     """Numbers of cases; all arrays are alike.
 
     Attributes:
@@ -84,7 +84,7 @@ class Weighed:
         )
 
 
-def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
+def weigh(cases: Cases, micro_batches: Array | None = None) -> CaseCosts:
     """Weigh cases; the pipeline's time is a lower bound.
 
     Args:
@@ -100,7 +100,7 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
     memory, fits, host = memory_of(cases, parts)
     temporary = memory["gradients"] + memory["activations"] + memory["working"]
     time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
-    return Weighed(
+    return CaseCosts(
         pace=pace,
         pipeline=_bound(cases, pace, parts),
         after=sum(after.values(), time["allocation"]),
@@ -267,7 +267,7 @@ def _waits(cases: Cases, group: Group, parts: Array, behind: Array) -> Array:
     return np.where(cases.frames.chunks > 1, 0.0, both)
 
 
-def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> None:
+def settle(cases: Cases, found: CaseCosts, rows: Array, micro_batches: Array) -> None:
     """Put the schedule's own time in place of the bound, for some cases.
 
     Args:

@@ -17,7 +17,7 @@ from whalejax.capture.patterns.softmax import Softmax, softmax_behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionPattern:
     """One attention, as equations of a jaxpr.
 
     Dimensions are those of the traced values; ``batch`` dimensions are shared by
@@ -85,7 +85,7 @@ class Attention:
         return (*shared, *((own + kept) if self.turned else (kept + own)))
 
 
-def attention_of(jaxpr: Any) -> Attention:
+def attention_of(jaxpr: Any) -> AttentionPattern:
     """The attention that the body of a call that is attention is.
 
     Args:
@@ -95,7 +95,7 @@ def attention_of(jaxpr: Any) -> Attention:
     maker = {v: e for e in body.eqns for v in e.outvars}
     second = maker[body.outvars[0]]
     found = _recognised(second, maker, trained_in(body, [True] * 3))
-    assert isinstance(found, Attention)  # a call is only made of one
+    assert isinstance(found, AttentionPattern)  # a call is only made of one
     return found
 
 
@@ -121,7 +121,9 @@ def _numbers(
     return inside, batch
 
 
-def recognised(body: Any, trained: set[Any]) -> tuple[list[Attention], list[str]]:
+def recognised(
+    body: Any, trained: set[Any]
+) -> tuple[list[AttentionPattern], list[str]]:
     """The attentions of one jaxpr, and why others are none that can be cut up.
 
     Args:
@@ -129,13 +131,13 @@ def recognised(body: Any, trained: set[Any]) -> tuple[list[Attention], list[str]
         trained: its variables through which a gradient flows.
     """
     maker = {v: e for e in body.eqns for v in e.outvars}
-    found: list[Attention] = []
+    found: list[AttentionPattern] = []
     reasons: list[str] = []
     for equation in body.eqns:
         if equation.primitive.name == "dot_general":
             one = _recognised(equation, maker, trained)
-            why = _leaks(body, one, maker) if isinstance(one, Attention) else one
-            if isinstance(one, Attention) and not why:
+            why = _leaks(body, one, maker) if isinstance(one, AttentionPattern) else one
+            if isinstance(one, AttentionPattern) and not why:
                 found.append(one)
             elif why:
                 place = _compat.scope_text(equation)
@@ -147,7 +149,7 @@ def _recognised(
     second: Any,
     maker: Mapping[Any, Any],
     trained: set[Any],
-) -> Attention | str:
+) -> AttentionPattern | str:
     """The attention that ends in a product, why it is none, or "" for other products.
 
     Args:
@@ -173,7 +175,7 @@ def _recognised(
 
 def _assembled(
     second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
-) -> Attention:
+) -> AttentionPattern:
     """Both products and the softmax between them, dimension by dimension.
 
     Raises:
@@ -213,7 +215,7 @@ def _assembled(
     value = second.invars[1 - side]
     (value_column,) = inside[1 - side]
     taken = (*values.values(), value_column)
-    return Attention(
+    return AttentionPattern(
         query=first.invars[query_side],
         key=first.invars[keys],
         value=value,
@@ -236,7 +238,7 @@ def _assembled(
     )
 
 
-def product_tags(one: Attention) -> list[int]:
+def product_tags(one: AttentionPattern) -> list[int]:
     """For each dimension of an attention's first product, its number in the scores."""
     shared, own = [t for *_, t in one.batch], [t for _, t in one.rows]
     column = [one.column[2]]
@@ -257,7 +259,7 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
     return found
 
 
-def _leaks(body: Any, one: Attention, maker: Mapping[Any, Any]) -> str:
+def _leaks(body: Any, one: AttentionPattern, maker: Mapping[Any, Any]) -> str:
     """Why an attention's equations cannot be set apart; empty if they can."""
     inside = equations_of(one, maker)
     scores = [v for e in inside for v in e.outvars if v is not one.output]
@@ -271,7 +273,7 @@ def _leaks(body: Any, one: Attention, maker: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _depends(variable: Any, one: Attention, inside: Sequence[Any]) -> bool:
+def _depends(variable: Any, one: AttentionPattern, inside: Sequence[Any]) -> bool:
     """Whether a variable is made of the first product."""
     made = {one.first.outvars[0]}
     for equation in inside:
@@ -280,7 +282,7 @@ def _depends(variable: Any, one: Attention, inside: Sequence[Any]) -> bool:
     return variable in made
 
 
-def equations_of(one: Attention, maker: Mapping[Any, Any]) -> list[Any]:
+def equations_of(one: AttentionPattern, maker: Mapping[Any, Any]) -> list[Any]:
     """The equations of an attention, in an order in which they can run."""
     order: list[Any] = []
     done = set(one.inputs)

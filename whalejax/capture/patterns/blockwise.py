@@ -31,7 +31,7 @@ REDUCTIONS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ScoreNode:
     """A value on the way to the scores.
 
     Attributes:
@@ -89,7 +89,7 @@ def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
 
 
 def computed(
-    node: Node,
+    node: ScoreNode,
     shape: tuple[int, ...],
     values: Sequence[Any],
     offsets: Mapping[int, Any],

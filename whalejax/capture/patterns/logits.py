@@ -16,7 +16,7 @@ from typing import Any
 from whalejax import _compat
 from whalejax.capture.patterns.attention import trained_in
 from whalejax.capture.patterns.blockwise import (
-    Node,
+    ScoreNode,
     Tags,
     computed,
     looked_up_dims,
@@ -58,7 +58,7 @@ class Logits:
     trained: tuple[bool, ...]
     product: Any
     exits: tuple[Any, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[ScoreNode, ...]
     source: int
     ends: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -154,7 +154,7 @@ class _Search:
     trained: set[Any]
     place: int
     maker: dict[Any, Any] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[ScoreNode] = field(default_factory=list)
     outside: list[Any] = field(default_factory=list)
     outside_tags: list[Tags] = field(default_factory=list)
     source: int = -1
@@ -268,7 +268,7 @@ class _Search:
         if equation is product:
             if self.source != -1:
                 raise NotTokensError  # It is read in two ways.
-            node = Node(equation=None, inputs=(), tags=tags)
+            node = ScoreNode(equation=None, inputs=(), tags=tags)
         else:
             wanted = self._operands(equation, variable, tags, region, vocab)
             if equation is None or wanted is None:
@@ -278,7 +278,7 @@ class _Search:
                     None if t is None else self._pull(atom, t, region, vocab)
                     for atom, t in zip(equation.invars, wanted, strict=True)
                 )
-                node = Node(equation=equation, inputs=inputs, tags=tags)
+                node = ScoreNode(equation=equation, inputs=inputs, tags=tags)
         self.nodes.append(node)
         number = len(self.nodes) - 1
         if equation is product:
@@ -313,7 +313,7 @@ class _Search:
                 raise NotTokensError
         return found
 
-    def _from_outside(self, variable: Any, tags: Tags, vocab: int) -> Node:
+    def _from_outside(self, variable: Any, tags: Tags, vocab: int) -> ScoreNode:
         tokens = [t for t in tags if t not in (None, vocab)]
         if variable in self.trained and tokens:
             raise NotTokensError  # Its gradient would come in pieces.
@@ -325,7 +325,7 @@ class _Search:
             self.outside.append(variable)
             self.outside_tags.append(tags)
             number = len(self.outside) - 1
-        return Node(equation=None, inputs=(), tags=tags, outside=number)
+        return ScoreNode(equation=None, inputs=(), tags=tags, outside=number)
 
 
 def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | None:

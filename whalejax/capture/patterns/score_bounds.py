@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.capture.patterns.blockwise import Node
+from whalejax.capture.patterns.blockwise import ScoreNode
 
 
 Interval = tuple[Any, Any]
@@ -27,7 +27,7 @@ BOOL: Final[Interval] = (0.0, 1.0)
 
 
 def interval(
-    node: Node, known: Sequence[Interval], extents: Mapping[int, Any]
+    node: ScoreNode, known: Sequence[Interval], extents: Mapping[int, Any]
 ) -> Interval:
     """Bounds of what an equation gives.
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.patterns.blockwise import Node, Tags, computed, operand_tags
+from whalejax.capture.patterns.blockwise import ScoreNode, Tags, computed, operand_tags
 from whalejax.capture.patterns.score_bounds import ANY, BOOL, Interval, interval
 
 
@@ -43,7 +43,7 @@ class Scores:
         tags: of those, one for each way in which they are read.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[ScoreNode] = field(default_factory=list)
     product: int = -1
     outside: list[Any] = field(default_factory=list)
 
@@ -241,7 +241,7 @@ class Reader:
         if name == "dot_general" and variable in self.trained:
             node = self._product(equation, tags)
         elif equation is not None and name == "iota":
-            node = Node(equation=equation, inputs=(), tags=tags)
+            node = ScoreNode(equation=equation, inputs=(), tags=tags)
         else:
             wanted = None
             if equation is not None and not self._stops(equation, variable):
@@ -253,7 +253,7 @@ class Reader:
                     None if t is None else self._pull(atom, t)
                     for atom, t in zip(equation.invars, wanted, strict=True)
                 )
-                node = Node(equation=equation, inputs=inputs, tags=tags)
+                node = ScoreNode(equation=equation, inputs=inputs, tags=tags)
         self.scores.nodes.append(node)
         number = len(self.scores.nodes) - 1
         if node.equation is None and node.outside is None:
@@ -266,13 +266,13 @@ class Reader:
         atoms = (a for a in equation.invars if not _compat.is_literal(a))
         return variable not in self.trained and any(a in self.trained for a in atoms)
 
-    def _product(self, equation: Any, tags: Tags) -> Node:
+    def _product(self, equation: Any, tags: Tags) -> ScoreNode:
         if self.product is not None:
             raise NotScoresError("its scores are made of more than one product")
         self.product = equation
-        return Node(equation=None, inputs=(), tags=tags)
+        return ScoreNode(equation=None, inputs=(), tags=tags)
 
-    def _outside(self, variable: Any, tags: Tags) -> Node:
+    def _outside(self, variable: Any, tags: Tags) -> ScoreNode:
         if variable in self.trained:
             raise NotScoresError(
                 "its scores are shifted or scaled by a trained value, whose gradient "
@@ -281,4 +281,4 @@ class Reader:
         if variable not in self.scores.outside:
             self.scores.outside.append(variable)
         number = self.scores.outside.index(variable)
-        return Node(equation=None, inputs=(), tags=tags, outside=number)
+        return ScoreNode(equation=None, inputs=(), tags=tags, outside=number)

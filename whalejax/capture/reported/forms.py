@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ValueForm:
     """What a value is.
 
     Attributes:
@@ -58,8 +58,8 @@ class Form:
 APART: Final = -1
 """Stands for a reason that no operation over the samples is."""
 
-SAME: Final = Form()
-MIXED: Final = Form(kind=Kind.MIXED, sources=frozenset((APART,)))
+SAME: Final = ValueForm()
+MIXED: Final = ValueForm(kind=Kind.MIXED, sources=frozenset((APART,)))
 _ENDS: Final = frozenset((Kind.MOST, Kind.LEAST))
 _TAKEN: Final = frozenset((Kind.ADDED, Kind.WEIGHED)) | _ENDS
 _PLAIN: Final = (Kind.SAME, Kind.NOISE, Kind.ROWS)
@@ -90,13 +90,13 @@ _FIRST: Final = {"reduce_max": Kind.MOST, "reduce_min": Kind.LEAST}
 _PRODUCTS: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
 
-def mixed(forms: Iterable[Form], *sources: int) -> Form:
+def mixed(forms: Iterable[ValueForm], *sources: int) -> ValueForm:
     """What mixes samples, by some operations and those behind its operands."""
     behind = frozenset[int]().union(*(form.sources for form in forms))
-    return Form(kind=Kind.MIXED, sources=behind | frozenset(sources or (APART,)))
+    return ValueForm(kind=Kind.MIXED, sources=behind | frozenset(sources or (APART,)))
 
 
-def joined(forms: Sequence[Form]) -> Form:
+def joined(forms: Sequence[ValueForm]) -> ValueForm:
     """What is one value or another, as a loop's carry is."""
     if not forms:
         return SAME
@@ -105,17 +105,17 @@ def joined(forms: Sequence[Form]) -> Form:
     sources = frozenset[int]().union(*(form.sources for form in forms))
     kinds = {form.kind for form in forms if form.power is not None} or {kind}
     if kind == Kind.MIXED:
-        return Form(kind=kind, sources=sources)
+        return ValueForm(kind=kind, sources=sources)
     if len(powers) > 1 or (kind >= Kind.ADDED and kinds - {Kind.SAME, kind}):
         return mixed(forms)
     if Kind.PLACE in kinds and len(kinds) > 1:
         return mixed(forms)
     if kind == Kind.WEIGHED and powers - {0}:
         return mixed(forms)
-    return Form(kind=kind, power=next(iter(powers), None), sources=sources)
+    return ValueForm(kind=kind, power=next(iter(powers), None), sources=sources)
 
 
-def passed(kind: str, forms: Sequence[Form]) -> Form:
+def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
     """What an operation gives that keeps every sample apart.
 
     Args:
@@ -147,10 +147,10 @@ def passed(kind: str, forms: Sequence[Form]) -> Form:
         # The larger of two is as they are, if both are multiples of the same.
         same = kind in ("max", "min", "reduce_max", "reduce_min", "abs", "sign")
         return joined(forms) if same else mixed(forms)
-    return Form(kind=max(kinds, default=Kind.SAME))
+    return ValueForm(kind=max(kinds, default=Kind.SAME))
 
 
-def added(kind: str, forms: Sequence[Form], index: int) -> Form:
+def added(kind: str, forms: Sequence[ValueForm], index: int) -> ValueForm:
     """What an operation gives that takes samples together.
 
     Args:
@@ -160,7 +160,7 @@ def added(kind: str, forms: Sequence[Form], index: int) -> Form:
     """
     plain = all(form.kind in _PLAIN for form in forms)
     if plain and kind in _FIRST and forms[0].power in (0, None):
-        return Form(kind=_FIRST[kind], sources=frozenset((index,)))
+        return ValueForm(kind=_FIRST[kind], sources=frozenset((index,)))
     if plain and kind == "scatter-add" and len(forms) == 3 and forms[0].power is None:
         forms = forms[2:]  # Into zeros, at places of the samples' own.
     elif not plain or kind not in ("reduce_sum", "dot_general"):
@@ -169,17 +169,17 @@ def added(kind: str, forms: Sequence[Form], index: int) -> Form:
     if product.kind == Kind.MIXED:
         return product
     power = None if product.power is None else product.power + 1
-    return Form(kind=Kind.ADDED, power=power, sources=frozenset((index,)))
+    return ValueForm(kind=Kind.ADDED, power=power, sources=frozenset((index,)))
 
 
-def _end(kind: str, forms: Sequence[Form]) -> Form:
+def _end(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
     """What an operation gives of maxima or minima over the samples."""
     places = [n for n, form in enumerate(forms) if form.kind in _ENDS]
     own = {forms[n].kind for n in places}
     rest = [form for n, form in enumerate(forms) if n not in places]
     fixed = all(form.kind == Kind.SAME and form.power in (0, None) for form in rest)
     (end, *others) = own
-    found = Form(kind=end, sources=_behind(forms))
+    found = ValueForm(kind=end, sources=_behind(forms))
     if others or not fixed:
         return mixed(forms, *found.sources)
     alike = {"max": Kind.MOST, "min": Kind.LEAST, **_FIRST}.get(kind) == end
@@ -192,7 +192,7 @@ def _end(kind: str, forms: Sequence[Form]) -> Form:
     return mixed(forms, *found.sources)
 
 
-def _product(forms: Sequence[Form]) -> Form:
+def _product(forms: Sequence[ValueForm]) -> ValueForm:
     kinds = [form.kind for form in forms]
     sums = [kind for kind in kinds if kind in _TAKEN]
     if sums and (len(sums) > 1 or set(kinds) - {Kind.SAME, sums[0]}):
@@ -201,9 +201,9 @@ def _product(forms: Sequence[Form]) -> Form:
     known = [power for power in powers if power is not None]
     power = sum(known) if len(known) == len(powers) else None
     sources = frozenset[int]().union(*(form.sources for form in forms))
-    return Form(kind=max(kinds), power=power, sources=sources)
+    return ValueForm(kind=max(kinds), power=power, sources=sources)
 
 
-def _behind(forms: Iterable[Form]) -> frozenset[int]:
+def _behind(forms: Iterable[ValueForm]) -> frozenset[int]:
     """Which operations mixed what is behind some values."""
     return frozenset[int]().union(*(form.sources for form in forms))

@@ -12,12 +12,17 @@ from typing import Any
 from whalejax import _compat
 from whalejax.capture.drafts import Value
 from whalejax.capture.reported.paired import Pairing, Trace, avals, power_of
-from whalejax.capture.reported.parts import HOWS, MADE_OTHERWISE, Parts
-from whalejax.capture.reported.sample_dims import Rows, Unclear, reported_rows, rows_of
+from whalejax.capture.reported.parts import HOWS, MADE_OTHERWISE, ValueForms
+from whalejax.capture.reported.sample_dims import (
+    SampleRows,
+    Unclear,
+    reported_rows,
+    rows_of,
+)
 from whalejax.capture.sample_following import statistics
 
 
-Said = Rows | Unclear | str | None
+Said = SampleRows | Unclear | str | None
 """Rows, how micro-batches are put together otherwise, or why that cannot be told."""
 
 
@@ -40,7 +45,7 @@ def judged(
     pairing = Pairing(small=small, large=large, times=times)
     pairing.run([*range(2), *wanted])  # Reported means may have the loss's weight.
     loss, after = (_tensors(small, numbers) for numbers in (range(2), state))
-    parts = Parts(
+    parts = ValueForms(
         pairing=pairing,
         rows=frozenset(rows_of(small.graph)),
         changing=changing,
@@ -60,7 +65,7 @@ def judged(
             continue
         aval = avals(small)[n]
         inexact = _compat.is_inexact(aval.dtype)
-        said: Rows | str = MADE_OTHERWISE
+        said: SampleRows | str = MADE_OTHERWISE
         if n not in pairing.lost:
             said = _placed(parts.said(tensors[n], inexact=inexact), where.get(n))
         if isinstance(said, str) and said not in HOWS:
@@ -70,9 +75,9 @@ def judged(
     return found
 
 
-def _placed(said: str, stands: Rows | Unclear | None) -> Rows | str:
+def _placed(said: str, stands: SampleRows | Unclear | None) -> SampleRows | str:
     """What is known of a value, with the place of its rows where it has some."""
-    if said == "rows" and isinstance(stands, Rows):
+    if said == "rows" and isinstance(stands, SampleRows):
         return stands
     if said == "rows":
         unknown = "has rows of which it is not known where they stand"

@@ -16,8 +16,8 @@ from whalejax.capture.reported.forms import (
     APART,
     MIXED,
     SAME,
-    Form,
     Kind,
+    ValueForm,
     added,
     joined,
     mixed,
@@ -52,7 +52,7 @@ _SMALL = frozenset(("max", "convert_element_type", "copy", "reshape", "squeeze")
 
 
 @dataclass(slots=True)
-class Parts:
+class ValueForms:
     """The forms of all values of a program.
 
     Attributes:
@@ -67,7 +67,7 @@ class Parts:
     rows: frozenset[int]
     changing: Collection[int]
     statistics: Collection[int]
-    forms: dict[int, Form] = field(default_factory=dict)
+    forms: dict[int, ValueForm] = field(default_factory=dict)
     _names: dict[int, Any] = field(default_factory=dict)
     _turns: Mapping[int, int] = field(default_factory=dict)
 
@@ -79,9 +79,9 @@ class Parts:
             if tensor.kind in ("param", "state", "batch", "rng", "const"):
                 kind = Kind.NOISE if tensor.id in self.changing else Kind.SAME
                 kind = Kind.ROWS if tensor.id in batch else kind
-                self._put(tensor.id, Form(kind=kind))
+                self._put(tensor.id, ValueForm(kind=kind))
         self._turns = {back: out for out, back in small.walk.loops}
-        before: Mapping[int, Form] = {}
+        before: Mapping[int, ValueForm] = {}
         while before != self.forms:
             before = dict(self.forms)
             for index, op in enumerate(small.graph.ops):
@@ -120,14 +120,14 @@ class Parts:
             return "same"
         return "average" if inexact else "is neither a sum nor a count of the samples"
 
-    def _put(self, tensor: int, form: Form) -> None:
+    def _put(self, tensor: int, form: ValueForm) -> None:
         if tensor in self.pairing.torn:
             form = MIXED
         known = form.sources and form.sources <= set(self.statistics)
         if form.kind == Kind.MIXED and known and self.pairing.grown.get(tensor):
-            form = Form(kind=Kind.ROWS, sources=form.sources)
+            form = ValueForm(kind=Kind.ROWS, sources=form.sources)
         if form.kind == Kind.SAME and self.pairing.grown.get(tensor):
-            form = Form(kind=Kind.ROWS, power=form.power)
+            form = ValueForm(kind=Kind.ROWS, power=form.power)
         self.forms[tensor] = form
 
     def _op(self, index: int, op: Op) -> None:
@@ -143,23 +143,23 @@ class Parts:
         for t in op.results:
             self._put(t, found)
 
-    def _form(self, operand: int | tuple[Any, Any]) -> Form:
+    def _form(self, operand: int | tuple[Any, Any]) -> ValueForm:
         if isinstance(operand, int):
             return self.forms.get(operand, MIXED)
-        return Form(power=power_of(*operand, self.pairing.times))
+        return ValueForm(power=power_of(*operand, self.pairing.times))
 
-    def _found(self, index: int, op: Op, given: Sequence[Any], forms: Any) -> Form:
+    def _found(self, index: int, op: Op, given: Sequence[Any], forms: Any) -> ValueForm:
         kinds = {form.kind for form in forms}
         grown = any(self.pairing.grown.get(t) for t in op.results)
         if op.unknown or op.kind in _KEYS:
             plain = kinds <= {Kind.SAME, Kind.NOISE, Kind.ROWS}
             if plain and (grown or Kind.ROWS not in kinds):
-                return Form(kind=max(kinds, default=Kind.SAME))
+                return ValueForm(kind=max(kinds, default=Kind.SAME))
             return mixed(forms, index)
         if op.kind == "iota" and grown:
             along = self.pairing.equation(op).params["dimension"]
             own = along in self.pairing.grown[op.results[0]]
-            return Form(kind=Kind.PLACE if own else Kind.ROWS)
+            return ValueForm(kind=Kind.PLACE if own else Kind.ROWS)
         if Kind.PLACE in kinds and Kind.MIXED not in kinds:
             return self._placed(op, forms)
         if op.kind in ("convert_element_type", "div") and self._cut_off(op):
@@ -185,7 +185,7 @@ class Parts:
     def _dtype(self, tensor: int) -> str:
         return self.pairing.small.graph.tensors[tensor].dtype
 
-    def _ratio(self, given: Sequence[Any], forms: Sequence[Form]) -> Form:
+    def _ratio(self, given: Sequence[Any], forms: Sequence[ValueForm]) -> ValueForm:
         """Of a sum and something: a mean if that is the loss's own weight."""
         weight, over = self.pairing.small.results[1], forms[0]
         if weight is not None and isinstance(given[1], int):
@@ -193,7 +193,7 @@ class Parts:
             form = self.forms.get(under, MIXED)
             same = form.kind == Kind.ADDED and form.power == over.power
             if same and self._named(own) == self._named(under):
-                return Form(kind=Kind.WEIGHED, sources=over.sources)
+                return ValueForm(kind=Kind.WEIGHED, sources=over.sources)
         return passed("div", forms)
 
     def _base(self, tensor: int) -> int:
@@ -205,19 +205,19 @@ class Parts:
         scalars = [x[0] for x in self.pairing.operands(op) if not isinstance(x, int)]
         return tensor if any(x > 1 for x in scalars) else self._base(op.operands[0])
 
-    def _placed(self, op: Op, forms: Sequence[Form]) -> Form:
+    def _placed(self, op: Op, forms: Sequence[ValueForm]) -> ValueForm:
         kinds = {form.kind for form in forms}
         if op.kind in LOOKUPS:
             known = all(t in self.rows for t in op.results)
             right = forms[0].kind == Kind.ROWS and forms[0].power in (0, None)
-            return Form(kind=Kind.ROWS) if known and right else MIXED
+            return ValueForm(kind=Kind.ROWS) if known and right else MIXED
         if op.kind == "concatenate" and kinds <= {Kind.PLACE, Kind.ROWS, Kind.SAME}:
-            return Form(kind=Kind.PLACE)
+            return ValueForm(kind=Kind.PLACE)
         whole = [form.power for form in forms if form.kind == Kind.SAME]
         if op.kind == "add" and whole == [1]:  # What a negative index stands for.
-            return Form(kind=Kind.PLACE)
+            return ValueForm(kind=Kind.PLACE)
         own = kinds <= {Kind.PLACE, Kind.SAME} and op.kind in _PLACES
-        return Form(kind=Kind.PLACE) if own else MIXED
+        return ValueForm(kind=Kind.PLACE) if own else MIXED
 
     def _cut_off(self, op: Op) -> bool:
         """Whether a type of whole numbers, or truth values, rounds what it holds."""
@@ -268,7 +268,7 @@ class Parts:
             found = mixed(forms)
         self._put(result, found)
 
-    def _start(self, op: Op) -> Form:
+    def _start(self, op: Op) -> ValueForm:
         """A carry that begins as a scalar of the program: zero, or unlike anything."""
         pair = self.pairing.equation(op), self.pairing.other_equation(op)
         if None in pair:
@@ -278,7 +278,7 @@ class Parts:
         ]
         if values[0] != values[1]:
             return MIXED
-        return SAME if any(values[0]) else Form(power=None)
+        return SAME if any(values[0]) else ValueForm(power=None)
 
     def _steady(self, op: Op) -> bool:
         """Whether a loop turns as often, or a branch is chosen, for all samples."""

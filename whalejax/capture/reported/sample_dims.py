@@ -19,7 +19,7 @@ from whalejax.planner.model.reshape_factors import groups, slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class SampleRows:
     """Where the samples stand in one dimension.
 
     Attributes:
@@ -47,13 +47,13 @@ class Unclear:
 
 
 class _Mark(enum.Enum):
-    """What a dimension is, where it is not ``Rows``."""
+    """What a dimension is, where it is not ``SampleRows``."""
 
     OTHER = "comes from a dimension that is no batch"
     MIXED = "holds some samples, or samples in another order"
 
 
-_Where = Rows | _Mark | None
+_Where = SampleRows | _Mark | None
 """None of a dimension that no operand has, such as that of a constant."""
 
 _FRESH = frozenset(("broadcast_in_dim", "iota", "zeros_like", "empty", "empty2"))
@@ -63,7 +63,9 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 """Operations that take a piece of a dimension."""
 
 
-def reported_rows(graph: Graph, values: Sequence[int]) -> list[Rows | Unclear | None]:
+def reported_rows(
+    graph: Graph, values: Sequence[int]
+) -> list[SampleRows | Unclear | None]:
     """Where the samples stand in each value that a loss reports.
 
     Args:
@@ -82,7 +84,7 @@ def rows_of(graph: Graph) -> set[int]:
     """All tensors of which it is known in which one dimension the samples stand."""
     follow = _Follow(graph)
     follow.run()
-    return {t.id for t in graph.tensors if isinstance(follow.said(t.id), Rows)}
+    return {t.id for t in graph.tensors if isinstance(follow.said(t.id), SampleRows)}
 
 
 class _Follow:
@@ -97,7 +99,7 @@ class _Follow:
             if tensor.kind in ("param", "state", "batch"):
                 for dim in range(len(tensor.shape)):
                     key = tensor.id, dim
-                    self.where[key] = Rows() if key in batch else _Mark.OTHER
+                    self.where[key] = SampleRows() if key in batch else _Mark.OTHER
 
     def run(self) -> None:
         """Go through the program until nothing changes, as carries of loops may."""
@@ -114,14 +116,14 @@ class _Follow:
         ranks = sum(_rank(where) for where in self.where.values())
         return ranks, len(self.single)
 
-    def said(self, value: int) -> Rows | Unclear | None:
+    def said(self, value: int) -> SampleRows | Unclear | None:
         """What is known of a value."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [
-            Rows(axis=axis, outer=x.outer, inner=x.inner)
+            SampleRows(axis=axis, outer=x.outer, inner=x.inner)
             for axis, x in enumerate(dims)
-            if isinstance(x, Rows)
+            if isinstance(x, SampleRows)
         ]
         if _Mark.MIXED in dims:
             why = "holds some of the samples, or mixes them along a dimension"
@@ -152,7 +154,7 @@ class _Follow:
         """The dimensions of a tensor that hold samples."""
         rank = len(self.graph.tensors[tensor].shape)
         found = ((dim, self.where.get((tensor, dim))) for dim in range(rank))
-        return [d for d, x in found if isinstance(x, Rows) or x is _Mark.MIXED]
+        return [d for d, x in found if isinstance(x, SampleRows) or x is _Mark.MIXED]
 
     def _factors(self, op: Op) -> None:
         slots, count = slots_of(op), len(op.operands)
@@ -165,7 +167,7 @@ class _Follow:
             found: _Where = None
             for slot, dim in given:
                 found = _stronger(found, self.where.get((slots[slot], dim)))
-            if factor.whole and isinstance(found, Rows):
+            if factor.whole and isinstance(found, SampleRows):
                 found = _Mark.MIXED
             for slot, dim in onward:
                 self._set(slots[slot], dim, found)
@@ -191,7 +193,7 @@ class _Follow:
                 here = self.where.get((tensor, dim))
                 if (slot, dim) not in tied:
                     self._set(tensor, dim, _Mark.MIXED if cut else self._made(op))
-                elif op.kind == "gather" and cut and not isinstance(here, Rows):
+                elif op.kind == "gather" and cut and not isinstance(here, SampleRows):
                     self._set(tensor, dim, _Mark.MIXED)
         if op.kind in _CUTS and any(m not in whole for m in lost):
             self.single.update(op.results)
@@ -199,7 +201,7 @@ class _Follow:
     def _made(self, op: Op) -> _Where:
         """What an untied dimension is where no samples are lost."""
         known = any(
-            isinstance(self.where.get((t, d)), (Rows, _Mark))
+            isinstance(self.where.get((t, d)), (SampleRows, _Mark))
             for t in op.operands
             for d in range(len(self.graph.tensors[t].shape))
         )
@@ -217,14 +219,14 @@ class _Follow:
 
 
 def _rank(where: _Where) -> int:
-    if isinstance(where, Rows):
+    if isinstance(where, SampleRows):
         return 2
     return {None: 0, _Mark.OTHER: 1, _Mark.MIXED: 3}[where]
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
     """What a dimension is that two are tied to; rows that differ are mixed."""
-    if isinstance(a, Rows) and isinstance(b, Rows) and a != b:
+    if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED
     return a if _rank(a) >= _rank(b) else b
 
@@ -238,7 +240,7 @@ def _regrouped(
         given: what the others are.
         before, after: sizes of the others, and of those.
     """
-    rows = [dim for dim, x in enumerate(given) if isinstance(x, Rows)]
+    rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]
     if _Mark.MIXED in given or len(rows) > 1:
         yield from [_Mark.MIXED] * len(after)
         return
@@ -248,7 +250,7 @@ def _regrouped(
         return
     place = rows[0]
     found = given[place]
-    assert isinstance(found, Rows)
+    assert isinstance(found, SampleRows)
     samples = before[place] // (found.outer * found.inner)
     low = found.inner * math.prod(before[place + 1 :])
     high = low * samples
@@ -260,7 +262,7 @@ def _regrouped(
     ]
     for stride, end, holds in zip(strides, ends, inside, strict=True):
         if holds:
-            yield Rows(outer=end // high, inner=low // stride)
+            yield SampleRows(outer=end // high, inner=low // stride)
         elif any(inside):
             yield _Mark.OTHER
         else:

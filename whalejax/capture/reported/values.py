@@ -17,7 +17,7 @@ from whalejax.adapters.leaves import dotted
 from whalejax.api.losses import Merged
 from whalejax.capture.reported.judged import Said, judged
 from whalejax.capture.reported.paired import Trace, avals
-from whalejax.capture.reported.sample_dims import Rows, Unclear, reported_rows
+from whalejax.capture.reported.sample_dims import SampleRows, Unclear, reported_rows
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -85,7 +85,7 @@ def _scaled(
     said: Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
 ) -> bool:
     """Whether a shape is that of the whole batch as parts give it."""
-    if not isinstance(said, Rows):
+    if not isinstance(said, SampleRows):
         return isinstance(said, Unclear) or before == after
     rows = said.outer * whole * said.inner
     return (*before[: said.axis], rows, *before[said.axis + 1 :]) == after
@@ -101,7 +101,7 @@ def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
     if trace.graph.batch_size > 1:  # Else dimensions of samples look like any other.
         rows = reported_rows(trace.graph, [*shaped.values()])
         places = zip(shaped, rows, strict=True)
-        found.update((n, said) for n, said in places if isinstance(said, Rows))
+        found.update((n, said) for n, said in places if isinstance(said, SampleRows))
     return found
 
 
@@ -162,7 +162,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
 
     def merged(leaf: Any) -> Any:
         said = None if isinstance(leaf, Merged) else found.get(leaf)
-        if isinstance(said, Rows):
+        if isinstance(said, SampleRows):
             axis, outer, inner = said.axis, said.outer, said.inner
             return Merged(leaf, "rows", axis=axis, outer=outer, inner=inner)
         own = isinstance(said, str) and said not in plain

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import Attention, attention_of
+from whalejax.capture.patterns.attention import AttentionPattern, attention_of
 from whalejax.capture.rules.behaviour import Behaviour, Member
 from whalejax.planner.model.graph import Factor, FactorKind
 
@@ -73,7 +73,7 @@ _PARTS: Final = 64
 """Parts into which a sequence is cut, at most, to see what a mask hides."""
 
 
-def _seen(one: Attention, rows: int, columns: int) -> tuple[float, bool]:
+def _seen(one: AttentionPattern, rows: int, columns: int) -> tuple[float, bool]:
     """The part of the scores that is not hidden, and whether all later ones are."""
     tag = next(t for q, t in one.rows if one.query.aval.shape[q] == rows)
     both = math.gcd(rows, columns)
@@ -84,7 +84,7 @@ def _seen(one: Attention, rows: int, columns: int) -> tuple[float, bool]:
     return 1.0 - float(hidden.mean()), causal
 
 
-def _outside_members(one: Attention) -> dict[int | None, list[Member]]:
+def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
     """Dimensions of the values from outside, by what they are in the scores.
 
     Under None stand those that every device needs whole: columns, and what is read in
@@ -99,7 +99,7 @@ def _outside_members(one: Attention) -> dict[int | None, list[Member]]:
     return found
 
 
-def _sizes(one: Attention) -> tuple[int, int, int, int]:
+def _sizes(one: AttentionPattern) -> tuple[int, int, int, int]:
     """Rows, depth and columns of the first product, and how many there are.
 
     The rows are of the longest dimension that queries alone have.

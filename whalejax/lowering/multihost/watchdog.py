@@ -21,7 +21,7 @@ from whalejax.distributed import heartbeat
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.pipeline.schedules import Row
+from whalejax.planner.pipeline.schedules import ScheduleRow
 from whalejax.planner.pipeline.transfer_order import Handing, words_of
 
 
@@ -68,7 +68,7 @@ class Watch:
         self._alone = alone
         self.least_seconds = LEAST_SECONDS
         self.first_seconds = FIRST_SECONDS
-        self.doing: Row | Handing | None = None
+        self.doing: ScheduleRow | Handing | None = None
         self._failed = ""
         # Of each kind, the seconds of the longest so far but the first.
         self._longest: dict[str, float] = {}

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.jaxpr.steps import Fixed, Operand
+from whalejax.jaxpr.steps import FixedValue, Operand
 from whalejax.lowering.global_arrays import laid, results_of
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
-from whalejax.lowering.pipeline_mpmd.stage_programs import Piece, Site
+from whalejax.lowering.pipeline_mpmd.stage_programs import CompiledPart, Site
 from whalejax.planner.pipeline.schedules import Action
 
 
@@ -188,7 +188,7 @@ class _Rehearsing:
         found.kept["backward"] = 0
         if site.weight is not None:
             more = zip(site.backward.gives, made, strict=True)
-            values.update((n, x) for n, x in more if not isinstance(n, Fixed))
+            values.update((n, x) for n, x in more if not isinstance(n, FixedValue))
             waiting = {*site.weight.reads} - common
             found.kept["backward"] = _nbytes(values[n] for n in waiting)
             self._compiled(site, "weight", site.weight, values, gradients, found)
@@ -199,7 +199,7 @@ class _Rehearsing:
         self,
         site: Site,
         action: Action,
-        piece: Piece,
+        piece: CompiledPart,
         values: Mapping[int, Any],
         before: Sequence[Any],
         found: _Site,
@@ -244,7 +244,7 @@ class _Rehearsing:
         return found
 
     def _aval(self, site: Site, operand: Operand) -> Any:
-        if isinstance(operand, Fixed):
+        if isinstance(operand, FixedValue):
             return jnp.asarray(operand.value)
         return site.place.steps.avals[operand]
 

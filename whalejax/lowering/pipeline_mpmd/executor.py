@@ -22,7 +22,13 @@ from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.units import avals_of, units_of
 from whalejax.jaxpr.steps import Steps
-from whalejax.lowering.global_arrays import Report, absent, is_here, placed, stages_mesh
+from whalejax.lowering.global_arrays import (
+    StageMetrics,
+    absent,
+    is_here,
+    placed,
+    stages_mesh,
+)
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.pipeline_mpmd.stage_programs import Site, site_of
@@ -357,8 +363,8 @@ class Apart:
         return told
 
     @functools.cached_property
-    def _evaluated(self) -> Report:
-        return Report(self._told, self.whole)
+    def _evaluated(self) -> StageMetrics:
+        return StageMetrics(self._told, self.whole)
 
     # Compiling.
 
@@ -541,7 +547,7 @@ class Apart:
         )
         return sums
 
-    def _finishing(self) -> tuple[Parted, Report]:
+    def _finishing(self) -> tuple[Parted, StageMetrics]:
         """The update, cut by stages, and what gives its report."""
         state = self.abstract
         sums = replace(self.sums, gradients=tuple(self.wide_params))
@@ -575,7 +581,7 @@ class Apart:
             self._options,
         )
         avals = [steps.aval_of(x) for x in steps.outputs]
-        return parted, Report(shape.unflatten(avals)[1], self.whole)
+        return parted, StageMetrics(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
         """Where the state, the sums and what is not trained lie."""

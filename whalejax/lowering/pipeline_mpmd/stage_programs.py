@@ -14,7 +14,7 @@ from whalejax.lowering.pipeline_mpmd.stage_trace import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CompiledPart:
     """A compiled part of a place's program.
 
     Attributes:
@@ -61,10 +61,10 @@ class Site:
     number: int
     stage: int
     place: Place
-    forward: Piece
-    backward: Piece
-    weight: Piece | None
-    forward_only: Piece
+    forward: CompiledPart
+    backward: CompiledPart
+    weight: CompiledPart | None
+    forward_only: CompiledPart
 
     @property
     def later(self) -> set[int]:
@@ -96,7 +96,7 @@ def site_of(
         given: set[int],
         added: int,
         also: Sequence[Step] = (),
-    ) -> Piece:
+    ) -> CompiledPart:
         name = f"{name}_{number}"
         return _piece(name, steps, gives, given, added, mesh, options, also)
 
@@ -133,7 +133,7 @@ def _piece(
     mesh: Any,
     options: Any,
     also: Sequence[Step],
-) -> Piece:
+) -> CompiledPart:
     """A part of a place's program, compiled when it is run.
 
     Args:
@@ -157,7 +157,7 @@ def _piece(
         return results[:first], [a + b for a, b in pairs]
 
     part.__name__ = name
-    return Piece(
+    return CompiledPart(
         reads=tuple(reads),
         gives=tuple(gives[:first]),
         program=jax.jit(part, donate_argnums=1, compiler_options=options),

@@ -21,7 +21,7 @@ from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.spmd.evaluate import evaluate, named
 from whalejax.lowering.spmd.executor import Program, sums_of
-from whalejax.planner.pipeline.program_cut import Part, Position, Units, Value
+from whalejax.planner.pipeline.program_cut import PlacePart, Position, Units, Value
 from whalejax.planner.sharding.layout import Spec
 
 
@@ -112,7 +112,7 @@ class Place:
         sums_tree: structure of ``(total, weight, metrics)``.
     """
 
-    part: Part
+    part: PlacePart
     params: tuple[int, ...]
     rest: tuple[int, ...]
     batch: tuple[int, ...]
@@ -167,7 +167,7 @@ class Facts:
 def place_of(
     program: Program,
     facts: Facts,
-    part: Part,
+    part: PlacePart,
     layouts: Mapping[Value, Spec],
     *,
     last: bool,
@@ -191,7 +191,7 @@ class _Tracer:
         self,
         program: Program,
         facts: Facts,
-        part: Part,
+        part: PlacePart,
         layouts: Mapping[Value, Spec],
         last: bool,
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from whalejax.jaxpr.steps import Fixed
+from whalejax.jaxpr.steps import FixedValue
 from whalejax.lowering.global_arrays import seen_on
 from whalejax.lowering.pipeline_mpmd.channels import Coming
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
@@ -21,7 +21,7 @@ from whalejax.lowering.pipeline_mpmd.stage_programs import Site
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.spmd.executor import Sums
 from whalejax.planner.pipeline.program_cut import Value
-from whalejax.planner.pipeline.schedules import Action, Row
+from whalejax.planner.pipeline.schedules import Action, ScheduleRow
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.runtime.state import TrainState
 
@@ -112,7 +112,7 @@ class Pass:
             found[names.scale] = seen_on(state.loss_scale.scale, whole)
         return found
 
-    def do(self, event: Row | Handing) -> None:
+    def do(self, event: ScheduleRow | Handing) -> None:
         """One action of the schedule, as far as it is done here."""
         if isinstance(event, Handing):
             self._hand(event)
@@ -199,7 +199,7 @@ class Pass:
             return
         count = len(place.received)
         more = zip(site.backward.gives[count:], results[count:], strict=True)
-        values.update((n, x) for n, x in more if not isinstance(n, Fixed))
+        values.update((n, x) for n, x in more if not isinstance(n, FixedValue))
         self.live[key] = {n: values[n] for n in site.weight.reads}
 
     def weight(self, number: int, micro_batch: int) -> None:

@@ -14,7 +14,7 @@ from whalejax.lowering.pipeline_mpmd.channels import Aside, Coming, Way
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.planner.pipeline.program_cut import Value
-from whalejax.planner.pipeline.schedules import Action, Row, Schedule
+from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow
 from whalejax.planner.pipeline.transfer_order import Handing, issue_order
 
 
@@ -171,11 +171,11 @@ class Moves:
         return {"forward": ahead, "backward": back}
 
     @functools.cached_property
-    def order(self) -> tuple[Row | Handing, ...]:
+    def order(self) -> tuple[ScheduleRow | Handing, ...]:
         """In which order everything is issued, in all processes."""
         return self.order_of(self._apart.table)
 
-    def order_of(self, table: Schedule) -> tuple[Row | Handing, ...]:
+    def order_of(self, table: Schedule) -> tuple[ScheduleRow | Handing, ...]:
         """The same, with another number of micro-batches.
 
         Args:

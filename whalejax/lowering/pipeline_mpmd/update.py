@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from whalejax.jaxpr.steps import Fixed, Operand, Steps
+from whalejax.jaxpr.steps import FixedValue, Operand, Steps
 from whalejax.lowering.global_arrays import (
     Everywhere,
     is_here,
@@ -196,7 +196,7 @@ class Parted:
         found, given = [], set[int]()
         for operand, where in self._outputs:
             result = self._output(operand, where, inputs, made)
-            if not isinstance(operand, Fixed) and result is not None:
+            if not isinstance(operand, FixedValue) and result is not None:
                 if operand in given:
                     # The next step could not reuse one buffer for two of its inputs.
                     result = jax.device_put(result, where.sharding, may_alias=False)
@@ -249,7 +249,7 @@ class Parted:
     ) -> Any:
         """An output, as its stage, or every stage, made it."""
         assert where.sharding is not None
-        if isinstance(operand, Fixed):
+        if isinstance(operand, FixedValue):
             return placed(operand.value, where.sharding)
         if self._parting.is_given(operand, where.owner):
             return inputs[operand]
@@ -271,7 +271,7 @@ class Parted:
         """The parts, by when they run."""
         order = sorted(reads)
         last = {n: group for group in order for n in reads[group]}
-        kept = {x for x, _ in self._outputs if not isinstance(x, Fixed)}
+        kept = {x for x, _ in self._outputs if not isinstance(x, FixedValue)}
         spare = {
             n: group
             for n, group in last.items()

@@ -18,7 +18,7 @@ import optax
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.capture.batch_independent_state import Steady
-from whalejax.jaxpr.steps import Fixed, Operand, Step, Steps
+from whalejax.jaxpr.steps import FixedValue, Operand, Step, Steps
 from whalejax.lowering.spmd.executor import stepping
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
@@ -124,7 +124,7 @@ class Parting:
         """
         stages = range(self._stages)
         for operand, owner in self._outputs:
-            if isinstance(operand, Fixed) or self.is_given(operand, owner):
+            if isinstance(operand, FixedValue) or self.is_given(operand, owner):
                 continue
             for stage in stages if owner is None else (owner,):
                 level = max(0, self._seen(operand, stage))

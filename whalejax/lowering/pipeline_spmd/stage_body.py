@@ -30,7 +30,7 @@ class _Reached(Exception):  # noqa: N818
 
 
 @dataclass(slots=True)
-class Layers:
+class StageLayers:
     """The layers of this stage, in place of all; see ``evaluate.Part``.
 
     Attributes:
@@ -164,9 +164,9 @@ class OneStage:
         """What some work gives where this stage has a micro-batch for it."""
         return chosen(numbers, self.stage, work, idle, branches=self.branches)
 
-    def layers(self, given: Carry, *, ends: bool, made: bool = False) -> Layers:
+    def layers(self, given: Carry, *, ends: bool, made: bool = False) -> StageLayers:
         """Those of this stage, from what it was given, or what they have made."""
-        return Layers(
+        return StageLayers(
             made=made,
             stack=self.stack,
             counts=layer_counts(self.program),

@@ -97,7 +97,7 @@ def with_waiting(policy: Any) -> Any:
     return kept
 
 
-class Part(Protocol):
+class ScanReplacement(Protocol):
     """What runs in place of a scan over layers, on some of them."""
 
     @property
@@ -145,7 +145,7 @@ class _Scope:
     constraints: Constraints
     mesh: Mesh
     position: Position
-    part: Part | None = None
+    part: ScanReplacement | None = None
     here: Here | None = None
     looped: bool = False
     recomputed: bool = False
@@ -196,7 +196,7 @@ def evaluate(
     *,
     looped: bool = False,
     recomputed: bool = False,
-    part: Part | None = None,
+    part: ScanReplacement | None = None,
     here: Here | None = None,
 ) -> list[Any]:
     """Run a jaxpr with constraints.

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from whalejax import _compat
 from whalejax.lowering.metrics import summands, wide
 from whalejax.lowering.spmd.constraints import Constraints
-from whalejax.lowering.spmd.evaluate import Here, Part, evaluate, named
+from whalejax.lowering.spmd.evaluate import Here, ScanReplacement, evaluate, named
 from whalejax.lowering.spmd.host_optimizer import (
     Follower,
     flattened,
@@ -106,7 +106,7 @@ class Program:
         rest: Any,
         batch: Sequence[Any],
         rng: Any,
-        part: Part | None = None,
+        part: ScanReplacement | None = None,
         here: Here | None = None,
     ) -> tuple[Any, tuple[Any, Any, Any]]:
         """The traced loss of one micro-batch under the plan's constraints.

@@ -37,7 +37,7 @@ _LINEAR = frozenset({"gather", "scatter", "scatter-add", "scatter-sub"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class OperationParts:
     """How devices divide an operation.
 
     Attributes:
@@ -153,7 +153,9 @@ def _holds(jaxprs: Sequence[Any], wanted: Callable[[Any], bool]) -> bool:
 # Who has what.
 
 
-def _parts(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
+def _parts(
+    equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
+) -> OperationParts:
     name = equation.primitive.name
     if name == "gather":
         return _gather(equation, specs, sizes)
@@ -162,15 +164,17 @@ def _parts(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Pa
     return _rows(equation, specs, sizes)
 
 
-def _whole(equation: Any) -> Parts:
-    return Parts(
+def _whole(equation: Any) -> OperationParts:
+    return OperationParts(
         given=tuple(() for _ in equation.invars),
         out=tuple(() for _ in equation.outvars),
         run=lambda *values: _compat.bind(equation, values),
     )
 
 
-def _rows(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
+def _rows(
+    equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
+) -> OperationParts:
     """Sorts: lines of one dimension, each for itself."""
     shape = equation.invars[0].aval.shape
     params, last = equation.params, len(shape) - 1
@@ -181,14 +185,16 @@ def _rows(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Par
         () if dim == line else free.take(spec, dim, size)
         for dim, size in enumerate(shape)
     )
-    return Parts(
+    return OperationParts(
         given=tuple(laid for _ in equation.invars),
         out=tuple(laid for _ in equation.outvars),
         run=lambda *values: _compat.bind(equation, values),
     )
 
 
-def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
+def _scatter(
+    equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
+) -> OperationParts:
     """Batches that indices share, and dimensions of which whole slices are written."""
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = (v.aval.shape for v in equation.invars)
@@ -217,7 +223,7 @@ def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> 
                 axes = free.take(own, dim, size) or free.take(new, window, size)
             laid.append(axes)
             written[window] = axes
-    return Parts(
+    return OperationParts(
         given=(
             tuple(laid),
             (*rows, ()),
@@ -228,7 +234,9 @@ def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> 
     )
 
 
-def _gather(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
+def _gather(
+    equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
+) -> OperationParts:
     """Rows of indices, whole slices, and dimensions of which one element is taken."""
     numbers, slices = (
         equation.params[key] for key in ("dimension_numbers", "slice_sizes")
@@ -257,7 +265,7 @@ def _gather(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> P
     rank = len(equation.outvars[0].aval.shape)
     out = tuple(laid[offsets[d]] if d in offsets else next(left) for d in range(rank))
     taken = _Taken(equation, sizes, {d: laid[d] for d in range(len(operand))}, picked)
-    return Parts(
+    return OperationParts(
         given=(tuple(laid[d] for d in range(len(operand))), (*rows, ())),
         out=(out,),
         run=taken.run,
@@ -368,7 +376,9 @@ def filling(value: Any, dtype: Any) -> Any:
 # Running it.
 
 
-def on_each(parts: Parts, values: Sequence[Any], mesh: Any, linear: bool) -> list[Any]:
+def on_each(
+    parts: OperationParts, values: Sequence[Any], mesh: Any, linear: bool
+) -> list[Any]:
     """Run it, with a backward pass in the same parts."""
     inner = {a for a in mesh.axis_names if a != STAGE}
 
@@ -435,7 +445,7 @@ class _Backward:
         across: axes that shard the cotangents.
     """
 
-    parts: Parts
+    parts: OperationParts
     flows: Sequence[int]
     across: set[str]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from whalejax import _compat
 from whalejax.capture.rules.matmul import pointwise
-from whalejax.lowering.spmd.gather_scatter import Parts, on_each
+from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
 from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.sharding.layout import Spec
 
@@ -43,7 +43,7 @@ def grouped(
     )
     source = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
     return on_each(
-        Parts(
+        OperationParts(
             given=(given, ((),) * rank),
             out=(tuple(given[source[dim]] for dim in range(rank)),),
             run=lambda *operands: _compat.bind(equation, operands),

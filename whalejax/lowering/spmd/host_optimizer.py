@@ -69,8 +69,8 @@ def streamed(
     Returns:
         The outputs, those that take the place of hosted inputs in host memory.
     """
-    parts = Parts(flattened(update, values), followers)
-    return Run(parts, values, mesh).outputs()
+    parts = UpdateParts(flattened(update, values), followers)
+    return UpdateRun(parts, values, mesh).outputs()
 
 
 def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
@@ -80,7 +80,7 @@ def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
         program: the step, from ``flattened``.
         followers: parameters and their state.
     """
-    return [part.follower for part in Parts(program, followers).parts]
+    return [part.follower for part in UpdateParts(program, followers).parts]
 
 
 def flattened(update: Update, values: Sequence[Any]) -> Any:
@@ -111,7 +111,7 @@ def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FollowerPart:
     """The elementwise part of the program that gives one follower's outputs.
 
     Attributes:
@@ -129,7 +129,7 @@ class Part:
     single: tuple[Any, ...]
 
 
-class Parts:
+class UpdateParts:
     """The program of an update, and the parts of it that can run in pieces.
 
     Attributes:
@@ -172,7 +172,7 @@ class Parts:
         )
         return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
-    def _part(self, follower: Follower) -> Part:
+    def _part(self, follower: Follower) -> FollowerPart:
         target = self.body.invars[follower.inputs[0]]
         shape = target.aval.shape
         held = {target, *(self.body.invars[i] for i, _ in follower.state)}
@@ -190,7 +190,7 @@ class Parts:
                     open_ += equation.invars
             elif not _compat.is_literal(var) and var not in held:
                 read[var] = None
-        return Part(
+        return FollowerPart(
             follower,
             places,
             tuple(inside[place] for place in sorted(inside)),
@@ -212,10 +212,10 @@ class Parts:
         return dropped
 
 
-class Run:
+class UpdateRun:
     """An update on values: what is wanted whole first, then the loops."""
 
-    def __init__(self, parts: Parts, values: Sequence[Any], mesh: Mesh) -> None:
+    def __init__(self, parts: UpdateParts, values: Sequence[Any], mesh: Mesh) -> None:
         self.parts = parts
         self.body = parts.body
         self.mesh = mesh
@@ -238,7 +238,7 @@ class Run:
             for place, atom in enumerate(self.body.outvars)
         ]
 
-    def part(self, part: Part) -> dict[int, Any]:
+    def part(self, part: FollowerPart) -> dict[int, Any]:
         """The outputs of a follower, by number."""
         follower, spec = part.follower, partition_spec(part.follower.spec)
         target = self.body.invars[follower.inputs[0]]

@@ -30,7 +30,7 @@ was noted, to another value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ReadStep:
     """What is done to a parameter on the device before it is read.
 
     Attributes:
@@ -56,7 +56,7 @@ class Away:
 
     host: Any
     seed: Any = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ReadStep, ...] = ()
 
     @property
     def sliceable(self) -> bool:
@@ -71,7 +71,7 @@ class Away:
             run: does it.
             keeps: leading dimensions that it leaves alone.
         """
-        step = Step(run=run, rank=self.host.ndim, keeps=keeps)
+        step = ReadStep(run=run, rank=self.host.ndim, keeps=keeps)
         seed = None if self.seed is None else run(self.seed, 0)
         return replace(self, seed=seed, steps=(*self.steps, step))
 

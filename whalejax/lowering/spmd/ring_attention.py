@@ -21,7 +21,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import Attention, attention_of, product_tags
+from whalejax.capture.patterns.attention import (
+    AttentionPattern,
+    attention_of,
+    product_tags,
+)
 from whalejax.capture.patterns.blockwise import Tags
 from whalejax.lowering.spmd.skipped_blocks import LeftOut
 from whalejax.lowering.spmd.zigzag import dealt_out
@@ -68,7 +72,7 @@ class _Laid:
         mesh: the devices.
     """
 
-    one: Attention
+    one: AttentionPattern
     specs: tuple[Spec, ...]
     out: Spec
     axes: tuple[str, ...]
@@ -78,7 +82,7 @@ class _Laid:
     mesh: Mesh
 
     @classmethod
-    def of(cls, one: Attention, specs: Sequence[Spec], mesh: Mesh) -> _Laid:
+    def of(cls, one: AttentionPattern, specs: Sequence[Spec], mesh: Mesh) -> _Laid:
         query, key, value = specs[:3]
         axes = key[one.column[0]]
         lengths = [one.query.aval.shape[place] for place, _ in one.rows]
@@ -150,7 +154,7 @@ class _Laid:
         )
 
 
-def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: Attention) -> Spec:
+def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) -> Spec:
     """The layout of a value from outside: rows as the query's, columns whole."""
     found = []
     for tags in zip(*ways, strict=True):

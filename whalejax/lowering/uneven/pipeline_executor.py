@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.adapters.leaves import is_key
 from whalejax.capture import Captured
 from whalejax.lowering.global_arrays import (
-    Report,
+    StageMetrics,
     absent,
     impl_of,
     is_here,
@@ -41,10 +41,10 @@ from whalejax.lowering.spmd.executor import Sums
 from whalejax.lowering.uneven.adaptive_shares import Following, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import Untrained, slopes
-from whalejax.lowering.uneven.stage_groups import Group, groups_of, together
+from whalejax.lowering.uneven.stage_groups import StageGroup, groups_of, together
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.schedules import Row, schedule
+from whalejax.planner.pipeline.schedules import ScheduleRow, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.runner import Evaluation, Metrics
@@ -225,10 +225,10 @@ class Pipes(Following):
         return runs
 
     @functools.cached_property
-    def _orders(self) -> dict[tuple[int, int], tuple[Row | Handing, ...]]:
+    def _orders(self) -> dict[tuple[int, int], tuple[ScheduleRow | Handing, ...]]:
         return {}
 
-    def _order(self, replica: int, count: int) -> tuple[Row | Handing, ...]:
+    def _order(self, replica: int, count: int) -> tuple[ScheduleRow | Handing, ...]:
         """In which order a pipeline issues so many micro-batches."""
         if not count:
             return ()
@@ -285,7 +285,7 @@ class Pipes(Following):
     # What pipelines add up together.
 
     @functools.cached_property
-    def _groups(self) -> dict[tuple[int, ...], Group]:
+    def _groups(self) -> dict[tuple[int, ...], StageGroup]:
         """Stages that hold the same, in the order in which they meet."""
         meshes = [one.meshes for one in self.pipelines]
         return groups_of([*self._owners, self._starts, self._ends], meshes)
@@ -407,10 +407,10 @@ class Pipes(Following):
         return jax.jit(lambda paces: paces.max(0))
 
     @functools.cached_property
-    def _tellers(self) -> dict[int, Report]:
+    def _tellers(self) -> dict[int, StageMetrics]:
         aval = jax.ShapeDtypeStruct((told_size(len(self.pipelines)),), jnp.float32)
         return {
-            r: Report({"paces": aval}, self.pipelines[r].whole, stage=0)
+            r: StageMetrics({"paces": aval}, self.pipelines[r].whole, stage=0)
             for r in self._mine
         }
 

@@ -29,7 +29,7 @@ from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
 from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
 from whalejax.lowering.uneven.moving_statistics import slopes
 from whalejax.lowering.uneven.replica import Replica, inputs_of
-from whalejax.lowering.uneven.zero1_update import OwningReplica, Slices
+from whalejax.lowering.uneven.zero1_update import OwningReplica, ReplicaSlices
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
@@ -137,7 +137,9 @@ class Uneven(Following):
         """What makes a replica's state, of what makes the whole one."""
         if not self._plan.zero:
             return whole
-        slices = Slices(self._programs[1 + r], self._abstract, r, len(self._meshes))
+        slices = ReplicaSlices(
+            self._programs[1 + r], self._abstract, r, len(self._meshes)
+        )
 
         def own(*arguments: Any) -> TrainState:
             state = whole(*arguments)

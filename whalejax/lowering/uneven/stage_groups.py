@@ -38,7 +38,7 @@ def _stacked(meshes: Sequence[Any]) -> Mesh:
     return Mesh(devices, (DATA, *meshes[0].axis_names))
 
 
-class Group:
+class StageGroup:
     """Stages of all pipelines, one of each, that hold the same arrays.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Added:
 
 def groups_of(
     owners: Sequence[tuple[int, ...]], meshes: Sequence[Sequence[Mesh]]
-) -> dict[tuple[int, ...], Group]:
+) -> dict[tuple[int, ...], StageGroup]:
     """Groups by the stages of each pipeline, in the order in which they cross.
 
     Args:
@@ -172,6 +172,8 @@ def groups_of(
         meshes: of each pipeline, those of its stages.
     """
     return {
-        stages: Group(stages, [own[s] for own, s in zip(meshes, stages, strict=True)])
+        stages: StageGroup(
+            stages, [own[s] for own, s in zip(meshes, stages, strict=True)]
+        )
         for stages in sorted(set(owners))
     }

@@ -27,9 +27,9 @@ from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, followers, stepping
 from whalejax.lowering.spmd.host_optimizer import (
     Follower,
-    Part,
-    Parts,
-    Run,
+    FollowerPart,
+    UpdateParts,
+    UpdateRun,
     evaluated,
     flattened,
 )
@@ -71,7 +71,7 @@ def elementwise(
     return frozenset(adapter.param_paths[one.fresh] for one in found if one.state)
 
 
-class Slices:
+class ReplicaSlices:
     """The slices of one replica, and the update of them.
 
     Attributes:
@@ -156,7 +156,7 @@ class Slices:
         step = stepping(program.optimizer, structure, tree, skips=applies is not None)
         others = loss, jnp.asarray(True) if applies is None else applies
         values = [*params, *gradients, *self._state, *others]
-        parts = Parts(flattened(step, values), self._followers)
+        parts = UpdateParts(flattened(step, values), self._followers)
         whole = self.dims.keys() - {part.follower.fresh for part in parts.parts}
         if whole:
             raise PlanError(
@@ -171,14 +171,16 @@ class Slices:
         return results[:count], tree.unflatten(results[count:])
 
 
-class _Own(Run):
+class _Own(UpdateRun):
     """An update on values: what is wanted whole first, then this replica's slices."""
 
-    def __init__(self, slices: Slices, parts: Parts, values: Sequence[Any]) -> None:
+    def __init__(
+        self, slices: ReplicaSlices, parts: UpdateParts, values: Sequence[Any]
+    ) -> None:
         super().__init__(parts, values, slices.program.mesh)
         self._slices = slices
 
-    def part(self, part: Part) -> dict[int, Any]:
+    def part(self, part: FollowerPart) -> dict[int, Any]:
         follower, spec = part.follower, partition_spec(part.follower.spec)
         target = self.body.invars[follower.inputs[0]]
         states = [self.body.invars[i] for i, _ in follower.state]
@@ -213,7 +215,7 @@ class _Own(Run):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class GatheredPiece:
     """Of an array that replicas gather, what each sends.
 
     Attributes:
@@ -260,7 +262,7 @@ class Gathered:
     def __init__(
         self,
         mesh: Mesh,
-        pieces: Sequence[Piece],
+        pieces: Sequence[GatheredPiece],
         dtypes: Sequence[Any],
         replica: int,
         replicas: int,
@@ -350,7 +352,7 @@ class OwningReplica(Replica):
         super().__init__(
             program, state, batch, replicas=replicas, slopes=slopes, options=options
         )
-        self.slices = Slices(program, state, replica, replicas)
+        self.slices = ReplicaSlices(program, state, replica, replicas)
         mesh, leaves = program.mesh, program.plan.trained
         self._kept = [
             place
@@ -372,7 +374,7 @@ class OwningReplica(Replica):
         places = [named(spec, mesh) for spec in specs]
         avals = self._told_of(state)
         pieces = [
-            Piece(
+            GatheredPiece(
                 shard=place.shard_shape(tuple(aval.shape)),
                 spec=place.spec,
                 dim=self.slices.dims.get(i) if i < len(leaves) else None,

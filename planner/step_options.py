@@ -1,0 +1,297 @@
+"""The options of a step: what is computed again, kept elsewhere or cut into parts.
+
+An option is a field of three classes here, one for each stage of planning, and each
+class says what that stage knows of it:
+
+    ``UserOptions``   as ``wh.plan`` takes it, checked without the model
+    ``FixedOptions``  checked against the model: what a search has to keep to
+    ``StepOptions``   what a plan does; its words in reports, and its limits in files
+
+A request, a search's candidates and a plan inherit these fields and hand them on
+together, so that what only passes an option on does not name it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.planner.terms import ALL, OFFLOADS, Chosen, Remat
+
+
+REMAT_POLICIES: Final = ("none", "dots", "named", "full")
+"""Policies of remat, the one that keeps most first."""
+
+ATTENTION_KINDS: Final = ("ring", "gather")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserOptions:
+    """Options of a step as a user gives them; None leaves one to the planner.
+
+    Attributes:
+        remat: ``"none"``, ``"dots"``, ``"named"`` or ``"full"``; or a policy for each
+            TaskGraph by its name.
+        offload: some of ``"optimizer"``, ``"activations"`` and ``"params"`` (and, in
+            estimates, ``"gradients"``) that lie in host memory; ``()`` is nothing.
+        sequence_parallel: whether ``tensor`` shards the sequence between products.
+        attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by its name.
+        loss_chunks: parts of a device's tokens whose logits are made one at a time.
+    """
+
+    remat: str | Mapping[str, str] | None = None
+    offload: str | Sequence[str] | None = None
+    sequence_parallel: bool | None = None
+    attention: str | Mapping[str, str] | None = None
+    loss_chunks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedOptions:
+    """Options of a step that a user fixed, for a model; None leaves one to the search.
+
+    Attributes:
+        remat: which TaskGraphs are computed again.
+        offload: what lies in host memory, in the order of ``OFFLOADS``.
+        sequence_parallel: whether ``tensor`` shards the sequence between products.
+        attention: how attention runs, by TaskGraph.
+        loss_chunks: parts of the tokens whose logits are made one at a time.
+    """
+
+    remat: Remat | None = None
+    offload: tuple[str, ...] | None = None
+    sequence_parallel: bool | None = None
+    attention: Chosen | None = None
+    loss_chunks: int | None = None
+
+    def or_off(self, **decided: Any) -> dict[str, Any]:
+        """Values of all options for a candidate: fixed ones, else those of no effect.
+
+        Args:
+            decided: options that the candidate decides.
+        """
+        own = {name: getattr(self, name) for name in options_of(StepOptions())}
+        fixed = {name: value for name, value in own.items() if value is not None}
+        return options_of(StepOptions(**{**fixed, **decided}))
+
+    def whole_logits_first(self) -> Iterator[Self]:
+        """These options with all logits at once, then with their parts left open.
+
+        With all else fixed, logits in parts save memory and no time.
+        """
+        for chunks in (1, None):
+            yield dataclasses.replace(self, loss_chunks=chunks)
+
+    def refused_by_stages(self) -> Iterator[str]:
+        """Why stages of a pipeline cannot have these options, each with a remedy."""
+        if self.offload:
+            yield (
+                f"offload is {', '.join(self.offload)}: stages keep nothing in host "
+                "memory yet. Leave offload out, or the axis stage"
+            )
+        if (self.loss_chunks or 1) > 1:
+            yield (
+                f"loss_chunks is {self.loss_chunks}: stages make all logits of a "
+                "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
+                "micro-batches make fewer logits at once"
+            )
+        if any(kind == "ring" for _, kind in self.attention or ()):
+            yield (
+                'attention is "ring": stages do not run attention in blocks yet. Leave '
+                "attention out, or the axis stage"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Options of a step that were decided; by default none has any effect.
+
+    Attributes:
+        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
+            keeps results of products with weights, ``"named"`` what the model names,
+            ``"full"`` only what a layer is given.
+        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
+            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
+        sequence_parallel: ``tensor`` shards the sequence between the products whose
+            other dimensions it shards.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
+            not as the model computes it; ``"*"`` stands for the others.
+        loss_chunks: parts of a device's tokens whose logits are made one at a time.
+    """
+
+    remat: Remat = ()
+    offload: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    attention: Chosen = ()
+    loss_chunks: int = 1
+
+
+OPTION_NAMES: Final[Mapping[str, str]] = {
+    "remat": "remat",
+    "offload": "offload",
+    "sequence_parallel": "sequence parallelism",
+    "attention": "attention",
+    "loss_chunks": "parts of the logits",
+}
+"""What messages between processes call each option."""
+
+
+def options_of(chosen: StepOptions | FixedOptions) -> dict[str, Any]:
+    """The options alone of a plan, a candidate or a request, to make another with.
+
+    >>> options_of(StepOptions(loss_chunks=4))["loss_chunks"]
+    4
+    """
+    return {f.name: getattr(chosen, f.name) for f in dataclasses.fields(StepOptions)}
+
+
+def options_off(*keep: str) -> dict[str, Any]:
+    """Options that have no effect, for models of which others decide.
+
+    Args:
+        keep: names of options that are left as they are.
+    """
+    return {k: v for k, v in options_of(StepOptions()).items() if k not in keep}
+
+
+def option_words(chosen: StepOptions) -> list[str]:
+    """What a plan does beside its mesh, each option that has an effect in few words.
+
+    >>> option_words(StepOptions(remat=(("*", "full"),), loss_chunks=16))
+    ['remat full', 'logits in 16 chunks']
+    """
+    words = [
+        "sequence parallel" if chosen.sequence_parallel else "",
+        attention_words(chosen.attention),
+        remat_words(chosen.remat),
+        offload_words(chosen.offload),
+        f"logits in {chosen.loss_chunks} chunks" if chosen.loss_chunks > 1 else "",
+    ]
+    return [*filter(None, words)]
+
+
+def option_rows(chosen: StepOptions) -> list[tuple[str, str]]:
+    """(name, value) of every option as a table of settings shows it."""
+    return [
+        ("remat", remat_words(chosen.remat).removeprefix("remat ")),
+        ("offload", " and ".join(chosen.offload)),
+        ("seq", "parallel over tensor" if chosen.sequence_parallel else ""),
+        ("attends", attention_words(chosen.attention)),
+        ("logits", f"{chosen.loss_chunks} chunks"),
+    ]
+
+
+def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]:
+    """(path, value, values that it may have) of every option that is a word."""
+    return [
+        *((f"remat.{n}", policy, REMAT_POLICIES) for n, policy in chosen.remat),
+        *((f"attention.{n}", kind, ATTENTION_KINDS) for n, kind in chosen.attention),
+        *(("offload", what, OFFLOADS) for what in chosen.offload),
+    ]
+
+
+def option_counts(chosen: StepOptions) -> dict[str, int]:
+    """Options that are whole numbers of at least 1."""
+    return {"loss_chunks": chosen.loss_chunks}
+
+
+def check_user_options(options: UserOptions, problems: Arguments) -> None:
+    """Record options that no model can be planned with.
+
+    Args:
+        options: as they were given.
+        problems: where to record them.
+    """
+    if not isinstance(options.sequence_parallel, bool | None):
+        problems.refuse(
+            "sequence_parallel",
+            options.sequence_parallel,
+            "True, False, or None, which leaves it to the planner",
+        )
+    for name, example in (("remat", "full"), ("attention", "ring")):
+        value = getattr(options, name)
+        if name == "remat" and isinstance(value, str):
+            if value.partition(":")[0] not in REMAT_POLICIES:
+                problems.refuse("remat", value, f"one of {', '.join(REMAT_POLICIES)}")
+            continue
+        if isinstance(value, str) and value.isprintable() and value:
+            continue
+        if value is not None and not by_task_graph(value):
+            problems.refuse(
+                name,
+                value,
+                f"a word such as '{example}', one for each TaskGraph by its name, "
+                f"such as {{'*': '{example}'}}, or None for the planner to choose",
+            )
+    _check_offload(options.offload, problems)
+    chunks = options.loss_chunks
+    whole = isinstance(chunks, int) and is_whole(chunks, 1)
+    if chunks is not None and not whole:
+        problems.refuse(
+            "loss_chunks",
+            chunks,
+            "a whole number, 1 or more, or None for the planner to choose",
+        )
+
+
+def _check_offload(offload: object, problems: Arguments) -> None:
+    known = ", ".join(OFFLOADS)
+    if offload is None:
+        return
+    if not isinstance(offload, str | list | tuple | set | frozenset):
+        problems.refuse(
+            "offload",
+            offload,
+            f"some of {known}, () for nothing, or None for the planner to choose",
+        )
+        return
+    for name in [offload] if isinstance(offload, str) else offload:
+        if not isinstance(name, str) or name not in OFFLOADS:
+            problems.add(f"offload: {shown(name)} is none of {known}; () is nothing")
+
+
+def by_task_graph(value: object) -> bool:
+    """Whether a value is a word for each of some TaskGraphs."""
+    return isinstance(value, Mapping) and all(
+        isinstance(text, str) and text.isprintable()
+        for pair in value.items()
+        for text in pair
+    )
+
+
+def offload_words(offload: tuple[str, ...]) -> str:
+    """What lies in host memory, in words; empty where nothing does.
+
+    >>> offload_words(("optimizer", "params"))
+    'optimizer and params in host memory'
+    """
+    return f"{' and '.join(offload)} in host memory" if offload else ""
+
+
+def attention_words(attention: Chosen) -> str:
+    """How a plan runs attention, in few words; empty where as the model does.
+
+    >>> attention_words((("*", "ring"),))
+    'ring attention'
+    >>> attention_words((("default", "ring"), ("split", "gather")))
+    'ring attention in default'
+    """
+    names = [name for name, kind in attention if kind == "ring"]
+    if not names:
+        return ""
+    return "ring attention" + f" in {', '.join(names)}" * (names != [ALL])
+
+
+def remat_words(remat: Remat) -> str:
+    """A plan's remat in few words, such as ``"remat full"``; empty where it is none.
+
+    >>> remat_words((("*", "full"),))
+    'remat full'
+    >>> remat_words((("default", "full"), ("experts", "dots")))
+    'remat full in default, dots in experts'
+    """
+    where = (policy + f" in {name}" * (name != ALL) for name, policy in remat)
+    return f"remat {', '.join(where)}" if remat else ""

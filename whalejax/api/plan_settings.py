@@ -1,0 +1,167 @@
+"""What ``wh.plan`` takes beside the model: its settings, checked before it is traced.
+
+What a setting means for a model is checked where the model's graph is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import jax
+import numpy as np
+import optax
+
+from whalejax.api.argument_checks import check_optimizer
+from whalejax.api.fixed_axes import check_axes
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.sharding.precision_regions import PRECISIONS
+from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
+from whalejax.runtime.compiler_options import checked_options
+
+
+_NUMBERS: Final = (
+    *(f.name for f in fields(UserOptions)),
+    "num_micro_batches",
+    "batch_axes",
+    "mesh",
+    "zero",
+    "shares",
+    "compiler_options",
+)
+"""Settings that are whole numbers or hold some, which may be NumPy's."""
+
+_KEPT: Final = frozenset(
+    "optimizer default sync_batch_stats axis_names trainable batch_axes".split()
+)
+"""Settings that a plan's other versions keep; ``Plan.what_if`` changes the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings(UserOptions):
+    """The arguments of ``wh.plan`` but the loss, the model and the batch, checked."""
+
+    optimizer: optax.GradientTransformation | None = None
+    cluster: Cluster | str | None = None
+    default: Any = None
+    precision: str | Mapping[str, str] = "f32"
+    num_micro_batches: int | None = None
+    allow_idle: bool = False
+    sync_batch_stats: bool = False
+    axis_names: Mapping[str, str] | None = None
+    trainable: Any = None
+    batch_axes: Any = 0
+    mesh: Mapping[str, int] | None = None
+    zero: int | None = None
+    runnable: bool = True
+    shares: str | Sequence[int] | None = None
+    compiler_options: Mapping[str, bool | int | float | str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        problems = Arguments("wh.plan", PlanError)
+        check_optimizer(problems, self.optimizer)
+        for name in ("runnable", "allow_idle", "sync_batch_stats"):
+            problems.switch(name, getattr(self, name))
+        check_user_options(self, problems)
+        _check_precision(self.precision, problems)
+        _check_numbers(self, problems)
+        _check_default(self.default, problems)
+        problems.raise_if_any()
+        check_axes(self.mesh)
+        checked_options(self.compiler_options)
+        local = (
+            isinstance(self.cluster, str) and self.cluster.strip().lower() == "local"
+        )
+        if self.cluster is not None and not local:  # which takes time to measure
+            object.__setattr__(self, "cluster", parsed_cluster(self.cluster))
+
+    @property
+    def default_kind(self) -> str | None:
+        """The kind of mark that is the default strategy."""
+        return None if self.default is None else str(self.default.mark.kind)
+
+
+def changeable() -> list[str]:
+    """Names of the settings that ``Plan.what_if`` may change, and ``batch``."""
+    own = [f.name for f in fields(PlanSettings) if f.name not in _KEPT]
+    return ["batch", *own]
+
+
+def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
+    """A cluster as ``wh.plan`` takes it.
+
+    Args:
+        cluster: one, its text, or None for the devices of this process.
+    """
+    if cluster is None:
+        return Cluster.detect()
+    found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(found, Cluster):
+        raise WhaleError(
+            f"cluster is {shown(cluster)}; expected a Cluster or text such as "
+            "'h100:8', 'v5p:4x4x4', a .toml file or 'local'"
+        )
+    return found
+
+
+def _check_precision(precision: object, problems: Arguments) -> None:
+    known = ", ".join(PRECISIONS)
+    if isinstance(precision, str):
+        if precision not in PRECISIONS:
+            problems.refuse("precision", precision, f"one of {known}")
+    elif not by_task_graph(precision):
+        problems.refuse(
+            "precision",
+            precision,
+            f"one of {known}, or one for each TaskGraph by its name, such as "
+            "{'*': 'bf16', 'split': 'f32'}",
+        )
+
+
+def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
+    count, zero = settings.num_micro_batches, settings.zero
+    if count is not None and not is_whole(count, 1):
+        problems.refuse("num_micro_batches", count, "1 or more, or None")
+    if zero is not None and not is_whole(zero, 0, 2):
+        problems.refuse(
+            "zero",
+            zero,
+            "0, 1 or 2 (over the axis data). ZeRO-3 is the mesh axis fsdp: "
+            'mesh={"fsdp": n}',
+        )
+    shares: Any = settings.shares
+    listed = isinstance(shares, np.ndarray | jax.Array) and shares.ndim == 1
+    several = isinstance(shares, list | tuple) or listed
+    if shares is None or (isinstance(shares, str) and shares == "even"):
+        return
+    if several and len(shares) and not any(map(_is_word, shares)):
+        return  # whether devices and batch divide so is seen later
+    problems.refuse(
+        "shares",
+        shares,
+        "'even', the micro-batches of each replica such as [5, 3], or None for the "
+        "planner to choose",
+    )
+
+
+def _is_word(value: object) -> bool:
+    return not isinstance(value, int | float | np.number)
+
+
+def _check_default(default: Any, problems: Arguments) -> None:
+    mark = getattr(default, "mark", None)
+    if default is not None and (mark is None or mark.kind in ("stage", "pipeline")):
+        problems.refuse("default", default, "wh.replicate(), wh.split() or None")
+        return
+    if mark is not None and mark.attributes:
+        problems.add(
+            f"default is {shown(default)}; a default takes no arguments. Give "
+            f"wh.{mark.kind}(), and mark the regions that need more"
+        )

@@ -1,0 +1,143 @@
+"""Options of a step as they concern one loss: checked against it, and carried out.
+
+``fixed_options`` says what a search has to keep to, or why the loss cannot be run so;
+``as_planned`` makes the program of a plan's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from whalejax.capture.patterns.calls import most_tokens
+from whalejax.capture.programs import Programs
+from whalejax.capture.trace import Captured
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.search.request import Hosted
+from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
+from whalejax.planner.sharding.remat import checked_policies
+from whalejax.planner.step_options import FixedOptions, UserOptions
+from whalejax.planner.terms import ALL, OFFLOADS, Chosen
+
+
+def fixed_options(
+    options: UserOptions,
+    programs: Programs,
+    *,
+    runnable: bool,
+    has_optimizer: bool,
+    hosts: Callable[[], Hosted],
+) -> FixedOptions:
+    """What a search of a loss has to keep to.
+
+    Args:
+        options: as the user gave them.
+        programs: the loss, as written and otherwise.
+        runnable: the plan is to run.
+        has_optimizer: an optimizer was given.
+        hosts: what it can be cut into, when it matters.
+
+    Raises:
+        PlanError: an option that this loss or its optimizer cannot have.
+    """
+    remat = checked_policies(options.remat, programs.graph, programs.traced.names)
+    return FixedOptions(
+        remat=None if options.remat is None else remat,
+        offload=_offload(options.offload, runnable, has_optimizer, hosts),
+        sequence_parallel=options.sequence_parallel,
+        attention=_attention(options, programs, runnable),
+        loss_chunks=_loss_chunks(options.loss_chunks, programs, runnable),
+    )
+
+
+def as_planned(captured: Captured, plan: PlanData) -> Captured:
+    """A loss with all that a plan changes of its program.
+
+    Args:
+        captured: as it was written, cast as planned.
+        plan: its options and the precision of its TaskGraphs.
+    """
+    found = captured.with_precisions(plan.precisions).with_attention(plan.attention)
+    return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
+
+
+def _attention(
+    options: UserOptions, programs: Programs, runnable: bool
+) -> Chosen | None:
+    """How attention is to run, if the user says so and it can."""
+    chosen = checked_attention(options.attention, programs.graph, runnable)
+    if chosen:
+        check_rings(
+            programs.again((), chosen, 1),
+            chosen,
+            programs.traced.blocks(chosen).whole,
+            lambda: programs.again((), ((ALL, "ring"),), 1),
+        )
+    return chosen
+
+
+def _loss_chunks(count: int | None, programs: Programs, runnable: bool) -> int | None:
+    """Parts in which logits are made, if the user says so and they can be."""
+    if count is None or count == 1:
+        return count
+    if not runnable:
+        raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
+    cut = programs.cut((), count)
+    if cut is programs.captured:
+        raise PlanError(
+            f"loss_chunks is {count}, and the model makes no logits that can be "
+            "made in parts: a product after which each token is treated alone, "
+            "until no vocabulary is left. Reduce over tokens last, or drop it"
+        )
+    most = most_tokens(cut.jaxpr)
+    if count > most:
+        raise PlanError(
+            f"loss_chunks is {count}, and a micro-batch has {most} tokens of which "
+            f"logits are made (num_micro_batches is {programs.graph.num_micro_batches})"
+            f"; expected at most {most}, divided by the devices that share them"
+        )
+    return count
+
+
+def _offload(
+    offload: str | Sequence[str] | None,
+    runnable: bool,
+    has_optimizer: bool,
+    hosts: Callable[[], Hosted],
+) -> tuple[str, ...] | None:
+    """What is to lie in host memory, in the usual order; all problems at once."""
+    if offload is None:
+        return None
+    problems = Problems("offload", PlanError)
+    given = [offload] if isinstance(offload, str) else offload
+    if "gradients" in given and "params" not in given:
+        problems.add(
+            "gradients lie in host memory only beside the parameters that they are of. "
+            "Add 'params', or leave 'gradients' out"
+        )
+    if runnable and "gradients" in given:
+        problems.add(
+            "no executor of this version keeps gradients in host memory. Leave "
+            "'gradients' out, or estimate with runnable=False"
+        )
+    if runnable and "params" in given and not hosts().params:
+        problems.add(
+            "this optimizer does not update parameters element by element (it takes "
+            "norms, noise, or is wrapped in something with branches), so none of them "
+            "can pass through the device in pieces. Take another optimizer, or "
+            "offload=()"
+        )
+    if "optimizer" in given and not has_optimizer:
+        problems.add(
+            "no optimizer was given, so there is no state of one to keep in host "
+            "memory. Pass optimizer=, or leave 'optimizer' out"
+        )
+    elif runnable and "optimizer" in given and not any(hosts().state.values()):
+        problems.add(
+            "this optimizer has no state that is updated element by element, as Adam's "
+            "and momentum's is, so none of it can pass through the device in pieces. "
+            "Take another optimizer, or offload=()"
+        )
+    problems.raise_if_any()
+    return tuple(name for name in OFFLOADS if name in given)
