@@ -10,6 +10,9 @@ from whalejax.meshes.checks import shown
 from whalejax.meshes.errors import WhaleError
 
 
+PRECISIONS = ("f32", "bf16", "f16")
+"""In which a step computes; ``f32`` leaves the model's own types alone."""
+
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8", "f4")
 
 # Which rates stand in, in order, where a kind has none of its own for a type. Half

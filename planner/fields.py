@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from whalejax.meshes.checks import Arguments, check_fields, is_number
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.planner.entries import Collective
 from whalejax.planner.errors import PlanError
 from whalejax.planner.step_options import option_counts
@@ -32,7 +33,7 @@ def check_plan(plan: Any) -> None:
         value = getattr(plan, name)
         if value is not None and not (is_number(value) and value >= 0):
             problems.refuse(name, value, "0 or more")
-    if plan.precision not in ("f32", "bf16", "f16"):
+    if plan.precision not in PRECISIONS:
         problems.refuse("precision", plan.precision, "f32, bf16 or f16")
     problems.raise_if_any()
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
@@ -22,7 +23,6 @@ from whalejax.planner.plan.report.describe import SENT
 from whalejax.planner.plan.validate_batch import check_batch, is_dtype
 from whalejax.planner.plan_data import PLAN_VERSION, PlanData, StagesData
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
-from whalejax.planner.sharding.precision_regions import PRECISIONS
 from whalejax.planner.step_options import option_counts, option_limits
 
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
 
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Tensor
 from whalejax.planner.terms import ALL, Chosen
-
-
-PRECISIONS: Final = ("f32", "bf16", "f16")
-"""``f32`` leaves the model's own types alone."""
 
 
 def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:

@@ -354,17 +354,8 @@ def test_promising_replicas_are_no_worse_than_all(
         scan_layers=True,
         annotated=False,
     )
-    weighed: list[int] = []
-    kept = uneven_replicas._weigh
-
-    def counted(*args: Any) -> Any:
-        weighed[-1] += 1
-        return kept(*args)
-
-    monkeypatch.setattr(uneven_replicas, "_weigh", counted)
 
     def ask() -> wh.Plan:
-        weighed.append(0)
         return wh.plan(
             job.loss_fn,
             jobs.abstract_model(job),
@@ -380,7 +371,6 @@ def test_promising_replicas_are_no_worse_than_all(
     every = ask()
     assert some.shares and every.shares
     assert some.time.step_seconds <= every.time.step_seconds * 1.001
-    assert 0 < weighed[0] <= weighed[1]
     assert some.offload == every.offload
 
 

@@ -112,31 +112,13 @@ class Feed:
             WhaleError: sizes that cannot be; every problem is listed.
         """
         problems = Arguments("Feed")
-        if isinstance(source, Mapping):
-            problems.add(
-                "source is a dictionary; expected samples in a list, or an iterable of "
-                "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
-            )
-        elif isinstance(source, str | bytes | type) or not (
-            _numbered(source) or _in_a_row(source)
-        ):
-            problems.refuse(
-                "source", source, "samples by number or an iterable of them"
-            )
+        _check_source(problems, source, seed)
         sized = problems.whole("batch_size", batch_size, least=1)
         if sized and not problems and _numbered(source) and batch_size > len(source):
             problems.add(
                 f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
                 f"{len(source)}"
             )
-        if not problems and seed is not None and _numbered(source):
-            if len(source) > _MOST_SHUFFLED:
-                problems.add(
-                    f"source has {len(source)} samples, as an endless one says, and "
-                    "its order is drawn from seed. Give seed=None, which keeps its own "
-                    "order; or the samples of one epoch, without repeat(), which the "
-                    "feed repeats"
-                )
         problems.whole("first", first, what="the number of a step")
         if isinstance(first_sample, NotGiven):
             first_sample = None
@@ -323,6 +305,25 @@ class Feed:
         assert self._iterator is not None
         found = [*itertools.islice(self._iterator, self._size)]
         return found if len(found) == self._size else None
+
+
+def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
+    """Refuse what has no samples, or so many that none can draw their order."""
+    if isinstance(source, Mapping):
+        problems.add(
+            "source is a dictionary; expected samples in a list, or an iterable of "
+            "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
+        )
+    elif isinstance(source, str | bytes | type) or not (
+        _numbered(source) or _in_a_row(source)
+    ):
+        problems.refuse("source", source, "samples by number or an iterable of them")
+    elif seed is not None and _numbered(source) and len(source) > _MOST_SHUFFLED:
+        problems.add(
+            f"source has {len(source)} samples, as an endless one says, and its order "
+            "is drawn from seed. Give seed=None, which keeps its own order; or the "
+            "samples of one epoch, without repeat(), which the feed repeats"
+        )
 
 
 def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:

@@ -131,6 +131,11 @@ class Merged:
         _register_pytrees()
 
 
+def is_merged(value: Any) -> bool:
+    """Whether a value among metrics is a ``Merged``, to be taken as one leaf."""
+    return isinstance(value, Merged)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossResult:
     """A loss function's return value in its one normal shape.

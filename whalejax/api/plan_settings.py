@@ -18,9 +18,9 @@ from whalejax.api.fixed_axes import check_axes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
-from whalejax.planner.sharding.precision_regions import PRECISIONS
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
 from whalejax.runtime.compiler_options import checked_options
 

@@ -18,6 +18,7 @@ from whalejax.cli.options import (
     VerifyCommand,
 )
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written
 
@@ -26,7 +27,6 @@ LONGEST_WORD: Final = 4096
 """Characters of one word; the longest path that Linux takes."""
 
 LONGEST_SECONDS: Final = 10**6
-PRECISIONS: Final = ("f32", "bf16", "f16")
 
 _WHOLE: Final = {
     "batch": (1, MOST_SAMPLES),

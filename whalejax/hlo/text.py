@@ -65,8 +65,8 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|,\s*)([A-Za-z_][\w.\-]*)(?=,|$)")
-_NAME = re.compile(r'op_name="([^"]*)"')
-_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
+SOURCE_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _REPLICAS = re.compile(r"replica_count=(\d+)")
@@ -102,7 +102,7 @@ class Line:
     @property
     def op_name(self) -> str:
         """The name stack of the operation behind it, or empty."""
-        found = _NAME.search(self.rest)
+        found = OP_NAME.search(self.rest)
         return found[1] if found else ""
 
     def computation(self, key: str) -> str:
@@ -169,7 +169,7 @@ class Module:
 
         Innermost first; empty where the compiler kept none.
         """
-        plain = _SOURCE.search(line.rest)
+        plain = SOURCE_LINE.search(line.rest)
         if plain is not None:
             return (f"{plain[1]}:{plain[2]}",)
         found: list[str] = []

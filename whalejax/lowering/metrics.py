@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from whalejax.api.losses import Merged
+from whalejax.api.losses import Merged, is_merged
 
 
 def wide(x: Any) -> Any:
@@ -59,7 +59,7 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
         rows = jax.tree.map(lambda x: _spread(metric, x, number, count), metric.value)
         return _counted(metric, rows)
 
-    return jax.tree.map(summand, metrics, is_leaf=_is_merged)
+    return jax.tree.map(summand, metrics, is_leaf=is_merged)
 
 
 def reported(metrics: Any, count: Any) -> Any:
@@ -83,11 +83,7 @@ def reported(metrics: Any, count: Any) -> Any:
             return metric
         return metric / jnp.asarray(count, metric.dtype)
 
-    return jax.tree.map(one, metrics, is_leaf=_is_merged)
-
-
-def _is_merged(x: Any) -> bool:
-    return isinstance(x, Merged)
+    return jax.tree.map(one, metrics, is_leaf=is_merged)
 
 
 def _counted(metric: Merged, value: Any) -> Merged:

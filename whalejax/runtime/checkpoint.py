@@ -39,6 +39,8 @@ from whalejax.runtime.checkpoint_files import (
     unwritten,
 )
 from whalejax.runtime.checkpoint_record import (
+    LONGEST_REASON,
+    MODEL_SECTIONS,
     DamagedCheckpoint,
     Leaf,
     Place,
@@ -57,11 +59,9 @@ if TYPE_CHECKING:
 
 
 _SCALE: Final = "loss_scale"
-_MODEL: Final = ("params", "rest")
-_KEPT_WITH_MODEL: Final = (*_MODEL, "step", "rng")
-_SECTIONS: Final = (*_MODEL, "opt_state", "step", "rng", _SCALE)
+_KEPT_WITH_MODEL: Final = (*MODEL_SECTIONS, "step", "rng")
+_SECTIONS: Final = (*MODEL_SECTIONS, "opt_state", "step", "rng", _SCALE)
 _ARRAYS: Final = "arrays"
-_LONGEST_REASON: Final = 200
 
 
 class UncheckedCheckpoint(UserWarning):
@@ -413,7 +413,7 @@ def _read(
             )
     except Exception as error:  # of unreadable numbers Orbax tells by this very class
         first = (str(error).splitlines() or [""])[0] or type(error).__name__
-        reason = f"{target}: this checkpoint cannot be read ({first[:_LONGEST_REASON]})"
+        reason = f"{target}: this checkpoint cannot be read ({first[:LONGEST_REASON]})"
         if record.file_sha256 is None:
             raise DamagedCheckpoint(f"{reason}. Restore another one") from error
         raise WhaleError(

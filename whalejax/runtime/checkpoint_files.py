@@ -27,6 +27,7 @@ import jax
 from whalejax import _compat_processes
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.runtime.checkpoint_record import (
+    LONGEST_REASON,
     Record,
     files_of,
     refuse_damaged,
@@ -38,7 +39,6 @@ _WRITTEN_BY: Final = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")
 _SHOWN_DIGITS: Final = 12
 _MOST_THREADS: Final = 8
 _WAIT_SECONDS: Final = 1800.0
-_LONGEST_REASON: Final = 300
 
 _REMEDIES: Final = {
     errno.ENOSPC: "The disk is full: free some space, or save to another one",
@@ -311,6 +311,4 @@ def _reason(error: Exception) -> str:
     found = _OS_ERROR.search(str(error))
     if found:
         return os.strerror(int(found[1]))
-    return (str(error).splitlines() or [""])[0][:_LONGEST_REASON] or type(
-        error
-    ).__name__
+    return (str(error).splitlines() or [""])[0][:LONGEST_REASON] or type(error).__name__

@@ -42,11 +42,12 @@ _OLDER: Final = frozenset(
     ("whalejax_checkpoint", "whalejax", "model_hash", "plan_hash", "leaves")
     + ("file_bytes",)
 )
-_MODEL: Final = ("params", "rest")
+MODEL_SECTIONS: Final = ("params", "rest")
 _LINEN: Final = "params."
 """What stands before the name of a Linen parameter that is not trained."""
 
-_LONGEST_REASON: Final = 200
+LONGEST_REASON: Final = 200
+"""Characters that an error quotes of what another library says."""
 
 
 Place = tuple[str, str]
@@ -209,7 +210,7 @@ def read_record(target: Path) -> Record:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _refuse_parent(target)
-        said = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        said = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         raise DamagedCheckpoint(
             f"{target} is not a whole checkpoint: its record {RECORD} cannot be read "
             f"({said}). Restore another one"
@@ -321,11 +322,11 @@ def moved_places(
     """
     found: dict[Place, Place] = {}
     for section, name in saved:
-        if section not in _MODEL or (section, name) in wanted:
+        if section not in MODEL_SECTIONS or (section, name) in wanted:
             continue
-        trained = section == _MODEL[0]
+        trained = section == MODEL_SECTIONS[0]
         names = (name, _LINEN + name if trained else name.removeprefix(_LINEN))
-        for other in ((_MODEL[trained], one) for one in names):
+        for other in ((MODEL_SECTIONS[trained], one) for one in names):
             if other in wanted and other not in saved:
                 found[section, name] = other
                 break
@@ -352,7 +353,7 @@ def check_same(
     for old, new in moved.items():
         is_model = is_model or saved[old].form != wanted[new].form
         roles = ("trained", "not trained")
-        was, now = roles if old[0] == _MODEL[0] else roles[::-1]
+        was, now = roles if old[0] == MODEL_SECTIONS[0] else roles[::-1]
         problems.add(
             f"{saved[old].name}: {saved[old].form}, {was} where the checkpoint was "
             f"saved; {wanted[new].form}, {now} in this step"
@@ -366,7 +367,7 @@ def check_same(
         # The run's own key may be of another algorithm: the saved one goes on.
         if there and here and (there.form == here.form or there.section == "rng"):
             continue
-        is_model = is_model or place[0] in _MODEL
+        is_model = is_model or place[0] in MODEL_SECTIONS
         problems.add(
             f"{' '.join(place)}: the checkpoint has "
             f"{there.form if there else 'no such leaf'}, this model "

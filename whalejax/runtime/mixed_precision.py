@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.adapters.base import Adapter
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.sharding.precision_regions import PRECISIONS as PRECISIONS
 from whalejax.planner.terms import ALL
 
 

@@ -24,18 +24,15 @@ from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, update
 from whalejax.lowering.spmd.host_parameters import out_of_host
+from whalejax.lowering.step_runner import Evaluation as Evaluation
+from whalejax.lowering.step_runner import Metrics as Metrics
+from whalejax.lowering.step_runner import StepRunner
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for
 from whalejax.runtime.mixed_precision import LossScale, all_finite
 from whalejax.runtime.optimizer_state import kin_of, owners_of
 from whalejax.runtime.state import Origin, TrainState, bare, strongly_typed
-
-
-Metrics = dict[str, Any]
-
-Evaluation = tuple[Metrics, Any]
-"""Metrics of a batch, and the sum of the weights of its losses."""
 
 
 class Runner(Protocol):
@@ -88,7 +85,7 @@ class Runner(Protocol):
         ...
 
 
-class OneProgram:
+class OneProgram(StepRunner):
     """Runs a plan as one program; see ``Runner``."""
 
     def __init__(
@@ -139,21 +136,21 @@ class OneProgram:
         born: TrainState = jax.jit(whole, out_shardings=self.shardings)(*arguments)
         return born
 
-    def advance(
+    def _agree(self) -> None:
+        self._agreement.check(self.program)
+
+    def _issue_step(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
-        self._agreement.check(self.program)
-        with self.watch.step():
-            found: tuple[TrainState, Metrics] = self._step(state, list(batch))
-        self.watch.issued(jax.tree.leaves(found[1]))
+        found: tuple[TrainState, Metrics] = self._step(state, list(batch))
         return found
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
-        self._agreement.check(self.program)
-        with self.watch.step("an evaluation"):
-            found: Evaluation = self._loss(state, list(batch))
-        self.watch.issued(jax.tree.leaves(found))
+    def _issue_evaluation(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
+        found: Evaluation = self._loss(state, list(batch))
         return found
+
+    def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
+        return jax.tree.leaves(metrics)  # The next step takes the memory of the state.
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         return self._step.lower(state, list(batch))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from whalejax.hlo.text import OP_NAME, SOURCE_LINE
 from whalejax.planner.plan.plan import Plan
 from whalejax.verification import report
 from whalejax.verification.processes import Answer
@@ -299,8 +300,6 @@ _REMATERIALIZED = re.compile(
     r".*?HLO operation: %?(\S+) = (\S+)(.*)"
 )
 _LIBRARIES = ("site-packages", "dist-packages", "/whalejax/", "/lib/python")
-_NAME = re.compile(r'op_name="([^"]*)"')
-_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
 def rematerializations(
@@ -316,8 +315,8 @@ def rematerializations(
     found: dict[tuple[str, str], Finding] = {}
     for match in _REMATERIALIZED.finditer(words):
         before, after, _, shape, rest = match.groups()
-        name = _NAME.search(rest)
-        source = _SOURCE.search(rest)
+        name = OP_NAME.search(rest)
+        source = SOURCE_LINE.search(rest)
         stack = name[1] if name else ""
         place = f"{source[1]}:{source[2]}" if source else _place_of(stack, traffic)
         finding = Finding(

@@ -14,7 +14,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters.leaves import dotted
-from whalejax.api.losses import Merged
+from whalejax.api.losses import Merged, is_merged
 from whalejax.capture.reported.judged import Said, judged
 from whalejax.capture.reported.paired import Trace, avals
 from whalejax.capture.reported.sample_dims import SampleRows, Unclear, reported_rows
@@ -144,7 +144,7 @@ def undivided(out_tree: Any) -> Any:
     def merged(leaf: Any) -> Any:
         return leaf if isinstance(leaf, Merged) else Merged(leaf, "same")
 
-    metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
+    metrics = jax.tree.map(merged, metrics, is_leaf=is_merged)
     return jax.tree.structure((total, weight, metrics, rest))
 
 
@@ -175,7 +175,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
         if isinstance(said, Unclear):
             number = not aval.shape and _compat.is_inexact(aval.dtype)
             (averaged if number else unclear).append((name, said))
-    metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
+    metrics = jax.tree.map(merged, metrics, is_leaf=is_merged)
     return Reports(
         out_tree=jax.tree.structure((total, weight, metrics, rest)),
         unclear=tuple(unclear),
@@ -213,13 +213,9 @@ def _words(name: str, value: Unclear) -> str:
 
 def _open_leaves(metrics: Any) -> dict[str, int]:
     """Numbers of the results whose merging the user has not said, by name."""
-    leaves = jax.tree_util.tree_flatten_with_path(metrics, is_leaf=_is_merged)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(metrics, is_leaf=is_merged)[0]
     return {
         f"metrics[{dotted(path)!r}]": leaf
         for path, leaf in leaves
         if not isinstance(leaf, Merged)
     }
-
-
-def _is_merged(x: Any) -> bool:
-    return isinstance(x, Merged)

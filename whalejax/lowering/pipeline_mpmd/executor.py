@@ -39,6 +39,7 @@ from whalejax.lowering.pipeline_mpmd.update import Parted, Where
 from whalejax.lowering.spmd.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
+from whalejax.lowering.step_runner import StepRunner
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.dimensions import Dimensions
@@ -89,7 +90,7 @@ class _Whole(Program):
         ]
 
 
-class Apart:
+class Apart(StepRunner):
     """Runs a plan whose stages have programs of their own; see ``runner.Runner``.
 
     Attributes:
@@ -269,16 +270,10 @@ class Apart:
 
     # Running.
 
-    def advance(
-        self, state: TrainState, batch: Sequence[Any]
-    ) -> tuple[TrainState, Metrics]:
+    def _agree(self) -> None:
         self.moves.agree()
-        with self.watch.step():
-            new, metrics = self._advance(state, batch)
-        self.watch.issued(jax.tree.leaves((metrics, new.step)))
-        return new, metrics
 
-    def _advance(
+    def _issue_step(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
         run = Pass(self, state, batch)
@@ -318,14 +313,7 @@ class Apart:
         tree: Any = jax.tree.structure(state)
         return tree.unflatten(leaves), self._report(results[len(before) :])
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
-        self.moves.agree()
-        with self.watch.step("an evaluation"):
-            found = self._evaluate(state, batch)
-        self.watch.issued(jax.tree.leaves(found))
-        return found
-
-    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
+    def _issue_evaluation(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         run = Pass(self, state, batch, keeps=False)
         for event in self.moves.order:
             if event.action == "forward":

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.lowering.spmd.executor import Program
+from whalejax.lowering.step_runner import StepRunner
 from whalejax.lowering.uneven.timer import Stopwatch
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.shares import dealt
@@ -33,8 +34,8 @@ _MARKS: Final = 2**24
 """Whole numbers up to it are exact in float32."""
 
 
-class Following:
-    """Micro-batches of each replica, now and in the next step.
+class Following(StepRunner):
+    """Micro-batches of each replica, now and in the next step; see ``StepRunner``.
 
     Attributes:
         rebalances: shares follow what replicas are measured to take.

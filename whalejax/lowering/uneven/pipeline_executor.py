@@ -101,7 +101,7 @@ class Pipes(Following):
         )
         self.batch_shardings = self.pipelines[self._mine[0]].batch_shardings
         self._agreement = Agreement(self.mesh)
-        self._watch = Watch(alone=not self.mesh.is_multi_process)
+        self.watch = Watch(alone=not self.mesh.is_multi_process)
 
     # Starting.
 
@@ -164,16 +164,7 @@ class Pipes(Following):
 
     # Running.
 
-    def advance(
-        self, state: TrainState, batch: MicroBatches
-    ) -> tuple[TrainState, Metrics]:
-        self._agree()
-        with self._watch.step():
-            new, metrics = self._advance(state, batch)
-        self._watch.issued(jax.tree.leaves((metrics, new.step)))
-        return new, metrics
-
-    def _advance(
+    def _issue_step(
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
         seen = {r: self._seen(state, r) for r in self._mine}
@@ -220,7 +211,7 @@ class Pipes(Following):
         for events in itertools.zip_longest(*orders):
             for r, event in zip(self._mine, events, strict=True):
                 if event is not None and (keeps or event.action == "forward"):
-                    self._watch.doing = event
+                    self.watch.doing = event
                     runs[r].do(event)
         return runs
 
@@ -432,14 +423,7 @@ class Pipes(Following):
         )
         return found
 
-    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
-        self._agree()
-        with self._watch.step("an evaluation"):
-            found = self._evaluate(state, batch)
-        self._watch.issued(jax.tree.leaves(found))
-        return found
-
-    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+    def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         seen = {r: self._seen(state, r, whole=False) for r in self._mine}
         runs = self._ran(seen, batch, keeps=False)
         for r in self._mine:

@@ -107,7 +107,7 @@ class Uneven(Following):
             others=whole,
         )
         self._agreement = Agreement(self.mesh)
-        self._watch = Watch(alone=not self.mesh.is_multi_process)
+        self.watch = Watch(alone=not self.mesh.is_multi_process)
 
     # Starting.
 
@@ -188,16 +188,7 @@ class Uneven(Following):
 
     # Running.
 
-    def advance(
-        self, state: TrainState, batch: MicroBatches
-    ) -> tuple[TrainState, Metrics]:
-        self._agree()
-        with self._watch.step():
-            new, metrics = self._advance(state, batch)
-        self._watch.issued(jax.tree.leaves((metrics, new.step)))
-        return new, metrics
-
-    def _advance(
+    def _issue_step(
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
         seen = {r: self._seen(state, r) for r in self._mine}
@@ -253,14 +244,7 @@ class Uneven(Following):
                 self._stopwatches[r].stop(done, count)
         return found
 
-    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
-        self._agree()
-        with self._watch.step("an evaluation"):
-            found = self._evaluate(state, batch)
-        self._watch.issued(jax.tree.leaves(found))
-        return found
-
-    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+    def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         seen = {r: self._seen(state, r, whole=False) for r in self._mine}
         sums = {r: self._replicas[r].begin_eval() for r in self._mine}
         for replica, number in self._turns():
