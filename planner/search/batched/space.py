@@ -137,7 +137,9 @@ class Space:
             cast_bytes=request.cast_bytes,
         )
         self.cells = Pricer(self.served, self.links, cluster, size).price()
-        self.storage = Storage(self.cells, self.links.leaves, request.cast_bytes)
+        self.storage = Storage(
+            self.cells, self.links.leaves, request.cast_bytes, cluster.compiler
+        )
 
     def _points(self, request: Request) -> Points:
         total, fixed = request.num_devices, self.inner
