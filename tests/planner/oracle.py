@@ -458,8 +458,8 @@ class Pipeline:
             along[0] += self._places[self.kinds[0], FIRST, phase]
             along[-1] += self._places[self.kinds[-1], LAST, phase]
             seconds.append(along)
-        hop = axis_parts(("stage",), self.mesh, self.oracle.cluster)[-1].level
-        wait = hop.latency_seconds + self.inner.stream / hop.bandwidth_bytes_per_second
+        parts_of = axis_parts(("stage",), self.mesh, self.oracle.cluster)
+        wait = collective_seconds("collective-permute", self.inner.stream, parts_of)
         return simulate(table, seconds[0], seconds[1], wait).step_seconds
 
     def _shares(self, index: int) -> dict[int, float]:

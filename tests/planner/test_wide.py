@@ -191,7 +191,11 @@ def test_a_plain_case_costs_what_a_plain_plan_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+    "kind",
+    [
+        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+        "collective-permute",
+    ],
 )
 @pytest.mark.parametrize(
     "text",

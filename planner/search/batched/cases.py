@@ -49,6 +49,9 @@ from whalejax.planner.sharding.offload_candidates import exposed_seconds
 
 PLACES = (FIRST, LAYER, LAST)
 
+TINY = 1e-30
+"""Seconds by which nothing is divided into nothing."""
+
 PHASES = ("forward", "backward")
 
 TERMS = ("compute", "launch", "activation", "border", "parameter", "offload")
@@ -303,28 +306,57 @@ class _Inside(_Rows):
                 self._add((kind, place, "backward", "launch"), launches * (2 / 3))
 
     def _communicate(self) -> None:
-        self.context = {phase: self.zeros for phase in PHASES}
+        self.context: dict[tuple[str, str], Array] = {}
         self.others: Seconds = {}
         for column, axes, payload, times in self.model.traffic:
             if "data" not in axes:
                 for phase, seconds in self.traffic(column, axes, payload, times):
                     keys = column.axes == ("context",) and column.place == LAYER
                     if keys and column.collective != "all-reduce":
-                        self.context[phase] = self.context[phase] + seconds
-                        continue
+                        if column.term != "ring":
+                            own = phase, column.term
+                            self.context[own] = self.context.get(own, 0.0) + seconds
+                            continue
                     key = (0, column.place, phase, column.term)
                     self.others[key] = self.others.get(key, 0.0) + seconds
 
     def _ring(self, kind: int) -> None:
         """A ring's exchange runs beside the products with what came before."""
         for (_, place, phase, term), seconds in self.others.items():
-            self._add((kind, place, phase, term), seconds)
+            if term != "ring":
+                self._add((kind, place, phase, term), seconds)
+        for place in PLACES:
+            self._rounds(kind, place)
         ring, parts = self.frames.ring > 0, self.mesh["context"]
-        for phase, seconds in self.context.items():
+        for phase in PHASES:
+            terms = [term for at, term in self.context if at == phase]
+            whole = sum((self.context[phase, t] for t in terms), self.zeros)
             products = self.cell(Column("attention", kind=kind, phase=phase))
             hidden = products * (parts - 1) / parts
-            exposed = np.where(ring, np.maximum(0.0, seconds - hidden), seconds)
-            self._add((kind, LAYER, phase, "border"), exposed)
+            left = np.maximum(0.0, whole - hidden) / np.maximum(whole, TINY)
+            for term in terms:
+                seconds = self.context[phase, term]
+                exposed = np.where(ring, seconds * left, seconds)
+                self._add((kind, LAYER, phase, term), exposed)
+
+    def _rounds(self, kind: int, place: int) -> None:
+        """What of the rounds of attention in blocks its computation does not cover."""
+        sent = {p: self.others.get((0, place, p, "ring"), self.zeros) for p in PHASES}
+        whole = sum(sent.values(), self.zeros)
+        if not whole.any():
+            return
+        covers = self.zeros
+        for home in self.model.policies[0]:
+            ahead, behind = (
+                self.cell(Column("covers", home, place, kind, phase))
+                for phase in PHASES
+            )
+            covers = covers + behind + ahead * (1 + self.policy(home, "full", "named"))
+        if self.cluster.platform == "cpu":
+            covers = self.zeros
+        left = np.maximum(0.0, whole - covers) / np.maximum(whole, TINY)
+        for phase, seconds in sent.items():
+            self._add((kind, place, phase, "activation"), seconds * left)
 
 
 class Cases(_Rows):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.estimates.step_model import OUTER
-from whalejax.planner.cost.collectives import Spans
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
 from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
@@ -199,18 +198,9 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
 
 def handed_seconds(cases: Cases) -> Array:
     """Seconds for what one stage gives the next."""
-
-    def outermost(spans: Spans) -> tuple[Array, Array]:
-        byte, wait = np.zeros(len(spans[0][0])), np.zeros(len(spans[0][0]))
-        for size, level in spans:
-            one = level.detour(2) / level.bandwidth_bytes_per_second
-            byte = np.where(size > 1, one, byte)
-            wait = np.where(size > 1, level.latency_seconds, wait)
-        return byte, wait
-
-    per_byte, once = cases.rates("handing on", ("stage",), outermost)
-    found: Array = once + cases.cell(Column("stream")) * per_byte
-    return found
+    payload = cases.cell(Column("stream"))
+    once = np.ones(cases.number)
+    return cases.collective("collective-permute", ("stage",), payload, once)
 
 
 def _bound(cases: Cases, pace: Array, parts: Array, *, scheduled: bool = True) -> Array:
