@@ -56,7 +56,7 @@ from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.planner.plan.plan import Plan, PlanError  # noqa: E402
 from whalejax.planner.search.batched.branch_and_bound import WideSearch  # noqa: E402
 from whalejax.planner.search.enumerate import Request  # noqa: E402
-from whalejax.planner.search.plan_estimate_only import foresee  # noqa: E402
+from whalejax.planner.search.plan_any import decide_any  # noqa: E402
 from whalejax.runtime.batch_record import batch_leaves  # noqa: E402
 from whalejax.runtime.mixed_precision import at_precision  # noqa: E402
 from whalejax.runtime.optimizer_state import optimizer_bytes  # noqa: E402
@@ -224,7 +224,7 @@ def answer(question: Question, rounds: int) -> Answer:
         graph = dataclasses.replace(captured.graph)
         gc.collect()
         start = time.perf_counter()
-        plan = foresee(
+        plan = decide_any(
             graph,
             machine,
             request,

@@ -35,7 +35,7 @@ from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames
 from whalejax.planner.search.batched.partition import cut_layers
 from whalejax.planner.search.batched.step_time import Weighed, settle, weigh
 from whalejax.planner.search.enumerate import Request, Search
-from whalejax.planner.search.plan_estimate_only import foresee
+from whalejax.planner.search.plan_any import decide_any
 from whalejax.planner.search.plan_spmd import analyse_graph
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
@@ -295,7 +295,7 @@ def test_an_impossible_request_names_what_lacks() -> None:
     graph = decoder(4, layers=4, hidden=1024, ffn=3072, seq=128)
     machine = with_memory(cluster("h100:2"), 1e6, None)
     with pytest.raises(PlanError) as caught:
-        foresee(graph, machine, request_of(graph, machine))
+        decide_any(graph, machine, request_of(graph, machine))
     text = str(caught.value)
     assert text.startswith(
         "no plan fits, with anything computed again or moved to host"
@@ -303,7 +303,7 @@ def test_an_impossible_request_names_what_lacks() -> None:
     assert " bytes) of 1 MB per device" in text
     machine = with_memory(cluster("h100:2"), 7e7, 1.2e7)
     with pytest.raises(PlanError, match="of host memory per device"):
-        foresee(graph, machine, request_of(graph, machine))
+        decide_any(graph, machine, request_of(graph, machine))
 
 
 def test_every_kind_must_hold_an_even_share() -> None:

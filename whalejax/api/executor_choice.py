@@ -32,7 +32,7 @@ from whalejax.planner.plan.build import KEPT_CANDIDATES
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.plan.terms import Remat
 from whalejax.planner.search.enumerate import PLANNED_AXES
-from whalejax.planner.search.plan_estimate_only import foresee
+from whalejax.planner.search.plan_any import decide_any
 from whalejax.planner.search.plan_pipeline_mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.search.plan_pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.search.plan_spmd import Known, check_marks, decide
@@ -75,7 +75,7 @@ def decider(
     """
     known = programs.known
     if not runnable:
-        return functools.partial(foresee, known=known, spaces=programs.spaces), request
+        return functools.partial(_any, programs, uneven, allow_idle), request
     if _marked(programs.graph):
         _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
@@ -106,6 +106,34 @@ def decider(
     if named and not isinstance(uneven, tuple):
         return functools.partial(staging.of_named, search), request
     return search, request
+
+
+def _any(
+    programs: Programs,
+    uneven: Uneven,
+    allow_idle: bool,
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    **options: Any,
+) -> Plan:
+    """The best plan, whether it runs or not."""
+
+    def runs() -> Plan:
+        search, asked = decider(
+            programs, request, runnable=True, uneven=uneven, allow_idle=allow_idle
+        )
+        return search(graph, cluster, asked, **options)
+
+    return decide_any(
+        graph,
+        cluster,
+        request,
+        known=programs.known,
+        spaces=programs.spaces,
+        runs=runs,
+        **options,
+    )
 
 
 def _without_stages(

@@ -63,10 +63,10 @@ class Column:
             on a kind of device; ``again`` leaves products out), ``launches``,
             ``bytes`` and ``times`` (payload and count of collectives), ``attention``
             (seconds of its products), ``covers`` (seconds of attention in blocks, while
-            which keys and values go round), ``saved``, ``rebuilt``, ``largest``, ``stream``
-            (bytes), ``gradient`` (bytes to reduce), ``parts`` (shards of a dimension of
-            a group of leaves), ``samples``, ``expert``, ``context``, ``tensor``,
-            ``variant`` and ``ring``.
+            which keys and values go round), ``saved``, ``rebuilt``, ``largest``,
+            ``stream`` (bytes), ``gradient`` (bytes to reduce), ``parts`` (shards of a
+            dimension of a group of leaves), ``samples``, ``expert``, ``context``,
+            ``tensor``, ``variant`` and ``ring``.
         task_graph: which, or which group of leaves.
         place: along the chain, or which dimension.
         kind: which kind of device.

@@ -75,7 +75,8 @@ class Weighed:
     def memory_terms(self, index: int) -> MemoryTerms:
         """The terms of one case."""
         return MemoryTerms(
-            **{f"{k}_bytes": int(v[index]) for k, v in self.memory.items()}
+            **{f"{k}_bytes": int(v[index]) for k, v in self.memory.items()},
+            host_bytes=int(self.host[index]),
         )
 
 
