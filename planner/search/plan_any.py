@@ -21,6 +21,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.build import KEPT_CANDIDATES, verdict_of
 from whalejax.planner.plan.plan import (
     BatchLeaf,
+    Candidate,
     Chosen,
     NothingFits,
     Plan,
@@ -289,7 +290,8 @@ def _not_covered(
     found = (frames.stage == 1) & (frames.order == 0) & (frames.ring == 0)
     found &= np.array(same)[frames.remat] & ~gradients & (~activations | full)
     found &= ~params | ((frames.zero == 0) & sliced)
-    return ~found
+    wanted: Array = ~found
+    return wanted
 
 
 def _like(
@@ -316,12 +318,12 @@ def _joined(
     rows = [*(() if plan is None else plan.candidates), *(one.row for one in found)]
     if best is not None and best.case.step_seconds * (1 + TIE) < seconds:
         taken = estimated_plan(graph, best, precision, batch)
-        own = dataclasses.replace(best.row, verdict="chosen")
-        rows = [row for row in rows if row.layout != own.layout]
-        notes = (*taken.notes, *_gain(plan, taken), _proof(beyond))
+        own: Candidate | None = dataclasses.replace(best.row, verdict="chosen")
+        rows = [row for row in rows if row.layout != best.layout]
+        notes = (*taken.notes, *_gain(plan, taken), *_proof(beyond))
     else:
         assert plan is not None  # else there is nothing to join
-        taken, notes = plan, (*plan.notes, _proof(beyond))
+        taken, notes = plan, (*plan.notes, *_proof(beyond))
         own = next((row for row in rows if row.verdict == "chosen"), None)
         rows = [row for row in rows if row is not own]
     if plan is taken and not found:
@@ -351,12 +353,15 @@ def _gain(plan: Plan | None, taken: Plan) -> list[str]:
     ]
 
 
-def _proof(beyond: _Beyond) -> str:
-    return (
+def _proof(beyond: _Beyond) -> list[str]:
+    """Among how many cases was chosen, and what bounds the others; if there are any."""
+    if not beyond.covered:
+        return []
+    return [
         f"chosen among {beyond.covered:,} combinations, {beyond.weighed:,} weighed, "
         "the others ruled out by a lower bound on their step time "
         f"(gap {beyond.gap:.2%})"
-    )
+    ]
 
 
 def _check_stages(graph: Graph) -> None:

@@ -97,7 +97,7 @@ def decider(
             "micro-batches are shared out between pipelines of a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
-    staging = _Staging(programs.captured, asked, uneven)
+    staging = _Staging(programs, asked, uneven)
     if found or stages > 1:
         search = staging.of_any_number if found else staging
         return functools.partial(_said, search), request
@@ -172,19 +172,24 @@ class _Staging:
     """Plans in stages, by the executor that can run them.
 
     Attributes:
-        captured: the loss.
+        programs: the loss.
         asked: the pipeline that is asked for.
         uneven: whether several pipelines side by side may take unlike shares, or those
             that are asked for.
         known_seconds: of a step in a plan that there is already.
     """
 
-    def __init__(self, captured: Captured, asked: Asked, uneven: Uneven) -> None:
-        self.captured = captured
+    def __init__(self, programs: Programs, asked: Asked, uneven: Uneven) -> None:
+        self.programs = programs
         self.asked = asked
         self.uneven: Uneven = uneven
         self.known_seconds = math.inf
         self.traced = functools.cache(self._traced)
+
+    @property
+    def captured(self) -> Captured:
+        """The loss; traced once stages are looked at."""
+        return self.programs.captured
 
     def __call__(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -260,7 +265,7 @@ class _Staging:
     def _of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """The same, for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
-        found = _Staging(self.captured, asked, self.uneven)
+        found = _Staging(self.programs, asked, self.uneven)
         found.traced = self.traced
         found.known_seconds = known_seconds
         return found
