@@ -517,14 +517,13 @@ class Pipeline:
             several = sum(self.mesh[a] > 1 for a in named) > 1
             at_once = several and not compiler.reduces_in_parts
             if at_once or not compiler.reduce_scatter:
-                cut = at_once and any(self.mesh[a] > 1 for a in scattered)
-                times = micro_batches if cut else 1
-                total += times * self.collective("all-reduce", named, nbytes)
+                total += micro_batches * self.collective("all-reduce", named, nbytes)
                 continue
             once = self.collective("reduce-scatter", scattered, nbytes)
             left = nbytes / math.prod(self.mesh[a] for a in scattered)
             rest = [a for a in named if a not in sharding]
-            total += once * micro_batches + self.collective("all-reduce", rest, left)
+            once += self.collective("all-reduce", rest, left)
+            total += once * micro_batches
         return total * (1 - self.oracle.hidden.overlap_gradients)
 
     def _fits(self, index: int, micro_batches: int) -> bool:

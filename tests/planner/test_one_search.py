@@ -127,7 +127,10 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
     "tensor": lambda: question(
         "gpt-test", "v5p:2x2x1", 8, options=GPT, mesh={"tensor": 2}
     ),
-    "mlp": lambda: question("mlp-test", "cpu:4", 16),
+    "parts": lambda: question(
+        "gpt-test", "a100-80:2x2", 16, options=GPT, num_micro_batches=4
+    ),
+    "mlp": lambda: question("mlp-test", "v5e:2x2", 16),
     "experts": lambda: question("moe-test", "h100:4", 16),
 }
 

@@ -6,10 +6,9 @@ of single plans (``enumerate``, ``saved_tensors``, ``optimizer_step``); a case w
 stage, nothing computed again and nothing in host memory is priced the same there and
 here.
 
-Where a pipeline accumulates, gradients are reduced once in a step, but for what is
-stored in shards, which is reduced and scattered after every micro-batch. What moves to
-host memory and back does so beside the computation of the same place, and what is
-longer than that is exposed.
+Gradients are reduced in every micro-batch, as compiled programs do: what they add up is
+there on every device. What moves to host memory and back does so beside the computation
+of the same place, and what is longer than that is exposed.
 
 Many cases agree in what happens inside a stage, or in how parameters are stored; each
 of the two is worked out once for all that agree.

@@ -420,10 +420,11 @@ def _gradient_seconds(
 def _reduction_seconds(
     cases: Cases, axes: tuple[str, ...], payload: Array, parts: Array, shards: bool
 ) -> Array:
-    """Seconds of the reductions of gradients over some axes."""
+    """Seconds of the reductions of gradients over some axes, in every micro-batch."""
     if not payload.any():
         return cases.zeros
-    once = (payload > 0) * 1.0
+    once = (payload > 0) * parts
+    payload = payload * parts
     if not cases.cluster.compiler.reduce_scatter:
         return cases.collective("all-reduce", axes, payload, once)
     sharding = ("data", "fsdp") if shards else ("fsdp",)
@@ -431,12 +432,11 @@ def _reduction_seconds(
     left = tuple(a for a in axes if a not in sharding)
     pieces, _ = cases.ranks(scattered)
     found: Array = cases.collective(
-        "reduce-scatter", scattered, payload * parts, once * parts
+        "reduce-scatter", scattered, payload, once
     ) + cases.collective("all-reduce", left, payload / pieces, once)
     _, several = cases.ranks(axes)
     if not cases.cluster.compiler.reduces_in_parts and several.any():
-        times = np.where(pieces > 1, parts, 1.0)
-        whole = cases.collective("all-reduce", axes, payload * times, once * times)
+        whole = cases.collective("all-reduce", axes, payload, once)
         found = np.where(several, whole, found)
     return found
 
