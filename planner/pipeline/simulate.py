@@ -26,6 +26,10 @@ from whalejax.planner.pipeline.schedules import (
 from whalejax.planner.plan.plan import PlanError
 
 
+OUTER = 3
+"""Micro-batches for each stage after which a pipeline's pace is steady."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """A schedule in seconds.

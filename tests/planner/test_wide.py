@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
 from whalejax.estimates.decoder import Decoder, decoder_graph
-from whalejax.estimates.step_model import OUTER
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.cost.collectives import (
@@ -27,7 +26,12 @@ from whalejax.planner.cost.collectives import (
 )
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
-from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many
+from whalejax.planner.pipeline.simulate import (
+    OUTER,
+    any_cut_share,
+    simulate,
+    simulate_many,
+)
 from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement

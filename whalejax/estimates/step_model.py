@@ -34,13 +34,10 @@ from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance.shares import even_shares
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
-from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.simulate import OUTER, simulate
 
 
 Array = np.ndarray
-OUTER = 3
-"""Micro-batches for each stage after which a pipeline's pace is steady."""
-
 ALIGNED = 8
 """Elements of 16 bits by which sizes of a product divide where it is fastest."""
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.estimates.step_model import OUTER
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
-from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
+from whalejax.planner.pipeline.simulate import OUTER, Compiled, any_cut_share, compiled
 from whalejax.planner.plan.plan import MemoryTerms, TimeTerms
 from whalejax.planner.search.batched.cases import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.search.batched.cells import Column
