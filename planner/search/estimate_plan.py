@@ -58,7 +58,9 @@ class Estimate:
         remat: what the program computes again, beside what the case says.
         attention: how the program runs attention.
         loss_chunks: parts of the tokens whose logits the program makes at a time.
-        covered, gap: of all searches for the plan; of this one if left out.
+
+    Attributes:
+        covered, gap: what the search for the plan covered, and leaves open.
     """
 
     def __init__(
@@ -69,15 +71,12 @@ class Estimate:
         remat: Remat = (),
         attention: Chosen = (),
         loss_chunks: int = 1,
-        covered: int | None = None,
-        gap: float | None = None,
     ) -> None:
         self.search = search
         self.case = case
         self.program_remat = remat
         self.attention, self.loss_chunks = attention, loss_chunks
-        self.covered = search.tally.covered if covered is None else covered
-        self.gap = search.tally.gap if gap is None else gap
+        self.covered, self.gap = search.tally.covered, search.tally.gap
         f, cells = case.frames, search.model.cells
         self.cell = int(f.cell[0])
         sizes = {"stage": f.stage, "data": f.data, "fsdp": f.fsdp}
@@ -90,7 +89,6 @@ class Estimate:
         self.zero = int(f.zero[0]) if self.mesh["data"] > 1 else 0
         self.micro_batches = max(case.micro_batches)
         self.stages = self._stages() if self.mesh["stage"] > 1 else None
-        self.beyond = self._beyond()
 
     @property
     def why_not(self) -> list[str]:
@@ -137,7 +135,9 @@ class Estimate:
             verdict="",
         )
 
-    def _beyond(self) -> Beyond:
+    @property
+    def beyond(self) -> Beyond:
+        """What it does beyond what runs."""
         search, case = self.search, self.case
         f, kinds = case.frames, search.cluster.kinds
         several = case.placement.by == "replicas"

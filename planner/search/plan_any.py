@@ -95,9 +95,43 @@ def decide_any(
         plan = None
     beyond = _Beyond(graph, cluster, asked, again, spaces or Spaces(), plan)
     found = beyond.run()
+    if again is not None:
+        for one in found:
+            if not one.why_not:
+                fixed = _fixed(asked, one)
+                plan = _faster(plan, graph, cluster, fixed, **options)
+        found = [one for one in found if one.why_not]
     if plan is None and not found:
         raise beyond.problem()
     return _joined(graph, plan, found, beyond, precision, batch)
+
+
+def _fixed(request: Request, one: Estimate) -> Request:
+    """What is asked, with everything fixed as in a case."""
+    return dataclasses.replace(
+        request,
+        mesh={a: n for a, n in one.mesh.items() if a != "stage"},
+        zero=one.zero,
+        num_micro_batches=one.micro_batches,
+        remat=one.remat,
+        offload=one.offload,
+        sequence_parallel=one.case.variant.sequence_parallel,
+        attention=one.attention,
+        loss_chunks=one.loss_chunks,
+    )
+
+
+def _faster(plan: Plan | None, *given: Any, **options: Any) -> Plan | None:
+    """The plan of what is given, if there is one and it is faster than another."""
+    try:
+        other = decide(*given, **options)
+    except PlanError:
+        return plan
+    if plan is None:
+        return other
+    if other.time.step_seconds * (1 + TIE) >= plan.time.step_seconds:
+        return plan
+    return dataclasses.replace(other, candidates=_rows(other, plan.candidates))
 
 
 def _one_program(
@@ -119,6 +153,7 @@ class _Beyond:
 
     Attributes:
         covered, weighed, gap: of all searches.
+        best: seconds of a step in the best plan, whether it runs or not.
     """
 
     def __init__(
@@ -133,6 +168,7 @@ class _Beyond:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.again, self.spaces, self.plan = again, spaces, plan
         self.known = math.inf if plan is None else plan.time.step_seconds
+        self.best = self.known
         self.searches: list[WideSearch] = []
 
     @property
@@ -148,7 +184,8 @@ class _Beyond:
     @property
     def gap(self) -> float:
         """By which part of its time the best could at most be beaten."""
-        return max((search.tally.gap for search in self.searches), default=0.0)
+        bound = min((search.tally.bound for search in self.searches), default=math.inf)
+        return max(0.0, 1 - bound / self.best) if self.best < math.inf else 0.0
 
     def run(self) -> list[Estimate]:
         """The best cases that fit and are faster than the plan, the fastest first."""
@@ -167,6 +204,9 @@ class _Beyond:
         for one in sorted(exact, key=lambda e: e.case.step_seconds):
             if one.case.step_seconds < self.known:
                 each.setdefault(one.layout, one)
+        self.best = min([self.known, *(one.case.step_seconds for one in each.values())])
+        for one in each.values():
+            one.covered, one.gap = self.covered, self.gap
         return [*each.values()][:KEPT_CANDIDATES]
 
     def _programs(self) -> list[tuple[Chosen, int]]:
@@ -222,8 +262,6 @@ class _Beyond:
             remat=remat,
             attention=attention,
             loss_chunks=chunks,
-            covered=self.covered,
-            gap=self.gap,
         )
 
     def _exactly(self, estimate: Estimate) -> list[Estimate]:
@@ -328,16 +366,23 @@ def _joined(
         rows = [row for row in rows if row is not own]
     if plan is taken and not found:
         return dataclasses.replace(taken, notes=notes)
-    others = sorted(rows, key=lambda row: (not row.fits, row.step_seconds))
+    taken = dataclasses.replace(taken, candidates=() if own is None else (own,))
+    return dataclasses.replace(taken, candidates=_rows(taken, rows), notes=notes)
+
+
+def _rows(taken: Plan, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The rows of the plan that is taken, and others beside it, the fastest first."""
+    first = {c.layout: c for c in taken.candidates if c.verdict == "chosen"}
+    every = (*taken.candidates, *others)
+    rest = {c.layout: c for c in reversed(every) if c.layout not in first}
+    order = sorted(rest.values(), key=lambda c: (not c.fits, c.step_seconds))
     fitting = [
-        dataclasses.replace(row, verdict=verdict_of(taken.time, row.time))
-        for row in others
-        if row.fits
+        dataclasses.replace(c, verdict=verdict_of(taken.time, c.time))
+        for c in order
+        if c.fits
     ]
-    refused = [row for row in others if not row.fits]
-    first = () if own is None else (own,)
-    kept = (*first, *fitting[: KEPT_CANDIDATES - 1], *refused)
-    return dataclasses.replace(taken, candidates=kept, notes=notes)
+    refused = [c for c in order if not c.fits]
+    return (*first.values(), *fitting[: KEPT_CANDIDATES - 1], *refused)
 
 
 def _gain(plan: Plan | None, taken: Plan) -> list[str]:
