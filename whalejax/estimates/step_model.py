@@ -33,7 +33,7 @@ from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape_share
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance.shares import even_shares
-from whalejax.planner.pipeline.schedules import most_in_flight, schedule
+from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import OUTER, simulate
 
 
@@ -530,9 +530,9 @@ class Runs:
                     + trained * gradient / (among[i] if run.zero >= 2 else 1)
                     + trained * STATE_BYTES / (among[i] if run.zero >= 1 else 1)
                 )
-            held = in_flight(run)
             kept = "full" if run.offloaded else run.remat
-            saved = work.saved_bytes[kept] * run.layers_per_stage * held
+            layers = run.layers_per_stage * run.in_flight
+            saved = work.saved_bytes[kept] * layers
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
             if run.zero >= 3:
                 working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
@@ -561,18 +561,6 @@ def _along(counts: Sequence[int], places: Array) -> list[float]:
     found[0] += float(places[EMBED])
     found[-1] += float(places[HEAD])
     return found
-
-
-def in_flight(run: Run) -> float:
-    """Stages' worth of activations of the first stage, which holds most.
-
-    Args:
-        run: schedule, stages and micro-batches.
-    """
-    name = "interleaved" if run.chunks > 1 else "1f1b"
-    parts = run.num_micro_batches
-    held = most_in_flight(name, run.stages, 0, parts, run.chunks)
-    return float(held) / run.chunks
 
 
 def pipeline_seconds(

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ from whalejax.planner.search.batched.mesh_grid import (
     agreeing,
 )
 from whalejax.planner.search.batched.parameter_bytes import Storage
+from whalejax.planner.search.batched.placement import Group as Group
+from whalejax.planner.search.batched.placement import Placement as Placement
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
 
@@ -134,48 +136,6 @@ class Model:
                 key = usual_axes(column.axes), column.place
                 found[key] = found[key] + values if key in found else values
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Which kinds of devices stages or replicas lie on.
-
-    Attributes:
-        by: ``"all"`` (every share is alike; the slowest kind sets the pace),
-            ``"stages"`` or ``"replicas"``.
-        kinds: indices into the cluster's kinds, in the order of stages or replicas.
-        counts: devices of each.
-    """
-
-    by: str
-    kinds: tuple[int, ...]
-    counts: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Group:
-    """Stages of one kind of device that are alike, for every case.
-
-    Attributes:
-        kind: index into the cluster's kinds.
-        count: how many; 0 where a case has none.
-        index: the first of them along the pipeline.
-        first, last: it holds that end of the model.
-        layers: of its fullest stage.
-        most: of each stage, before what is left over is taken from the first stages.
-        rank: stages before it that have layers.
-        together: of all its stages.
-    """
-
-    kind: int
-    count: Array
-    index: Array
-    first: Array
-    last: Array
-    layers: Array = field(default_factory=lambda: np.zeros(0))
-    most: Array = field(default_factory=lambda: np.zeros(0))
-    rank: Array = field(default_factory=lambda: np.zeros(0))
-    together: Array = field(default_factory=lambda: np.zeros(0))
 
 
 class _Rows:
