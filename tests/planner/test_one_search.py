@@ -135,9 +135,20 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
 }
 
 
-@pytest.fixture(params=QUESTIONS, scope="module")
+SMALL = {"annotated": False, "scan_layers": True}
+
+LARGER: dict[str, Callable[[], Question]] = {
+    "a node": lambda: question("gpt-small", "h100:8", 64, options=SMALL),
+    "a torus": lambda: question("gpt-small", "v5p:2x2x4", 128, options=SMALL),
+}
+
+
+@pytest.fixture(
+    params=[*QUESTIONS, *(pytest.param(n, marks=pytest.mark.full) for n in LARGER)],
+    scope="module",
+)
 def asked(request: pytest.FixtureRequest) -> Question:
-    return QUESTIONS[request.param]()
+    return (QUESTIONS | LARGER)[request.param]()
 
 
 @pytest.fixture(scope="module")
