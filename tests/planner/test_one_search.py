@@ -269,7 +269,8 @@ def test_arrays_take_as_long_as_the_plans_that_they_stand_for(asked: Question) -
     compared = 0
     given = asked.graph, asked.machine, asked.request, asked.again
     for analysed, one in searches(*given):
-        program = (one.request.remat, one.request.attention, one.request.loss_chunks)
+        of = one.request
+        program = (of.remat or (), of.attention or (), of.loss_chunks or 1)
         plain = dataclasses.replace(asked.request, remat=())
         search = WideSearch(asked.again(*program), asked.machine, plain)
         pairs = (
