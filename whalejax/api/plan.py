@@ -382,7 +382,7 @@ class Asked:
 
     def _attention(self, programs: Programs) -> Chosen | None:
         """How attention is to run, if the user says so and it can."""
-        asked = checked_attention(self.attention, programs.graph, self.runnable)
+        asked = checked_attention(self.attention, programs.graph)
         if asked:
             check_rings(
                 programs.again((), asked, 1),
@@ -397,8 +397,6 @@ class Asked:
         count = self.loss_chunks
         if count is None or count == 1:
             return count
-        if not self.runnable:
-            raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
         cut = programs.cut((), count)
         if cut is programs.captured:
             raise PlanError(
