@@ -16,7 +16,6 @@ from whalejax.planner.memory.liveness import Entry, Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Kept
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import CONVOLUTION, Graph
-from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -75,7 +74,6 @@ class Course:
         saved: for each span, forward and then backward, how many of each are kept.
         works: for each, what it may work with, before and while it makes gradients.
         waits: how many of each wait in host memory.
-        sliced: parameters that loops slice.
         used: for each span of the forward pass and each parameter, whether a product
             computes with it (2) or something else (1).
         waited: for each such span and parameter, whether its gradient is there while
@@ -109,7 +107,6 @@ class Course:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        self.sliced = sliced_params(graph)
         last, users = timeline.parameters()
         self.used = np.array([_used(graph, span, users) for span in spans])
         self.waited = np.array([[at >= span.first for at in last] for span in spans])
@@ -150,10 +147,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     groups = np.zeros((len(facts.group_of), len(facts.groups)))
     groups[np.arange(len(facts.group_of)), list(facts.group_of)] = 1.0
     used, none = course.used, np.zeros((len(course.used), len(facts.groups)))
-    turns = np.ones(len(facts.groups))
-    for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
-        if tensor.id in course.sliced:
-            turns[group] = tensor.shape[0]
+    turns = np.array([float(group.slices) for group, _ in facts.groups])
     looped = bool((turns > 1).any())
     return Moments(
         kinds=tuple(kinds.kinds),

@@ -326,7 +326,7 @@ class Asked(PlanRequest):
 
     def _attention(self, programs: Programs) -> Chosen | None:
         """How attention is to run, if the user says so and it can."""
-        asked = checked_attention(self.attention, programs.graph, self.runnable)
+        asked = checked_attention(self.attention, programs.graph)
         if asked:
             check_rings(
                 programs.again((), asked, 1),
@@ -341,8 +341,6 @@ class Asked(PlanRequest):
         count = self.loss_chunks
         if count is None or count == 1:
             return count
-        if not self.runnable:
-            raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
         cut = programs.cut((), count)
         if cut is programs.captured:
             raise PlanError(

@@ -13,7 +13,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,7 +79,7 @@ KEPT = 64
 
 
 class NoMeshError(PlanError):
-    """There is nothing to search; ``plan_estimate_only`` says why."""
+    """There is nothing to search; ``plan_any`` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,24 @@ class Case:
     mark: tuple[float, ...]
 
 
+Wanted = Callable[["WideSearch", Placement, Frames], Array]
+"""Which cases a search is to find, as a mask; the others are looked at elsewhere."""
+
+
 class WideSearch:
     """One wide search over one captured model.
+
+    Args:
+        graph: the captured loss, or a program that computes it otherwise.
+        cluster: the machine.
+        request: what is asked.
+        spaces: what other searches of the same loss ranged over.
+        program: what tells this program from others of the same loss.
+        known_seconds: of a step in a plan that there is already; slower ones are not
+            looked for.
+        wanted: which cases to find; all of them if left out.
+        rings: attention over ``context`` may be estimated to go round a ring, where no
+            program has it in blocks.
 
     Attributes:
         space: what it ranges over.
@@ -126,9 +142,15 @@ class WideSearch:
         cluster: Cluster,
         request: Request,
         spaces: Spaces | None = None,
+        *,
+        program: object = None,
+        known_seconds: float = math.inf,
+        wanted: Wanted | None = None,
+        rings: bool = True,
     ) -> None:
+        self.wanted, self.rings = wanted, rings
         self.spaces = spaces or Spaces()
-        self.space = self.spaces.of(graph, cluster, request)
+        self.space = self.spaces.of(graph, cluster, request, program)
         self.dims = self.space.reading.dims
         self.graph = self.space.reading.graph
         self.views = self.space.reading.views
@@ -144,7 +166,7 @@ class WideSearch:
             self.model, cluster=ideal(cluster), wires=self.space.ideal_wires
         )
         self._sizes = self.space.sizes
-        self.tally = Tally()
+        self.tally = Tally(best=known_seconds)
         options = Options(
             remats=range(len(self.model.policies)),
             lightest=self.model.lightest,
@@ -342,7 +364,9 @@ class WideSearch:
             return
         frames = ordered(frames, self._sizes)
         least = self.sieve.least_step(placement, frames, self.model, any_schedule=True)
-        frames = ringed(frames.take(least <= self.sieve.limit), self._sizes["context"])
+        frames = frames.take(least <= self.sieve.limit)
+        if self.rings:
+            frames = ringed(frames, self._sizes["context"])
         if placement.by != "replicas":
             frames = scheduled(frames, self.model.layers)
         if placement.by == "stages":
@@ -400,7 +424,10 @@ class WideSearch:
 
         Those without stages before, which have none.
         """
-        fits = np.flatnonzero(found.fits & (found.step <= self.sieve.limit))
+        may = found.fits & (found.step <= self.sieve.limit)
+        if self.wanted is not None:
+            may &= self.wanted(self, placement, frames)
+        fits = np.flatnonzero(may)
         order = fits[np.argsort(found.step[fits], kind="stable")]
         piped = frames.stage[order] > 1
         for some in (order[~piped], order[piped]):
