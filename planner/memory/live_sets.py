@@ -5,6 +5,7 @@ Found once for a program; ``peak`` gives them bytes under a layout.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ class Moments:
             those that checkpointed regions are given. Others are cast where they are
             read.
         waiting: how many of each kind wait in host memory.
+        shares: which part of each group's parameters is there: all, or what a stage of
+            a pipeline holds.
     """
 
     kinds: tuple[Kept, ...]
@@ -56,6 +59,32 @@ class Moments:
     turns: np.ndarray
     cast: np.ndarray
     waiting: np.ndarray
+    shares: np.ndarray
+
+    def on_stage(self, kinds: Sequence[float], groups: Sequence[float]) -> Moments:
+        """What one stage of a pipeline holds.
+
+        It runs the spans of its own parts of the program; of layers in a loop it keeps
+        as many turns as it has layers, and works with one at a time.
+
+        Args:
+            kinds: for each kind, which part of its tensors are made on the stage.
+            groups: for each group, which part of its parameters lie there.
+        """
+        tensors, params = np.array(kinds, float), np.array(groups, float)
+        here, there = (tensors > 0) * 1.0, (params > 0) * 1.0
+        return dataclasses.replace(
+            self,
+            saved=self.saved * tensors,
+            working=tuple(rows * here for rows in self.working),
+            making=tuple(rows * here for rows in self.making),
+            gradients=self.gradients * params,
+            held=self.held * there,
+            made=self.made * there,
+            cast=self.cast * params,
+            waiting=self.waiting * tensors,
+            shares=self.shares * params,
+        )
 
 
 class Course:
@@ -161,6 +190,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
         turns=turns,
         cast=(course.given | looped) @ groups,
         waiting=kinds.full(course.waits),
+        shares=np.ones(len(facts.groups)),
     )
 
 

@@ -76,15 +76,18 @@ def decide_any(
     stages = Asked.of(graph, request).mesh.get("stage", 1)
     asked = by_marks(graph, request, stages)
     _check_stages(graph)
+    spaces = spaces or Spaces()
     options = {"precision": precision, "batch": batch, "again": again, "known": known}
     if runs is None:
-        runs = functools.partial(_one_program, graph, cluster, asked, stages, **options)
+        own = {**options, "spaces": spaces}
+        runs = functools.partial(_one_program, graph, cluster, asked, stages, **own)
+    beyond = _Beyond(graph, cluster, asked, again, spaces)
+    beyond.prepare()
     try:
         plan = runs()
     except PlanError:
         plan = None
-    beyond = _Beyond(graph, cluster, asked, again, spaces or Spaces(), plan)
-    found = beyond.run()
+    found = beyond.run(plan)
     if again is not None:
         for one in found:
             if not one.why_not:
@@ -139,10 +142,11 @@ class _Beyond:
 
     Args:
         graph, cluster, request, again, spaces: as of ``decide_any``.
-        plan: the best that runs, or None.
 
     Attributes:
+        plan: the best that runs, or None.
         covered, weighed, gap: of all searches.
+        short: cases that memory does not hold after all.
         best: seconds of a step in the best plan, whether it runs or not.
     """
 
@@ -153,13 +157,13 @@ class _Beyond:
         request: Request,
         again: Again | None,
         spaces: Spaces,
-        plan: Plan | None,
     ) -> None:
         self.graph, self.cluster, self.request = graph, cluster, request
-        self.again, self.spaces, self.plan = again, spaces, plan
-        self.known = math.inf if plan is None else plan.time.step_seconds
-        self.best = self.known
+        self.again, self.spaces = again, spaces
+        self.plan: Plan | None = None
+        self.known = self.best = math.inf
         self.searches: list[WideSearch] = []
+        self.short: list[Estimate] = []
 
     @property
     def covered(self) -> int:
@@ -177,8 +181,22 @@ class _Beyond:
         bound = min((search.tally.bound for search in self.searches), default=math.inf)
         return max(0.0, 1 - bound / self.best) if self.best < math.inf else 0.0
 
-    def run(self) -> list[Estimate]:
-        """The best cases that fit and are faster than the plan, the fastest first."""
+    def prepare(self) -> None:
+        """Price what is searched, which the search for plans that run reads, too."""
+        for attention in self._ways():
+            graph = self._graph(((), attention, 1))
+            if graph is not None:
+                program = (), attention, 1
+                self.spaces.of(graph, self.cluster, self.request, program)
+
+    def run(self, plan: Plan | None) -> list[Estimate]:
+        """The best cases that fit and are faster than a plan, the fastest first.
+
+        Args:
+            plan: the best that runs, or None.
+        """
+        self.plan = plan
+        self.known = math.inf if plan is None else plan.time.step_seconds
         found: list[Estimate] = []
         known = self.known
         for attention, chunks in self._programs():
@@ -189,7 +207,7 @@ class _Beyond:
             self.searches.append(search)
             found += [self._estimate(search, case, program) for case in search.run()]
             known = min(known, search.tally.best)
-        exact = [one for estimate in found for one in self._exactly(estimate)]
+        exact = [one for estimate in found for one in self._lived(estimate)]
         each: dict[str, Estimate] = {}
         for one in sorted(exact, key=lambda e: e.case.step_seconds):
             if one.case.step_seconds < self.known:
@@ -199,16 +217,22 @@ class _Beyond:
             one.covered, one.gap = self.covered, self.gap
         return [*each.values()][:KEPT_CANDIDATES]
 
+    def _ways(self) -> list[Chosen]:
+        """How attention may run."""
+        if self.again is None:
+            return [()]
+        return [*unlike(self.graph, self.request, self.again)]
+
     def _programs(self) -> list[tuple[Chosen, int]]:
-        """How attention and logits may run, as far as the user leaves it open."""
-        ways: list[Chosen] = [()]
-        if self.again is not None:
-            ways = [*unlike(self.graph, self.request, self.again)]
-        asked, plan = self.request.loss_chunks, self.plan
+        """How attention and logits may run, as far as the user leaves it open.
+
+        Logits in parts are looked at where the plan that runs gains by them, or where
+        there is none.
+        """
+        asked, plan, ways = self.request.loss_chunks, self.plan, self._ways()
         if asked is not None or self.again is None:
             return [(way, asked or 1) for way in ways]
-        short = plan is None or plan.remat or plan.offload or plan.loss_chunks > 1
-        counts = (1, LOSS_CHUNKS) if short else (1,)
+        counts = (1, LOSS_CHUNKS) if plan is None or plan.loss_chunks > 1 else (1,)
         return [(way, chunks) for chunks in counts for way in ways]
 
     def _graph(self, program: Program) -> Graph | None:
@@ -254,6 +278,22 @@ class _Beyond:
             loss_chunks=chunks,
         )
 
+    def _lived(self, estimate: Estimate) -> list[Estimate]:
+        """A case on its own program, with memory by liveness; none if that lacks some.
+
+        Where it lacks, how much is remembered.
+        """
+        found = []
+        for one in self._exactly(estimate):
+            case = one.search.remembered(one.case)
+            program = one.program_remat, one.attention, one.loss_chunks
+            again = self._estimate(one.search, case, program)
+            if case.weighed.fits[case.row]:
+                found.append(again)
+            else:
+                self.short.append(again)
+        return found
+
     def _exactly(self, estimate: Estimate) -> list[Estimate]:
         """A case priced on the program that computes again what it says.
 
@@ -284,6 +324,9 @@ class _Beyond:
         covered = [search for search in self.searches if search.tally.covered]
         if not covered:
             return _no_mesh(self.graph, self.cluster, self.request)
+        if self.short:
+            nearest = min(self.short, key=_lack)
+            return _lacks(nearest, *_lack(nearest))
         return _nothing_fits(covered[0])
 
 
@@ -442,7 +485,25 @@ def _nothing_fits(search: WideSearch) -> PlanError:
             f"no plan serves the marks: devices= gives one copy of the model "
             f"{count // copies} of {count} devices. Change it, or leave it out"
         )
-    chosen = Estimate(search, case)
+    return _lacks(Estimate(search, case), lacks, host)
+
+
+def _lack(one: Estimate) -> tuple[float, float]:
+    """Bytes that a case lacks on a device, and on its host."""
+    kinds = one.search.cluster.kinds
+    room = min(kind.host_memory_bytes or math.inf for kind in kinds)
+    device = one.memory.total_bytes - one.search.cluster.memory_bytes
+    return max(0.0, device), max(0.0, one.memory.host_bytes - room)
+
+
+def _lacks(chosen: Estimate, lacks: float, host: float) -> PlanError:
+    """Says what the nearest case lacks.
+
+    Args:
+        chosen: the case.
+        lacks, host: bytes that it lacks, on a device and on its host.
+    """
+    search, case = chosen.search, chosen.case
     limit = search.cluster.memory_bytes
     least = min(search.cluster.kinds, key=lambda kind: kind.memory_bytes)
     whose = "" if search.cluster.is_uniform else f" ({least.name} has least)"

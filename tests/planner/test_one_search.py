@@ -39,7 +39,7 @@ from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.spmd import searches
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.terms import ALL, Chosen, Remat
+from whalejax.planner.terms import ALL, Chosen, MemoryTerms, Remat
 from whalejax.runtime.batch_record import batch_leaves
 from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.optimizer_state import optimizer_bytes
@@ -242,8 +242,10 @@ def named(
     }
 
 
-def arrays_of(search: WideSearch, scored: Scored, dims: Dimensions) -> Iterator[float]:
-    """The step time of a plan in the wide search, if it has tables such as its."""
+def frames_like(
+    search: WideSearch, scored: Scored, dims: Dimensions
+) -> Iterator[Frames]:
+    """The cases of the wide search with tables such as a plan's."""
     mesh, sizes = scored.mesh, search.space.sizes
     parts = mesh["data"] * mesh["fsdp"] * mesh["expert"] * scored.num_micro_batches
     same = sizes["samples"] == search.batch // parts
@@ -260,15 +262,24 @@ def arrays_of(search: WideSearch, scored: Scored, dims: Dimensions) -> Iterator[
         given |= {"cell": cell, "stage": 1, "chunks": 1, "zero": scored.zero}
         given |= {"data": mesh["data"], "fsdp": mesh["fsdp"]}
         given |= {"micro_batches": scored.num_micro_batches}
-        frames = Frames(**{k: np.array([n]) for k, n in given.items()})
+        yield Frames(**{k: np.array([n]) for k, n in given.items()})
+
+
+def arrays_of(
+    search: WideSearch, scored: Scored, dims: Dimensions
+) -> Iterator[tuple[float, MemoryTerms | None]]:
+    """Step time of such cases, and their memory where liveness tells it."""
+    for frames in frames_like(search, scored, dims):
         cases = Cases(search.model, frames, search.placements()[0], None)
         cut_layers(cases)
         found = weigh(cases)
         settle(cases, found, np.arange(1), frames.micro_batches)
-        yield float(found.step[0])
+        yield float(found.step[0]), search.liveness.of(cases, 0)
 
 
-def test_arrays_take_as_long_as_the_plans_that_they_stand_for(asked: Question) -> None:
+def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
+    asked: Question,
+) -> None:
     compared = 0
     given = asked.graph, asked.machine, asked.request, asked.again
     for analysed, one in searches(*given):
@@ -277,14 +288,15 @@ def test_arrays_take_as_long_as_the_plans_that_they_stand_for(asked: Question) -
         plain = dataclasses.replace(asked.request, remat=())
         search = WideSearch(asked.again(*program), asked.machine, plain)
         pairs = (
-            (scored, step)
+            (scored, step, terms)
             for scored in sorted(one.scored, key=lambda s: s.time.step_seconds)
             if not scored.offload
-            for step in arrays_of(search, scored, analysed.dims)
+            for step, terms in arrays_of(search, scored, analysed.dims)
         )
-        for scored, step in itertools.islice(pairs, 8):
+        for scored, step, terms in itertools.islice(pairs, 8):
             # A byte of the payload is rounded, and a part of what ZeRO-2 scatters.
             alike = step == pytest.approx(scored.time.step_seconds, rel=4e-3)
             assert alike, (scored.layout, step, scored.time)
+            assert terms in (None, scored.memory)
             compared += 1
     assert compared

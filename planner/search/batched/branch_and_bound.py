@@ -10,6 +10,7 @@ ends where the next bound lies above the best plan by more than plans may tie.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -25,6 +26,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
+from whalejax.planner.search.batched.exact_memory import ExactMemory, rooms
 from whalejax.planner.search.batched.fits import Options, weigh_options
 from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.search.batched.mesh_grid import (
@@ -455,6 +457,40 @@ class WideSearch:
         found = weigh(cases)
         settle(cases, found, everyone, frames.micro_batches)
         return found, [(int(m),) for m in frames.micro_batches]
+
+    @functools.cached_property
+    def liveness(self) -> ExactMemory:
+        """What is in memory in every span of a step, of single cases."""
+        copies = self.space.reading.batch // self.batch
+        return ExactMemory(self.space, self.request, copies)
+
+    def remembered(self, case: Case) -> Case:
+        """A case with memory by liveness, as far as that can be told.
+
+        Args:
+            case: one of this search.
+
+        Returns:
+            The case; it fits no more where ``weighed`` says so.
+        """
+        if case.placement.by == "replicas":
+            return case
+        cases = Cases(self.model, case.frames, case.placement, None)
+        cut_layers(cases)
+        terms = self.liveness.of(cases, 0)
+        if terms is None:
+            return case
+        found = weigh(cases)
+        for name, nbytes in terms.by_name().items():
+            found.memory[name][0] = nbytes
+        found.host[0] = terms.host_bytes
+        device, host = rooms(cases, 0)
+        found.fits[0] = terms.total_bytes <= device and terms.host_bytes <= host
+        fresh = cases.fresh(cases.groups[0].kind, found.temporary)
+        found.after += fresh - found.time["allocation"]
+        found.time["allocation"] = fresh
+        settle(cases, found, np.arange(1), case.frames.micro_batches)
+        return self._case(case.placement, case.frames, found, [case.micro_batches], 0)
 
     def _keep(
         self,

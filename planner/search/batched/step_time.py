@@ -70,6 +70,12 @@ class Weighed:
         """Peak of the fullest device."""
         return sum(self.memory.values(), np.zeros(len(self.pace)))
 
+    @property
+    def temporary(self) -> Array:
+        """What lives during a step alone, on the fullest device."""
+        found = (self.memory[n] for n in ("gradients", "activations", "working"))
+        return sum(found, np.zeros(len(self.pace)))
+
     def time_terms(self, index: int) -> TimeTerms:
         """The terms of one case, bubble included."""
         found = {f"{k}_seconds": float(v[index]) for k, v in self.time.items()}
