@@ -137,6 +137,10 @@ def _one_program(
     return decide(graph, cluster, dataclasses.replace(request, mesh=mesh), **options)
 
 
+MOST_ROOMS, LESS_ROOM = 4, 0.9
+"""Searches of one program at most, and what of the memory of one the next may fill."""
+
+
 class _Beyond:
     """What no executor runs and would be faster, of every program of a loss.
 
@@ -146,7 +150,8 @@ class _Beyond:
     Attributes:
         plan: the best that runs, or None.
         covered, weighed, gap: of all searches.
-        short: cases that memory does not hold after all.
+        short: cases that memory does not hold after all, and by which factor they take
+            more of it than arrays say.
         best: seconds of a step in the best plan, whether it runs or not.
     """
 
@@ -163,7 +168,7 @@ class _Beyond:
         self.plan: Plan | None = None
         self.known = self.best = math.inf
         self.searches: list[WideSearch] = []
-        self.short: list[Estimate] = []
+        self.short: list[tuple[Estimate, float]] = []
 
     @property
     def covered(self) -> int:
@@ -201,15 +206,10 @@ class _Beyond:
         known = self.known
         for attention, chunks in self._programs():
             program = (), attention, chunks
-            search = self._search(program, self.request, known, _not_covered)
-            if search is None:
-                continue
-            self.searches.append(search)
-            found += [self._estimate(search, case, program) for case in search.run()]
-            known = min(known, search.tally.best)
-        exact = [one for estimate in found for one in self._lived(estimate)]
+            found += self._of_program(program, known)
+            known = min([known, *(one.case.step_seconds for one in found)])
         each: dict[str, Estimate] = {}
-        for one in sorted(exact, key=lambda e: e.case.step_seconds):
+        for one in sorted(found, key=lambda e: e.case.step_seconds):
             if one.case.step_seconds < self.known:
                 each.setdefault(one.layout, one)
         self.best = min([self.known, *(one.case.step_seconds for one in each.values())])
@@ -250,6 +250,7 @@ class _Beyond:
         request: Request,
         known_seconds: float,
         wanted: Callable[..., Array],
+        room: float = 1.0,
     ) -> WideSearch | None:
         graph, traced = self._graph(program), self.again is not None
         if graph is None:
@@ -264,6 +265,7 @@ class _Beyond:
                 known_seconds=known_seconds,
                 wanted=functools.partial(wanted, traced),
                 rings=not traced,
+                room=room,
             )
         except NoMeshError:
             return None
@@ -278,6 +280,29 @@ class _Beyond:
             loss_chunks=chunks,
         )
 
+    def _of_program(self, program: Program, known_seconds: float) -> list[Estimate]:
+        """The best cases of one program that fit.
+
+        Where arrays sum up less memory than liveness finds, cases are looked for that
+        leave so much more of it.
+        """
+        room, found = 1.0, list[Estimate]()
+        for _ in range(MOST_ROOMS):
+            given = program, self.request, known_seconds, _not_covered
+            search = self._search(*given, room=room)
+            if search is None:
+                break
+            self.searches = [one for one in self.searches if one.space != search.space]
+            self.searches.append(search)
+            estimates = [self._estimate(search, c, program) for c in search.run()]
+            before = len(self.short)
+            found = [one for estimate in estimates for one in self._lived(estimate)]
+            if found or len(self.short) == before:
+                break
+            lack = min(more for _, more in self.short[before:])
+            room = min(room * LESS_ROOM, 1 / lack)
+        return found
+
     def _lived(self, estimate: Estimate) -> list[Estimate]:
         """A case on its own program, with memory by liveness; none if that lacks some.
 
@@ -291,7 +316,8 @@ class _Beyond:
             if case.weighed.fits[case.row]:
                 found.append(again)
             else:
-                self.short.append(again)
+                more = again.memory.total_bytes / max(1.0, estimate.case.memory_bytes)
+                self.short.append((again, more))
         return found
 
     def _exactly(self, estimate: Estimate) -> list[Estimate]:
@@ -325,7 +351,7 @@ class _Beyond:
         if not covered:
             return _no_mesh(self.graph, self.cluster, self.request)
         if self.short:
-            nearest = min(self.short, key=_lack)
+            nearest = min((one for one, _ in self.short), key=_lack)
             return _lacks(nearest, *_lack(nearest))
         return _nothing_fits(covered[0])
 

@@ -149,9 +149,9 @@ def searches(
         for limit in dict.fromkeys((bound, math.inf)) if near else ():
             tried = _Searches(graph, cluster, first, again, known, limit)
             tried.all()
-            every = _Searches(graph, cluster, some, again, known, limit)
-            every.reached = tried.best_seconds()
-            found = every.all()
+            others = _Searches(graph, cluster, some, again, known, limit)
+            others.reached = tried.best_seconds()
+            found = others.all()
             if any(scored.fits for _, one in found for scored in one.scored):
                 return found
         if found and (bound == math.inf or count > 4 * MANY):

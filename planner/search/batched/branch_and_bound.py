@@ -128,6 +128,7 @@ class WideSearch:
         wanted: which cases to find; all of them if left out.
         rings: attention over ``context`` may be estimated to go round a ring, where no
             program has it in blocks.
+        room: which part of the memory of devices cases may fill, as arrays sum it up.
 
     Attributes:
         space: what it ranges over.
@@ -149,8 +150,9 @@ class WideSearch:
         known_seconds: float = math.inf,
         wanted: Wanted | None = None,
         rings: bool = True,
+        room: float = 1.0,
     ) -> None:
-        self.wanted, self.rings = wanted, rings
+        self.wanted, self.rings, self.room = wanted, rings, room
         self.spaces = spaces or Spaces()
         self.space = self.spaces.of(graph, cluster, request, program)
         self.dims = self.space.reading.dims
@@ -204,6 +206,7 @@ class WideSearch:
             state_bytes=self.request.state_bytes,
             batch_bytes=sum(self.request.batch_bytes),
             optimizer_other_bytes=links.facts.optimizer_other_bytes,
+            room=self.room,
         )
 
     def _limits(self) -> list[str]:
@@ -485,7 +488,8 @@ class WideSearch:
             found.memory[name][0] = nbytes
         found.host[0] = terms.host_bytes
         device, host = rooms(cases, 0)
-        found.fits[0] = terms.total_bytes <= device and terms.host_bytes <= host
+        device_fits = terms.total_bytes <= device / self.room
+        found.fits[0] = device_fits and terms.host_bytes <= host
         fresh = cases.fresh(cases.groups[0].kind, found.temporary)
         found.after += fresh - found.time["allocation"]
         found.time["allocation"] = fresh

@@ -76,6 +76,7 @@ class Model:
         state_bytes: bytes of what is not trained.
         batch_bytes: of the global batch, as if all of it were sharded.
         optimizer_other_bytes: optimizer state that follows no parameter.
+        room: which part of the memory of devices cases may fill.
     """
 
     cells: Columns
@@ -87,6 +88,7 @@ class Model:
     state_bytes: int
     batch_bytes: int
     optimizer_other_bytes: int
+    room: float = 1.0
 
     @functools.cached_property
     def lightest(self) -> list[int]:
@@ -372,7 +374,7 @@ class Cases(_Rows):
         """Bytes of a device, and of its host; the least where shares are alike."""
         kinds = self.cluster.kinds if self.alike else (self.cluster.kinds[kind],)
         return (
-            min(k.memory_bytes for k in kinds),
+            int(self.model.room * min(k.memory_bytes for k in kinds)),
             min(k.host_memory_bytes or math.inf for k in kinds),
         )
 
