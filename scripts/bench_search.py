@@ -51,8 +51,8 @@ from whalejax.capture import capture  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.planner.errors import PlanError  # noqa: E402
-from whalejax.planner.plan.estimate_only import foresee  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
+from whalejax.planner.plan.plan_any import decide_any  # noqa: E402
 from whalejax.planner.search.batched.branch_and_bound import WideSearch  # noqa: E402
 from whalejax.planner.search.request import Request  # noqa: E402
 from whalejax.runtime.batch_record import batch_leaves  # noqa: E402
@@ -222,7 +222,7 @@ def answer(question: Question, rounds: int) -> Answer:
         graph = dataclasses.replace(captured.graph)
         gc.collect()
         start = time.perf_counter()
-        plan = foresee(
+        plan = decide_any(
             graph,
             machine,
             request,

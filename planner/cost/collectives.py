@@ -94,17 +94,24 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
 
 
 def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
-    """What one device sends to the next: one of the steps of a ring.
+    """What one device sends to the next."""
+    per_byte, per_time = _permute_rates(part.size, part.level)
+    return float(payload_bytes * per_byte + per_time)
+
+
+def _permute_rates(size: Any, level: Level) -> tuple[Any, Any]:
+    """Seconds for each byte and each time of one of the steps of a ring.
 
     On a torus it takes one of the two links of an axis, and without a switch one of
     those to all peers.
     """
-    level = part.level
     links = 2 if level.torus else level.detour(2)
-    wire = payload_bytes * links / level.bandwidth_bytes_per_second
     steps = 1 if level.shared else max(1, level.size - 1)
-    wait = level.latency_seconds * level.waits(part.size) / steps
-    return float((wait + wire) * level.slowdown_of("collective-permute"))
+    factor = level.slowdown_of("collective-permute")
+    per_byte = factor * links / level.bandwidth_bytes_per_second
+    per_time = factor * level.latency_seconds * level.waits(size) / steps
+    there = np.asarray(size) > 1
+    return per_byte * there, per_time * there
 
 
 def runs_as(
@@ -184,9 +191,11 @@ def collective_seconds(
         parts: from ``axis_parts``, innermost first.
     """
     if kind == "collective-permute":
-        # Every device sends at once, so the slowest link decides.
-        steps = [ring_seconds(kind, payload_bytes, part) for part in parts]
-        return max(steps, default=0.0)
+        # Every device sends at once, so the slowest link and the longest wait decide.
+        rates = [_permute_rates(part.size, part.level) for part in parts]
+        per_byte = max((byte for byte, _ in rates), default=0.0)
+        per_time = max((once for _, once in rates), default=0.0)
+        return float(payload_bytes * per_byte + per_time)
     if kind == "all-to-all":
         return sum(ring_seconds(kind, payload_bytes, part) for part in parts)
     total = 0.0
@@ -274,6 +283,12 @@ def span_rates(
 def _span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     count = len(spans[0][0])
     per_byte, per_time = np.zeros(count), np.zeros(count)
+    if kind == "collective-permute":
+        # As in ``collective_seconds``.
+        for size, level in spans:
+            byte, once = _permute_rates(size, level)
+            per_byte, per_time = np.maximum(per_byte, byte), np.maximum(per_time, once)
+        return per_byte, per_time
     remaining = np.ones(count)
     inner = np.zeros(count, dtype=bool)
     outer = []

@@ -122,7 +122,7 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     seconds = (ahead + behind) * row.count
     return RowCost(
         compute_seconds=seconds,
-        collectives=(*gradients_of(row, hits, s), *_round(row, hits, s)),
+        collectives=(*gradients_of(row, hits, s), *rounds_of(row, hits, s)),
         launches=launches * row.count,
         covers_seconds=seconds if row.kind == ATTENTION else 0.0,
     )
@@ -329,18 +329,18 @@ def gradients_of(
     )
 
 
-def _round(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
+def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
     """What goes round a ring for attention whose sequence is sharded.
 
     Keys and values go forward and again backward, where their cotangents go with them
     and one step further, home. In zig-zag order all is dealt out first, and results are
-    brought back.
+    brought back. Where the mesh holds arrays, so do payloads and counts.
     """
     if row.kind != ATTENTION or row.product is None:
         return []
     axes = _axes_on(row.product.m_roles, hits)
-    size = math.prod(s.mesh[axis] for axis in axes)
-    if size == 1:
+    size: Any = math.prod(s.mesh[axis] for axis in axes)
+    if math.prod(s.shape[axis] for axis in axes) == 1:
         return []
     query, key, value = (local_bytes(slot, hits, s) for slot in row.operands[:3])
     output = local_bytes(row.results[0], hits, s)

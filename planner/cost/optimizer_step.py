@@ -50,8 +50,8 @@ def storage_collectives(
         if axes:
             moved = group.moved_bytes(s.cluster.compiler)
             moved *= cast_bytes * group.narrowed
-            payload = int(moved / shards(layout.compute, s.mesh))
-            during[axes, payload] += group.gathers * count
+            payload = int(moved / shards(layout.compute, s.mesh) / group.slices)
+            during[axes, payload] += group.gathers * group.slices * count
         axes = _added(layout.param, layout.optimizer)
         if axes:
             update[axes, int(group.nbytes / shards(layout.param, s.mesh))] += count

@@ -2,11 +2,13 @@
 
 It stands between the cost model, which knows one row under one table, and the search,
 which weighs many tables on a mesh: most of them differ in what shards a few rows, and
-what shards a row is all that its cost depends on there.
+what shards a row is all that its cost depends on there. On other meshes an operation
+costs the same where its dimensions are cut into as many parts by the same axes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -28,19 +30,25 @@ T = TypeVar("T")
 
 
 class _Known:
-    """What is known of kinds of rows: costs on one mesh, by what shards them."""
+    """What is known of kinds of rows.
+
+    Attributes:
+        operations: costs by what shards them, and into how many parts.
+        roles: of kinds of rows.
+    """
 
     def __init__(self) -> None:
         self.mesh: tuple[int, ...] = ()
-        self.costs: dict[tuple[Any, ...], RowCost] = {}
+        self.operations: dict[tuple[Any, ...], RowCost] = {}
+        self._flows: dict[tuple[Any, ...], RowCost] = {}
         self.roles: dict[int, frozenset[int]] = {}
 
-    def on(self, mesh: Mapping[str, int]) -> dict[tuple[Any, ...], RowCost]:
-        """What is known on a mesh; of others it is forgotten."""
+    def flows(self, mesh: Mapping[str, int]) -> dict[tuple[Any, ...], RowCost]:
+        """Costs of flows on a mesh, by what shards them; of others it is forgotten."""
         sizes = tuple(mesh.values())
         if sizes != self.mesh:
-            self.mesh, self.costs = sizes, {}
-        return self.costs
+            self.mesh, self._flows = sizes, {}
+        return self._flows
 
 
 class Prices:
@@ -76,27 +84,28 @@ class Prices:
 
         Args:
             tables: compute table of each TaskGraph.
-            s: mesh and micro-batches; what was found is kept as long as meshes agree.
+            s: mesh and micro-batches.
         """
         return (*self._of_ops(tables, s), *self._of_flows(tables, s))
 
     def _of_ops(self, tables: Mapping[int, Table], s: Setting) -> list[RowCost]:
-        known, count = self.known.on(s.mesh), s.num_micro_batches
+        known, count = self.known.operations, s.num_micro_batches
         hits = {
             place: tuple(hits_of(place[1], tables[place[0]], s).items())
             for place in dict.fromkeys(self._ops)
         }
+        parts = {place: _parts(hit, s.mesh) for place, hit in hits.items()}
         found = []
         rows = zip(self.rows.ops, self.rows.op_kinds, self._ops, strict=True)
         for row, kind, place in rows:
-            key = kind, count, hits[place]
+            key = kind, count, hits[place], parts[place]
             if key not in known:
                 known[key] = row_cost(row, dict(hits[place]), s)
             found.append(known[key])
         return found
 
     def _of_flows(self, tables: Mapping[int, Table], s: Setting) -> list[RowCost]:
-        known, count = self.known.on(s.mesh), s.num_micro_batches
+        known, count = self.known.flows(s.mesh), s.num_micro_batches
         axes = [axis for axis, size in s.mesh.items() if size > 1]
         told: dict[Place, tuple[tuple[int, ...], ...]] = {}
         for home, roles in dict.fromkeys(p for places in self._flows for p in places):
@@ -113,6 +122,14 @@ class Prices:
                 known[key] = RowCost(compute_seconds=0.0, collectives=collectives)
             found.append(known[key])
         return found
+
+
+def _parts(
+    hits: tuple[tuple[str, int], ...], mesh: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Into how many parts each role is cut, in order of their first axes."""
+    roles = dict.fromkeys(role for _, role in hits)
+    return tuple(math.prod(mesh[a] for a, r in hits if r == role) for role in roles)
 
 
 def _present(row: Row) -> frozenset[int]:

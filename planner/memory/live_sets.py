@@ -5,6 +5,7 @@ Found once for a program; ``peak`` gives them bytes under a layout.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from whalejax.planner.memory.liveness import Entry, Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Kept
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import CONVOLUTION, Graph
-from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -45,6 +45,8 @@ class Moments:
             those that checkpointed regions are given. Others are cast where they are
             read.
         waiting: how many of each kind wait in host memory.
+        shares: which part of each group's parameters is there: all, or what a stage of
+            a pipeline holds.
     """
 
     kinds: tuple[Kept, ...]
@@ -57,6 +59,32 @@ class Moments:
     turns: np.ndarray
     cast: np.ndarray
     waiting: np.ndarray
+    shares: np.ndarray
+
+    def on_stage(self, kinds: Sequence[float], groups: Sequence[float]) -> Moments:
+        """What one stage of a pipeline holds.
+
+        It runs the spans of its own parts of the program; of layers in a loop it keeps
+        as many turns as it has layers, and works with one at a time.
+
+        Args:
+            kinds: for each kind, which part of its tensors are made on the stage.
+            groups: for each group, which part of its parameters lie there.
+        """
+        tensors, params = np.array(kinds, float), np.array(groups, float)
+        here, there = (tensors > 0) * 1.0, (params > 0) * 1.0
+        return dataclasses.replace(
+            self,
+            saved=self.saved * tensors,
+            working=tuple(rows * here for rows in self.working),
+            making=tuple(rows * here for rows in self.making),
+            gradients=self.gradients * params,
+            held=self.held * there,
+            made=self.made * there,
+            cast=self.cast * params,
+            waiting=self.waiting * tensors,
+            shares=self.shares * params,
+        )
 
 
 class Course:
@@ -75,7 +103,6 @@ class Course:
         saved: for each span, forward and then backward, how many of each are kept.
         works: for each, what it may work with, before and while it makes gradients.
         waits: how many of each wait in host memory.
-        sliced: parameters that loops slice.
         used: for each span of the forward pass and each parameter, whether a product
             computes with it (2) or something else (1).
         waited: for each such span and parameter, whether its gradient is there while
@@ -109,7 +136,6 @@ class Course:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        self.sliced = sliced_params(graph)
         last, users = timeline.parameters()
         self.used = np.array([_used(graph, span, users) for span in spans])
         self.waited = np.array([[at >= span.first for at in last] for span in spans])
@@ -150,10 +176,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     groups = np.zeros((len(facts.group_of), len(facts.groups)))
     groups[np.arange(len(facts.group_of)), list(facts.group_of)] = 1.0
     used, none = course.used, np.zeros((len(course.used), len(facts.groups)))
-    turns = np.ones(len(facts.groups))
-    for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
-        if tensor.id in course.sliced:
-            turns[group] = tensor.shape[0]
+    turns = np.array([float(group.slices) for group, _ in facts.groups])
     looped = bool((turns > 1).any())
     return Moments(
         kinds=tuple(kinds.kinds),
@@ -167,6 +190,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
         turns=turns,
         cast=(course.given | looped) @ groups,
         waiting=kinds.full(course.waits),
+        shares=np.ones(len(facts.groups)),
     )
 
 

@@ -82,24 +82,26 @@ def _leaves(
     for place, ((group, count), layout) in enumerate(
         zip(facts.groups, layouts, strict=True)
     ):
+        share = float(found.shares[place])
+        here, gone = share * count, share * away[place]
         nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
         stored = nbytes / shards(layout.param, s.mesh)
         narrow = 1.0 if s.cluster.compiler.widens else cast_bytes * group.narrowed
-        params += (count - away[place]) * stored
-        host += away[place] * stored
+        params += (here - gone) * stored
+        host += gone * stored
         fetched[place] = FETCHED * away[place] * stored / turns[place]
-        state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
+        state += here * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         gradient = group.gradient_bytes
-        summed += count * gradient / shards(layout.gradient, s.mesh)
+        summed += here * gradient / shards(layout.gradient, s.mesh)
         if narrow < 1.0:  # What is quantised is widened where it is read.
-            casts += max(0.0, found.cast[place] - away[place]) * stored * narrow
+            casts += max(0.0, found.cast[place] - gone) * stored * narrow
         kept = layout.gradient
         table = tables[group.home]
         if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
             kept = layout.compute  # It is cut where the optimizer reads it.
         gradients[place] = gradient * narrow / shards(kept, s.mesh)
-        updating += (count - away[place]) * gradients[place]
-        updating += away[place] * gradient / shards(layout.optimizer, s.mesh)
+        updating += (here - gone) * gradients[place]
+        updating += gone * gradient / shards(layout.optimizer, s.mesh)
         one = nbytes * narrow / whole / turns[place]
         if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
@@ -116,14 +118,14 @@ def _leaves(
         host=host,
         fetched=fetched,
         updating=updating,
-        reduced=_reduced(facts, layouts, turns, tables, s),
+        reduced=_reduced(facts, layouts, found, tables, s),
     )
 
 
 def _reduced(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
-    turns: np.ndarray,
+    found: Moments,
     tables: Mapping[int, Table],
     s: Setting,
 ) -> tuple[float, float]:
@@ -135,7 +137,9 @@ def _reduced(
     before = whole = largest = 0.0
     if not s.cluster.compiler.reduces_at_end:
         return before, whole
-    for (group, count), layout, times in zip(facts.groups, layouts, turns, strict=True):
+    groups = zip(facts.groups, layouts, found.turns, found.shares, strict=True)
+    for (group, every), layout, times, share in groups:
+        count = every * float(share)
         table = tables[group.home]
         if summed_over(group, layout, table, s.mesh, facts.common):
             one = group.uses * group.nbytes / shards(layout.compute, s.mesh)
@@ -144,7 +148,7 @@ def _reduced(
             before += count * one
             if layout.compute == layout.optimizer:
                 whole += count * one
-            else:
+            elif share:
                 largest = max(largest, one)
     return before, whole + largest
 
@@ -181,6 +185,7 @@ def _gathered_first(
     one = leaves.gathered * (found.turns == 1) * compiler.gathers_first
     forms = np.array([group.gathers for group, _ in facts.groups])
     here = np.array([count for _, count in facts.groups]) - np.array(away)
+    here = here * found.shares
     waiting = np.maximum(0.0, here - found.gradients) @ (one * (forms > 1))
     return one, np.append(waiting, here @ (one * forms))
 

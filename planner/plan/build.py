@@ -33,7 +33,7 @@ from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
 from whalejax.planner.step_options import options_of
-from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
+from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES, TimeTerms
 
 
 FROZEN_SHARE = 0.01
@@ -152,13 +152,7 @@ def _candidates(search: Search, weighed: Sequence[Scored]) -> tuple[Candidate, .
     best = weighed[0]
     found: dict[str, Candidate] = {}
     for s in (s for s in weighed if s.fits):
-        slower = s.time.step_seconds - best.time.step_seconds
-        if s is best:
-            verdict = "chosen"
-        elif slower > 0:
-            verdict = f"{slower * 1e3:.2f} ms slower ({_deciding_term(best, s)})"
-        else:
-            verdict = "equally fast, more memory or communication"
+        verdict = "chosen" if s is best else verdict_of(best.time, s.time)
         found.setdefault(s.layout, _candidate(s, verdict))
     limit = search.cluster.memory_bytes
     for s in (s for s in weighed if not s.fits):
@@ -180,11 +174,19 @@ def _candidate(s: Scored, verdict: str) -> Candidate:
     )
 
 
-def _deciding_term(best: Scored, other: Scored) -> str:
-    """The term of time by which the other loses most."""
-    names = [f.name for f in dataclasses.fields(best.time)]
-    worst = max(names, key=lambda n: getattr(other.time, n) - getattr(best.time, n))
-    return worst.removesuffix("_seconds")
+def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
+    """Why a plan that fits was not taken: how much slower, and the term that decides.
+
+    Args:
+        best: of the plan that is taken.
+        other: of this one.
+    """
+    slower = other.step_seconds - best.step_seconds
+    if slower <= 0:
+        return "equally fast, more memory or communication"
+    names = [f.name for f in dataclasses.fields(best)]
+    worst = max(names, key=lambda n: getattr(other, n) - getattr(best, n))
+    return f"{slower * 1e3:.2f} ms slower ({worst.removesuffix('_seconds')})"
 
 
 def _notes(

@@ -23,18 +23,23 @@ class AnalysedProgram:
         graph: the loss.
         dims: its logical dimensions.
         compiler: what it makes of the operations.
+        views: the operations in roles, where they are known.
 
     Attributes:
         views: the operations in roles.
     """
 
     def __init__(
-        self, graph: Graph, dims: Dimensions, compiler: CompilerProfile
+        self,
+        graph: Graph,
+        dims: Dimensions,
+        compiler: CompilerProfile,
+        views: Views | None = None,
     ) -> None:
         self.graph = graph
         self.dims = dims
         self.compiler = compiler
-        self.views = Views(graph, dims)
+        self.views: Views = views or Views(graph, dims)
 
     @functools.cached_property
     def waiting(self) -> dict[int, int]:

@@ -26,24 +26,24 @@ from whalejax.planner.cost.row_cost_cache import Prices
 from whalejax.planner.cost.step_time import step_time
 from whalejax.planner.entries import Collective
 from whalejax.planner.memory.live_sets import Moments, moments
-from whalejax.planner.memory.peak import largest_gather, peak_of
+from whalejax.planner.memory.peak import largest_gather
 from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
-from whalejax.planner.sharding.layout import Table, divisors, replicas, shards
+from whalejax.planner.sharding.layout import Table, divisors, replicas
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
 from whalejax.planner.sharding.operation_rows import Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
     batch_homes,
-    batch_specs,
     ignores_pin,
     lay_out,
     sharded_share,
@@ -180,8 +180,10 @@ class Search:
         )
         self.facts = self.facts.held(self.options.stored)
         self.hosting = Hosting(self.program, cluster, request, self.facts)
+        self.memory: LayoutMemory = LayoutMemory(
+            facts=self.facts, hosting=self.hosting, dims=dims, homes=batch_homes(graph)
+        )
         self.batch_roles = frozenset(r.index for r in dims.batch)
-        self._batch_homes = batch_homes(graph)
         self.named_axes = pinned_axes(graph)
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
@@ -324,7 +326,10 @@ class Search:
         if self.request.zero is not None:
             levels = (self.request.zero,)
         costs: dict[int, tuple[RowCost, ...]] = {}
+        shared = 0.0
         for zero in levels:
+            if shared > self.bound:
+                break
             layouts = lay_out(self.facts, tables, mesh, zero)
             if ignores_pin(self.facts, layouts, mesh):
                 self._refuse(IGNORES_A_PIN)
@@ -334,8 +339,11 @@ class Search:
             memories: dict[tuple[int, tuple[str, ...]], MemoryTerms] = {}
             counts = tuple(self._micro_batches(mesh, tables))
             case = _Case(mesh, tables, zero, layouts, counts, costs, {}, memories)
-            if self.bound < math.inf and self._least_seconds(case) > self.bound:
-                continue
+            if self.bound < math.inf:
+                least = self._case_time(case, counts[0])[0]
+                shared = least.step_seconds - _storage_seconds(least)
+                if least.step_seconds > self.bound:
+                    continue
             for offloads in self.hosting.options():
                 asked = offloads
                 offloads = [o for o in asked if self.hosting.serves(layouts, o)]
@@ -464,27 +472,17 @@ class Search:
         offload: tuple[str, ...],
         collectives: Sequence[Collective],
     ) -> MemoryTerms:
-        request, layouts, s = self.request, case.layouts, self.setting(case.mesh, count)
-        found = peak_of(
-            self.facts,
-            layouts,
-            self._apart if "activations" in offload else self.moments,
-            case.tables,
-            s,
-            state_bytes=request.state_bytes,
-            cast_bytes=request.cast_bytes,
+        s = self.setting(case.mesh, count)
+        laid = Laid(
+            tables=case.tables,
+            layouts=case.layouts,
+            offload=offload,
             accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
-            away=self.hosting.away(layouts, offload),
-            in_flight=request.in_flight,
+            in_flight=self.request.in_flight,
             gathered=largest_gather(collectives),
         )
-        moved = self.hosting.state_bytes(layouts, s.mesh, offload)
-        return dataclasses.replace(
-            found,
-            batch_bytes=self._batch_bytes(case.tables, s.mesh),
-            optimizer_bytes=found.optimizer_bytes - moved,
-            host_bytes=found.host_bytes + moved,
-        )
+        found = self._apart if "activations" in offload else self.moments
+        return self.memory.of(found, laid, s)
 
     def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
         """What a plan takes with so many micro-batches' activations at once.
@@ -499,13 +497,6 @@ class Search:
         found = self._memory(*given)
         self.request = asked
         return found
-
-    def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
-        if not self.request.batch_bytes:
-            return 0
-        specs = batch_specs(self._batch_homes, self.dims, tables, mesh)
-        pairs = zip(self.request.batch_bytes, specs, strict=True)
-        return sum(nbytes // shards(spec, mesh) for nbytes, spec in pairs)
 
     def setting(self, mesh: Mapping[str, int], count: int) -> Setting:
         """What rows are priced under, on a mesh with so many micro-batches."""
@@ -537,6 +528,11 @@ class Search:
             for row in self.rows.ops
         )
         return int(round(total * scored.num_micro_batches))
+
+
+def _storage_seconds(time: TimeTerms) -> float:
+    """What a level of ZeRO changes of a step."""
+    return time.gradient_seconds + time.parameter_seconds + time.update_seconds
 
 
 def ranked(scored: Sequence[Scored]) -> list[Scored]:

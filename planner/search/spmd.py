@@ -19,6 +19,7 @@ from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.batched.prefilter import MANY, promising
+from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.enumerate import PLANNED_AXES, Search, meshes, ranked
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
@@ -96,16 +97,17 @@ def decided_on(
     request: Request,
     again: Again | None = None,
     known: Known | None = None,
+    spaces: Spaces | None = None,
 ) -> Decided:
     """Search; ``decide`` without the checks before and the writing after it.
 
     Args:
-        graph, cluster, request, again, known: as there.
+        graph, cluster, request, again, known, spaces: as there.
 
     Raises:
         PlanError: no plan fits.
     """
-    searched = searches(graph, cluster, request, again, known)
+    searched = searches(graph, cluster, request, again, known, spaces)
     fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
     if request.sequence_parallel and not any(one.scored for _, one in searched):
         raise PlanError(_no_sequence(searched[0][1]))
@@ -124,6 +126,7 @@ def searches(
     request: Request,
     again: Again | None,
     known: Known | None = None,
+    spaces: Spaces | None = None,
 ) -> list[tuple[Analysed, Search]]:
     """One search for each policy of remat that may be worth it, the lightest first.
 
@@ -138,18 +141,28 @@ def searches(
     every = meshes(request.num_devices, fixed.get("context", 1))
     count = sum(fixed.items() <= mesh.items() for mesh in every)
     if count > MANY and request.among is None:
-        graphs = [*unlike(graph, request, again).values()]
-        among, bound = promising(graphs, cluster, request)
-        some = dataclasses.replace(request, among=among)
+        graphs = unlike(graph, request, again)
+        near, bound = promising(graphs, cluster, request, spaces)
+        some = dataclasses.replace(request, among=frozenset(near))
+        first = dataclasses.replace(request, among=frozenset([*near][:FIRST]))
         found: list[tuple[Analysed, Search]] = []
         # Ways that the bound does not know of may be slower than it, and all that fit.
-        for limit in dict.fromkeys((bound, math.inf)) if among else ():
-            found = _Searches(graph, cluster, some, again, known, limit).all()
+        for limit in dict.fromkeys((bound, math.inf)) if near else ():
+            tried = _Searches(graph, cluster, first, again, known, limit)
+            tried.all()
+            others = _Searches(graph, cluster, some, again, known, limit)
+            others.reached = tried.best_seconds()
+            found = others.all()
             if any(scored.fits for _, one in found for scored in one.scored):
                 return found
         if found and (bound == math.inf or count > 4 * MANY):
             return found
     return _Searches(graph, cluster, request, again, known).all()
+
+
+FIRST = 2
+"""Promising meshes that are looked at before the others: what their plans take bounds
+what of the others is worth a look."""
 
 
 def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, Graph]:
@@ -166,7 +179,13 @@ def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, 
 
 
 class _Searches:
-    """Searches of programs of one loss; each is bounded by the best before it."""
+    """Searches of programs of one loss; each is bounded by the best before it.
+
+    Attributes:
+        reached: seconds of a step in a plan that is known to be among those that are
+            looked at. It bounds plans, not which programs are looked at: some that are
+            computed again are faster than without.
+    """
 
     def __init__(
         self,
@@ -179,6 +198,7 @@ class _Searches:
     ) -> None:
         self.known = known
         self.bound = bound
+        self.reached = math.inf
         self.graph = graph
         self.cluster = cluster
         self.request = request
@@ -265,7 +285,7 @@ class _Searches:
             analysed.dims,
             self.cluster,
             asked,
-            bound=self.best_seconds() * SLACK,
+            bound=min(self.reached, self.best_seconds()) * SLACK,
             slack=SLACK,
             program=shared,
         )
@@ -282,7 +302,7 @@ class _Searches:
                 asked,
                 beside=one,
                 split=split,
-                bound=self.best_seconds() * (1 + TIE),
+                bound=min(self.reached, self.best_seconds()) * (1 + TIE),
                 slack=1 + TIE,
             )
             apart.run()

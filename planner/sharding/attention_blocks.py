@@ -23,14 +23,13 @@ KINDS = ("gather", "ring")
 
 
 def checked_attention(
-    asked: str | Mapping[str, str] | None, graph: Graph, runnable: bool
+    asked: str | Mapping[str, str] | None, graph: Graph
 ) -> Chosen | None:
     """What the user asks for, as (TaskGraph, kind) pairs; None where nothing.
 
     Args:
         asked: a kind for all TaskGraphs, or by the name of a TaskGraph.
         graph: the captured loss.
-        runnable: the plan is to run.
 
     Raises:
         PlanError: there is no such kind or TaskGraph; all of them.
@@ -46,8 +45,6 @@ def checked_attention(
     for kind in given.values():
         if kind not in KINDS:
             problems.add(f"{kind!r:.60} is no kind; expected one of {', '.join(KINDS)}")
-    if not runnable:
-        problems.add("estimates (runnable=False) choose it themselves. Leave it out")
     problems.raise_if_any()
     rest = given.pop(ALL, "gather")
     kept = [(name, kind) for name, kind in given.items() if kind != rest]

@@ -25,6 +25,7 @@ from whalejax.planner.model.graph import (
     Graph,
     Tensor,
 )
+from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
@@ -79,6 +80,8 @@ class LeafGroup:
         trained: they have gradients, and an optimizer.
         held: (dimension, mesh axis) of what metadata has stored in shards, and is
             computed with as a whole.
+        slices: a loop reads one of so many slices at a time, along the first
+            dimension, and each is gathered by itself; 1 where none does.
         optimizer_bytes: optimizer state that follows one of them.
         operations: roots and the like in its update; see ``OptimizerBytes``.
     """
@@ -100,6 +103,7 @@ class LeafGroup:
     narrowed: float = 1.0
     trained: bool = True
     held: tuple[tuple[int, str], ...] = ()
+    slices: int = 1
 
     @property
     def gradient_bytes(self) -> int:
@@ -184,6 +188,7 @@ class LeafFacts:
         read = _read(graph, reading.weight, narrowed, cast_bytes)
         readers = _readers(graph, reading.weight)
         rank = {role: place for place, role in enumerate(storage)}
+        sliced = sliced_params(graph)
         groups = []
         for t in tensors:
             stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
@@ -208,6 +213,7 @@ class LeafFacts:
                     else optimizer.operations * math.prod(t.shape),
                     narrowed=read.get(t.id, 1.0),
                     trained=not t.frozen,
+                    slices=t.shape[0] if t.id in sliced else 1,
                 )
             )
         counted, group_of = _counted(groups)

@@ -458,8 +458,8 @@ class Pipeline:
             along[0] += self._places[self.kinds[0], FIRST, phase]
             along[-1] += self._places[self.kinds[-1], LAST, phase]
             seconds.append(along)
-        hop = axis_parts(("stage",), self.mesh, self.oracle.cluster)[-1].level
-        wait = hop.latency_seconds + self.inner.stream / hop.bandwidth_bytes_per_second
+        parts_of = axis_parts(("stage",), self.mesh, self.oracle.cluster)
+        wait = collective_seconds("collective-permute", self.inner.stream, parts_of)
         return simulate(table, seconds[0], seconds[1], wait).step_seconds
 
     def _shares(self, index: int) -> dict[int, float]:
@@ -517,14 +517,13 @@ class Pipeline:
             several = sum(self.mesh[a] > 1 for a in named) > 1
             at_once = several and not compiler.reduces_in_parts
             if at_once or not compiler.reduce_scatter:
-                cut = at_once and any(self.mesh[a] > 1 for a in scattered)
-                times = micro_batches if cut else 1
-                total += times * self.collective("all-reduce", named, nbytes)
+                total += micro_batches * self.collective("all-reduce", named, nbytes)
                 continue
             once = self.collective("reduce-scatter", scattered, nbytes)
             left = nbytes / math.prod(self.mesh[a] for a in scattered)
             rest = [a for a in named if a not in sharding]
-            total += once * micro_batches + self.collective("all-reduce", rest, left)
+            once += self.collective("all-reduce", rest, left)
+            total += once * micro_batches
         return total * (1 - self.oracle.hidden.overlap_gradients)
 
     def _fits(self, index: int, micro_batches: int) -> bool:

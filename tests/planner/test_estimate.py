@@ -15,6 +15,7 @@ from whalejax.estimates.run import ReplicaDevices, Run, StageOf
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
 from whalejax.meshes.fitted_constants import constants
+from whalejax.planner.pipeline.schedules import schedule
 
 
 def seconds(*runs: Run) -> list[float]:
@@ -357,3 +358,13 @@ def test_an_odd_number_of_tokens_slows_nothing_down() -> None:
     """Tokens are rows of operands in memory; what is contiguous are the features."""
     odd, even = seconds(run(sizes={"seq": 2047}), run(sizes={"seq": 2048}))
     assert odd == pytest.approx(even, rel=0.01)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_stages_hold_as_many_activations_as_their_schedule_says(chunks: int) -> None:
+    one = run(num_devices=8, stages=4, tensor=2, global_batch=4, micro_batch=1)
+    one = dataclasses.replace(one, chunks=chunks)
+    table = schedule(
+        "interleaved" if chunks > 1 else "1f1b", 4, one.num_micro_batches, chunks
+    )
+    assert one.in_flight == max(table.in_flight) / chunks

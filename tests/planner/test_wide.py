@@ -34,7 +34,7 @@ from whalejax.planner.pipeline.simulate import (
     simulate,
     simulate_many,
 )
-from whalejax.planner.plan.estimate_only import foresee
+from whalejax.planner.plan.plan_any import decide_any
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames
@@ -196,7 +196,11 @@ def test_a_plain_case_costs_what_a_plain_plan_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+    "kind",
+    [
+        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+        "collective-permute",
+    ],
 )
 @pytest.mark.parametrize(
     "text",
@@ -296,7 +300,7 @@ def test_an_impossible_request_names_what_lacks() -> None:
     graph = decoder(4, layers=4, hidden=1024, ffn=3072, seq=128)
     machine = with_memory(cluster("h100:2"), 1e6, None)
     with pytest.raises(PlanError) as caught:
-        foresee(graph, machine, request_of(graph, machine))
+        decide_any(graph, machine, request_of(graph, machine))
     text = str(caught.value)
     assert text.startswith(
         "no plan fits, with anything computed again or moved to host"
@@ -304,7 +308,7 @@ def test_an_impossible_request_names_what_lacks() -> None:
     assert " bytes) of 1 MB per device" in text
     machine = with_memory(cluster("h100:2"), 7e7, 1.2e7)
     with pytest.raises(PlanError, match="of host memory per device"):
-        foresee(graph, machine, request_of(graph, machine))
+        decide_any(graph, machine, request_of(graph, machine))
 
 
 def test_every_kind_must_hold_an_even_share() -> None:

@@ -233,7 +233,6 @@ def test_hints_that_contradict_are_both_named() -> None:
     ("options", "words"),
     [
         ({"cluster": "h100:7"}, "7"),
-        ({"mesh": {"stage": 8}}, "no plan has stage 8"),
         ({"mesh": {"context": 8}}, "a split region needs a tensor or an expert axis"),
         ({"mesh": {"stage": 3}}, "stage 3 uses 3 of 8 devices"),
     ],
@@ -253,13 +252,21 @@ def test_what_no_mesh_serves_is_said(options: dict[str, Any], words: str) -> Non
     assert words in str(caught.value)
 
 
+def test_where_only_what_runs_serves_a_mesh_that_is_the_plan() -> None:
+    job = models.job("gpt-test")
+    given = job.loss_fn, abstract_model(job), job.batch_at(0, 4)
+    asked = {"optimizer": optax.adam(1e-3), "cluster": "h100:8", "mesh": {"stage": 8}}
+    plan = wh.plan(*given, runnable=False, **asked)
+    assert plan.hash == wh.plan(*given, **asked).hash
+
+
 def test_sizes_of_axes_are_whole_numbers() -> None:
     for size in ("2", 2.0, True):
         with pytest.raises(wh.WhaleError, match="expected a whole number, 1 or more"):
             planned(mesh={"stage": size})
 
 
-def test_a_marked_pipeline_of_one_stage_is_estimated() -> None:
+def test_a_marked_pipeline_of_one_stage_is_a_plan_that_runs() -> None:
     def loss(net: Any, x: jax.Array) -> jax.Array:
         with wh.pipeline():
             for layer in net["layers"]:
@@ -277,7 +284,7 @@ def test_a_marked_pipeline_of_one_stage_is_estimated() -> None:
         remat="none",
         runnable=False,
     )
-    assert not plan.runnable
+    assert plan.runnable and plan.stages is None
 
 
 def test_a_parameter_that_nothing_reads_is_planned_too() -> None:

@@ -171,9 +171,10 @@ def test_other_kinds_are_refused(given: Any, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_estimates_choose_it_themselves() -> None:
-    with pytest.raises(wh.PlanError, match="estimates .* choose it themselves"):
-        asked(attention="ring", runnable=False)
+def test_estimates_run_it_as_asked() -> None:
+    plan = asked(attention="ring", loss_chunks=4, runnable=False)
+    assert plan.attention == (("*", "ring"),)
+    assert plan.loss_chunks == 4
 
 
 @pytest.mark.parametrize("attention", ["gather", "ring"])

@@ -23,10 +23,10 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import FlowsBackwards
 from whalejax.planner.plan.build import KEPT_CANDIDATES
-from whalejax.planner.plan.estimate_only import foresee
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.plan_any import decide_any
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.plan.stage_notes import (
     beside,
@@ -77,7 +77,7 @@ def decider(
     """
     known = programs.known
     if not runnable:
-        return functools.partial(foresee, known=known, spaces=programs.spaces), request
+        return functools.partial(_any, programs, uneven, allow_idle), request
     if _marked(programs.graph):
         _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
@@ -99,7 +99,7 @@ def decider(
             "micro-batches are shared out between pipelines of a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
-    staging = _Staging(programs.captured, asked, uneven)
+    staging = _Staging(programs, asked, uneven)
     if found or stages > 1:
         search = staging.of_any_number if found else staging
         return functools.partial(_said, search), request
@@ -110,13 +110,41 @@ def decider(
     return search, request
 
 
+def _any(
+    programs: Programs,
+    uneven: Uneven,
+    allow_idle: bool,
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    **options: Any,
+) -> Plan:
+    """The best plan, whether it runs or not."""
+
+    def runs() -> Plan:
+        search, asked = decider(
+            programs, request, runnable=True, uneven=uneven, allow_idle=allow_idle
+        )
+        return search(graph, cluster, asked, **options)
+
+    return decide_any(
+        graph,
+        cluster,
+        request,
+        known=programs.known,
+        spaces=programs.spaces,
+        runs=runs,
+        **options,
+    )
+
+
 def _without_stages(
     staging: _Staging, request: Request, known: Known
 ) -> Callable[..., Plan]:
     """The search where nobody asks for stages."""
     uneven = staging.uneven
     if not uneven:
-        return functools.partial(decide, known=known)
+        return functools.partial(decide, known=known, spaces=staging.programs.spaces)
     shares = functools.partial(
         decide_shares,
         asked=uneven if isinstance(uneven, tuple) else None,
@@ -146,19 +174,24 @@ class _Staging:
     """Plans in stages, by the executor that can run them.
 
     Attributes:
-        captured: the loss.
+        programs: the loss.
         asked: the pipeline that is asked for.
         uneven: whether several pipelines side by side may take unlike shares, or those
             that are asked for.
         known_seconds: of a step in a plan that there is already.
     """
 
-    def __init__(self, captured: Captured, asked: Asked, uneven: Uneven) -> None:
-        self.captured = captured
+    def __init__(self, programs: Programs, asked: Asked, uneven: Uneven) -> None:
+        self.programs = programs
         self.asked = asked
         self.uneven: Uneven = uneven
         self.known_seconds = math.inf
         self.traced = functools.cache(self._traced)
+
+    @property
+    def captured(self) -> Captured:
+        """The loss; traced once stages are looked at."""
+        return self.programs.captured
 
     def __call__(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -234,7 +267,7 @@ class _Staging:
     def _of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """The same, for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
-        found = _Staging(self.captured, asked, self.uneven)
+        found = _Staging(self.programs, asked, self.uneven)
         found.traced = self.traced
         found.known_seconds = known_seconds
         return found

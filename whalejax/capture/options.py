@@ -46,8 +46,8 @@ def fixed_options(
         remat=None if options.remat is None else remat,
         offload=_offload(options.offload, runnable, has_optimizer, hosts),
         sequence_parallel=options.sequence_parallel,
-        attention=_attention(options, programs, runnable),
-        loss_chunks=_loss_chunks(options.loss_chunks, programs, runnable),
+        attention=_attention(options, programs),
+        loss_chunks=_loss_chunks(options.loss_chunks, programs),
     )
 
 
@@ -62,11 +62,9 @@ def as_planned(captured: Captured, plan: PlanData) -> Captured:
     return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
 
 
-def _attention(
-    options: UserOptions, programs: Programs, runnable: bool
-) -> Chosen | None:
+def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
     """How attention is to run, if the user says so and it can."""
-    chosen = checked_attention(options.attention, programs.graph, runnable)
+    chosen = checked_attention(options.attention, programs.graph)
     if chosen:
         check_rings(
             programs.again((), chosen, 1),
@@ -77,12 +75,10 @@ def _attention(
     return chosen
 
 
-def _loss_chunks(count: int | None, programs: Programs, runnable: bool) -> int | None:
+def _loss_chunks(count: int | None, programs: Programs) -> int | None:
     """Parts in which logits are made, if the user says so and they can be."""
     if count is None or count == 1:
         return count
-    if not runnable:
-        raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
     cut = programs.cut((), count)
     if cut is programs.captured:
         raise PlanError(

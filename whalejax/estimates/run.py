@@ -12,6 +12,7 @@ from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import Framework, Remat
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted_constants import TUNED, width_of
+from whalejax.planner.pipeline.schedules import most_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,13 @@ class Run:
     def num_micro_batches(self) -> int:
         """Of one rank in a step."""
         return max(1, self.global_batch // (self.ranks * self.micro_batch))
+
+    @property
+    def in_flight(self) -> float:
+        """Stages' worth of activations on the first stage, which holds most."""
+        name = "interleaved" if self.chunks > 1 else "1f1b"
+        counts = self.num_micro_batches, self.chunks
+        return float(most_in_flight(name, self.stages, 0, *counts)) / self.chunks
 
     @property
     def layers_per_stage(self) -> int:

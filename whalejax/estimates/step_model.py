@@ -541,11 +541,9 @@ class Runs:
                     + trained * gradient / (among[i] if run.zero >= 2 else 1)
                     + trained * STATE_BYTES / (among[i] if run.zero >= 1 else 1)
                 )
-            held = float(min(run.num_micro_batches, run.stages))
-            if run.chunks > 1:
-                held += (run.stages - 1) / run.chunks
             kept = "full" if run.offloaded else run.remat
-            saved = work.saved_bytes[kept] * run.layers_per_stage * held
+            layers = run.layers_per_stage * run.in_flight
+            saved = work.saved_bytes[kept] * layers
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
             if run.zero >= 3:
                 working += 2 * WEIGHT_BYTES * params / run.layers_per_stage

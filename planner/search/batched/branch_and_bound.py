@@ -10,10 +10,11 @@ ends where the next bound lies above the best plan by more than plans may tie.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
+from whalejax.planner.search.batched.exact_memory import ExactMemory, rooms
 from whalejax.planner.search.batched.fits import FrameOptions, weigh_options
 from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.search.batched.mesh_grid import (
@@ -79,7 +81,7 @@ KEPT = 64
 
 
 class NoMeshError(PlanError):
-    """There is nothing to search; ``plan_estimate_only`` says why."""
+    """There is nothing to search; ``plan_any`` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,25 @@ class Case:
     mark: tuple[float, ...]
 
 
+Wanted = Callable[["WideSearch", Placement, Frames], Array]
+"""Which cases a search is to find, as a mask; the others are looked at elsewhere."""
+
+
 class WideSearch:
     """One wide search over one captured model.
+
+    Args:
+        graph: the captured loss, or a program that computes it otherwise.
+        cluster: the machine.
+        request: what is asked.
+        spaces: what other searches of the same loss ranged over.
+        program: what tells this program from others of the same loss.
+        known_seconds: of a step in a plan that there is already; slower ones are not
+            looked for.
+        wanted: which cases to find; all of them if left out.
+        rings: attention over ``context`` may be estimated to go round a ring, where no
+            program has it in blocks.
+        room: which part of the memory of devices cases may fill, as arrays sum it up.
 
     Attributes:
         space: what it ranges over.
@@ -126,9 +145,16 @@ class WideSearch:
         cluster: Cluster,
         request: Request,
         spaces: Spaces | None = None,
+        *,
+        program: object = None,
+        known_seconds: float = math.inf,
+        wanted: Wanted | None = None,
+        rings: bool = True,
+        room: float = 1.0,
     ) -> None:
+        self.wanted, self.rings, self.room = wanted, rings, room
         self.spaces = spaces or Spaces()
-        self.space = self.spaces.of(graph, cluster, request)
+        self.space = self.spaces.of(graph, cluster, request, program)
         self.dims = self.space.reading.dims
         self.graph = self.space.reading.graph
         self.views = self.space.reading.views
@@ -144,7 +170,7 @@ class WideSearch:
             self.model, cluster=ideal(cluster), wires=self.space.ideal_wires
         )
         self._sizes = self.space.sizes
-        self.tally = Tally()
+        self.tally = Tally(best=known_seconds)
         options = FrameOptions(
             remats=range(len(self.model.policies)),
             lightest=self.model.lightest,
@@ -180,6 +206,7 @@ class WideSearch:
             state_bytes=self.request.state_bytes,
             batch_bytes=sum(self.request.batch_bytes),
             optimizer_other_bytes=links.facts.optimizer_other_bytes,
+            room=self.room,
         )
 
     def _limits(self) -> list[str]:
@@ -342,7 +369,9 @@ class WideSearch:
             return
         frames = ordered(frames, self._sizes)
         least = self.sieve.least_step(placement, frames, self.model, any_schedule=True)
-        frames = ringed(frames.take(least <= self.sieve.limit), self._sizes["context"])
+        frames = frames.take(least <= self.sieve.limit)
+        if self.rings:
+            frames = ringed(frames, self._sizes["context"])
         if placement.by != "replicas":
             frames = scheduled(frames, self.model.layers)
         if placement.by == "stages":
@@ -400,7 +429,10 @@ class WideSearch:
 
         Those without stages before, which have none.
         """
-        fits = np.flatnonzero(found.fits & (found.step <= self.sieve.limit))
+        may = found.fits & (found.step <= self.sieve.limit)
+        if self.wanted is not None:
+            may &= self.wanted(self, placement, frames)
+        fits = np.flatnonzero(may)
         order = fits[np.argsort(found.step[fits], kind="stable")]
         piped = frames.stage[order] > 1
         for some in (order[~piped], order[piped]):
@@ -428,6 +460,41 @@ class WideSearch:
         found = weigh(cases)
         settle(cases, found, everyone, frames.micro_batches)
         return found, [(int(m),) for m in frames.micro_batches]
+
+    @functools.cached_property
+    def liveness(self) -> ExactMemory:
+        """What is in memory in every span of a step, of single cases."""
+        copies = self.space.reading.batch // self.batch
+        return ExactMemory(self.space, self.request, copies)
+
+    def remembered(self, case: Case) -> Case:
+        """A case with memory by liveness, as far as that can be told.
+
+        Args:
+            case: one of this search.
+
+        Returns:
+            The case; it fits no more where ``weighed`` says so.
+        """
+        if case.placement.by == "replicas":
+            return case
+        cases = Cases(self.model, case.frames, case.placement, None)
+        cut_layers(cases)
+        terms = self.liveness.of(cases, 0)
+        if terms is None:
+            return case
+        found = weigh(cases)
+        for name, nbytes in terms.by_name().items():
+            found.memory[name][0] = nbytes
+        found.host[0] = terms.host_bytes
+        device, host = rooms(cases, 0)
+        device_fits = terms.total_bytes <= device / self.room
+        found.fits[0] = device_fits and terms.host_bytes <= host
+        fresh = cases.fresh(cases.groups[0].kind, found.temporary)
+        found.after += fresh - found.time["allocation"]
+        found.time["allocation"] = fresh
+        settle(cases, found, np.arange(1), case.frames.micro_batches)
+        return self._case(case.placement, case.frames, found, [case.micro_batches], 0)
 
     def _keep(
         self,

@@ -6,10 +6,9 @@ of single plans (``enumerate``, ``saved_tensors``, ``optimizer_step``); a case w
 stage, nothing computed again and nothing in host memory is priced the same there and
 here.
 
-Where a pipeline accumulates, gradients are reduced once in a step, but for what is
-stored in shards, which is reduced and scattered after every micro-batch. What moves to
-host memory and back does so beside the computation of the same place, and what is
-longer than that is exposed.
+Gradients are reduced in every micro-batch, as compiled programs do: what they add up is
+there on every device. What moves to host memory and back does so beside the computation
+of the same place, and what is longer than that is exposed.
 
 Many cases agree in what happens inside a stage, or in how parameters are stored; each
 of the two is worked out once for all that agree.
@@ -21,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,12 +41,17 @@ from whalejax.planner.search.batched.mesh_grid import (
     agreeing,
 )
 from whalejax.planner.search.batched.parameter_bytes import Storage
+from whalejax.planner.search.batched.placement import Group as Group
+from whalejax.planner.search.batched.placement import Placement as Placement
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
 from whalejax.planner.terms import OFFLOADS
 
 
 PLACES = (FIRST, LAYER, LAST)
+
+TINY = 1e-30
+"""Seconds by which nothing is divided into nothing."""
 
 PHASES = ("forward", "backward")
 
@@ -72,6 +76,7 @@ class Model:
         state_bytes: bytes of what is not trained.
         batch_bytes: of the global batch, as if all of it were sharded.
         optimizer_other_bytes: optimizer state that follows no parameter.
+        room: which part of the memory of devices cases may fill.
     """
 
     cells: Columns
@@ -83,6 +88,7 @@ class Model:
     state_bytes: int
     batch_bytes: int
     optimizer_other_bytes: int
+    room: float = 1.0
 
     @functools.cached_property
     def lightest(self) -> list[int]:
@@ -132,48 +138,6 @@ class Model:
                 key = usual_axes(column.axes), column.place
                 found[key] = found[key] + values if key in found else values
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Which kinds of devices stages or replicas lie on.
-
-    Attributes:
-        by: ``"all"`` (every share is alike; the slowest kind sets the pace),
-            ``"stages"`` or ``"replicas"``.
-        kinds: indices into the cluster's kinds, in the order of stages or replicas.
-        counts: devices of each.
-    """
-
-    by: str
-    kinds: tuple[int, ...]
-    counts: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Group:
-    """Stages of one kind of device that are alike, for every case.
-
-    Attributes:
-        kind: index into the cluster's kinds.
-        count: how many; 0 where a case has none.
-        index: the first of them along the pipeline.
-        first, last: it holds that end of the model.
-        layers: of its fullest stage.
-        most: of each stage, before what is left over is taken from the first stages.
-        rank: stages before it that have layers.
-        together: of all its stages.
-    """
-
-    kind: int
-    count: Array
-    index: Array
-    first: Array
-    last: Array
-    layers: Array = field(default_factory=lambda: np.zeros(0))
-    most: Array = field(default_factory=lambda: np.zeros(0))
-    rank: Array = field(default_factory=lambda: np.zeros(0))
-    together: Array = field(default_factory=lambda: np.zeros(0))
 
 
 class _Rows:
@@ -303,28 +267,57 @@ class _Inside(_Rows):
                 self._add((kind, place, "backward", "launch"), launches * (2 / 3))
 
     def _communicate(self) -> None:
-        self.context = {phase: self.zeros for phase in PHASES}
+        self.context: dict[tuple[str, str], Array] = {}
         self.others: Seconds = {}
         for column, axes, payload, times in self.model.traffic:
             if "data" not in axes:
                 for phase, seconds in self.traffic(column, axes, payload, times):
                     keys = column.axes == ("context",) and column.place == LAYER
                     if keys and column.collective != "all-reduce":
-                        self.context[phase] = self.context[phase] + seconds
-                        continue
+                        if column.term != "ring":
+                            own = phase, column.term
+                            self.context[own] = self.context.get(own, 0.0) + seconds
+                            continue
                     key = (0, column.place, phase, column.term)
                     self.others[key] = self.others.get(key, 0.0) + seconds
 
     def _ring(self, kind: int) -> None:
         """A ring's exchange runs beside the products with what came before."""
         for (_, place, phase, term), seconds in self.others.items():
-            self._add((kind, place, phase, term), seconds)
+            if term != "ring":
+                self._add((kind, place, phase, term), seconds)
+        for place in PLACES:
+            self._rounds(kind, place)
         ring, parts = self.frames.ring > 0, self.mesh["context"]
-        for phase, seconds in self.context.items():
+        for phase in PHASES:
+            terms = [term for at, term in self.context if at == phase]
+            whole = sum((self.context[phase, t] for t in terms), self.zeros)
             products = self.cell(Column("attention", kind=kind, phase=phase))
             hidden = products * (parts - 1) / parts
-            exposed = np.where(ring, np.maximum(0.0, seconds - hidden), seconds)
-            self._add((kind, LAYER, phase, "border"), exposed)
+            left = np.maximum(0.0, whole - hidden) / np.maximum(whole, TINY)
+            for term in terms:
+                seconds = self.context[phase, term]
+                exposed = np.where(ring, seconds * left, seconds)
+                self._add((kind, LAYER, phase, term), exposed)
+
+    def _rounds(self, kind: int, place: int) -> None:
+        """What of the rounds of attention in blocks its computation does not cover."""
+        sent = {p: self.others.get((0, place, p, "ring"), self.zeros) for p in PHASES}
+        whole = sum(sent.values(), self.zeros)
+        if not whole.any():
+            return
+        covers = self.zeros
+        for home in self.model.policies[0]:
+            ahead, behind = (
+                self.cell(Column("covers", home, place, kind, phase))
+                for phase in PHASES
+            )
+            covers = covers + behind + ahead * (1 + self.policy(home, "full", "named"))
+        if self.cluster.platform == "cpu":
+            covers = self.zeros
+        left = np.maximum(0.0, whole - covers) / np.maximum(whole, TINY)
+        for phase, seconds in sent.items():
+            self._add((kind, place, phase, "activation"), seconds * left)
 
 
 class Cases(_Rows):
@@ -381,7 +374,7 @@ class Cases(_Rows):
         """Bytes of a device, and of its host; the least where shares are alike."""
         kinds = self.cluster.kinds if self.alike else (self.cluster.kinds[kind],)
         return (
-            min(k.memory_bytes for k in kinds),
+            int(self.model.room * min(k.memory_bytes for k in kinds)),
             min(k.host_memory_bytes or math.inf for k in kinds),
         )
 

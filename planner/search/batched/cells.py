@@ -22,9 +22,11 @@ from whalejax.planner.cost.operation_cost import (
     flow_cost,
     gradients_of,
     hits_of,
+    rounds_of,
     row_seconds,
 )
 from whalejax.planner.cost.row_builder import Views
+from whalejax.planner.entries import Collective
 from whalejax.planner.memory.saved_tensors import (
     Kept,
     Residents,
@@ -33,6 +35,7 @@ from whalejax.planner.memory.saved_tensors import (
     residents,
 )
 from whalejax.planner.model.dimensions import Layout
+from whalejax.planner.model.graph import ATTENTION
 from whalejax.planner.model.layer_chain import LAYER, Chain
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.search.batched.layout_variants import Array, Variant
@@ -59,10 +62,11 @@ class Column:
         what: ``forward``, ``backward`` or ``again`` (seconds of a TaskGraph at a place
             on a kind of device; ``again`` leaves products out), ``launches``,
             ``bytes`` and ``times`` (payload and count of collectives), ``attention``
-            (seconds of its products), ``saved``, ``rebuilt``, ``largest``, ``stream``
-            (bytes), ``gradient`` (bytes to reduce), ``parts`` (shards of a dimension of
-            a group of leaves), ``samples``, ``expert``, ``context``, ``tensor``,
-            ``variant`` and ``ring``.
+            (seconds of its products), ``covers`` (seconds of attention in blocks, while
+            which keys and values go round), ``saved``, ``rebuilt``, ``largest``,
+            ``stream`` (bytes), ``gradient`` (bytes to reduce), ``parts`` (shards of a
+            dimension of a group of leaves), ``samples``, ``expert``, ``context``,
+            ``tensor``, ``variant`` and ``ring``.
         task_graph: which, or which group of leaves.
         place: along the chain, or which dimension.
         kind: which kind of device.
@@ -81,7 +85,7 @@ class Column:
     axes: tuple[str, ...] = ()
 
 
-_TIMED = ("forward", "backward", "again", "attention")
+_TIMED = ("forward", "backward", "again", "attention", "covers")
 """Columns that depend on the kind of device."""
 
 Columns = dict[Column, Array]
@@ -379,6 +383,8 @@ class Pricer:
             for c in gradients_of(row, hits, s):
                 column = self.cells(Column("gradient", 0, place, axes=c.axes))
                 column[rows] += c.payload_bytes * float(c.count)
+            for c in rounds_of(row, hits, s):
+                self._send(home, place, rows, c)
 
     def _timed(self, row: Row, kind: int) -> tuple[list[Array], list[Array]]:
         """Columns that an operation's seconds count in, forward and backward."""
@@ -390,6 +396,9 @@ class Pricer:
         if self.links.meets_itself(row, self.variants[0].spots[0]["context"]):
             forward.append(Column("attention", kind=kind, phase="forward"))
             backward.append(Column("attention", kind=kind, phase="backward"))
+        if row.kind == ATTENTION:
+            forward.append(Column("covers", home, place, kind, "forward"))
+            backward.append(Column("covers", home, place, kind, "backward"))
         return [*map(self.cells, forward)], [*map(self.cells, backward)]
 
     def _flow_signatures(self, flow: Flow) -> Iterator[list[int]]:
@@ -407,18 +416,22 @@ class Pricer:
         for group in self.alike(*self._flow_signatures(flow)):
             rows, s = self.setting(group)
             for c in flow_cost(flow, self.variants[group[0]].spots, s):
-                column = Column(
-                    "bytes",
-                    home,
-                    place,
-                    phase=c.phase,
-                    term=c.what,
-                    collective=c.kind,
-                    axes=c.axes,
-                )
-                self.add(column, rows, c.payload_bytes * float(c.count))
-                times = dataclasses.replace(column, what="times")
-                self.add(times, rows, float(c.count))
+                self._send(home, place, rows, c)
+
+    def _send(self, home: int, place: int, rows: Array, c: Collective) -> None:
+        """Add a collective on activations to its columns, at some cells."""
+        column = Column(
+            "bytes",
+            home,
+            place,
+            phase=c.phase,
+            term=c.what,
+            collective=c.kind,
+            axes=c.axes,
+        )
+        count = np.asarray(c.count, dtype=float)
+        self.add(column, rows, c.payload_bytes * count)
+        self.add(dataclasses.replace(column, what="times"), rows, count)
 
     def _kept(self, entry: Kept) -> Array:
         """Bytes of a kept value at every cell."""

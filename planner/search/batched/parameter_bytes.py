@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.search.batched.cells import Column, Columns, StackedLeaves
 from whalejax.planner.search.batched.layout_variants import Array
@@ -103,15 +104,21 @@ class Storage:
         cells: priced columns, one behind the other.
         leaves: groups of leaves along the chain.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        compiler: in which type it brings parameters to those who compute with them.
 
     Attributes:
         holders: places where there are leaves.
     """
 
     def __init__(
-        self, cells: Columns, leaves: Sequence[StackedLeaves], cast_bytes: float
+        self,
+        cells: Columns,
+        leaves: Sequence[StackedLeaves],
+        cast_bytes: float,
+        compiler: CompilerProfile,
     ) -> None:
         self._leaves = leaves
+        self._compiler = compiler
         self._cast_bytes = cast_bytes
         self.holders = tuple(p for p in HOLDERS if any(x.place == p for x in leaves))
         whole = np.ones(len(cells[Column("samples")]))
@@ -200,7 +207,8 @@ class Storage:
             most = np.maximum(most, np.where(parts > whole, one, 0.0))
             held.gathered[zero] = np.maximum(held.gathered[zero], most)
         times = leaf.group.gathers * count * leaf.slices * sharded
-        held.gathers += np.stack([one * cast * times, times])
+        moved = leaf.group.moved_bytes(self._compiler) * cast / leaf.slices / whole
+        held.gathers += np.stack([moved * times, times])
         times = count * (owned > stored)
         held.updates += np.stack([nbytes / stored * times, times])
         if cast < 1.0:  # What is quantised is widened where it is read.

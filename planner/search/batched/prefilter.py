@@ -21,7 +21,9 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
 from whalejax.planner.search.batched.cases import Placement
 from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import Frames
+from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.batched.step_time import CaseCosts
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Hosted, Request
@@ -40,29 +42,37 @@ SLACK: Final = 0.3
 
 
 def promising(
-    graphs: Sequence[Graph], cluster: Cluster, request: Request
-) -> tuple[frozenset[Mesh], float]:
+    graphs: Mapping[Chosen, Graph],
+    cluster: Cluster,
+    request: Request,
+    spaces: Spaces | None = None,
+) -> tuple[tuple[Mesh, ...], float]:
     """Meshes whose plans may be among the best.
 
     Args:
-        graphs: the captured loss, and what else may be run for it.
+        graphs: the captured loss, and what else may be run for it, by how attention
+            runs.
         cluster: the machine.
         request: what is asked of plans that run.
+        spaces: what other searches of the same loss ranged over.
 
     Returns:
-        Their sizes of ``PLANNED_AXES``, and seconds of a step that a plan which is
-        looked at may take. Where nothing is found that fits, those that lack least.
+        Their sizes of ``PLANNED_AXES``, the most promising first, and seconds of a step
+        that a plan which is looked at may take. Where nothing is found that fits, those
+        that lack least.
     """
     for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
         asked = dataclasses.replace(request, mesh={**fixed, **(request.mesh or {})})
-        searches = [*_searches(graphs, cluster, asked, _Search)]
+        searches = [*_searches(graphs, cluster, asked, _Search, spaces)]
         every = [search.steps for search in searches]
         limit = min((s for one in every for s in one.values()), default=math.inf)
         limit *= 1 + SLACK
-        near = [m for steps in every for m in _least(steps) if steps[m] <= limit]
+        pairs = [(steps[m], m) for steps in every for m in _least(steps)]
+        near = [mesh for step, mesh in sorted(pairs) if step <= limit]
         if near:
-            return frozenset(near), limit
-    return frozenset(m for one in searches for m in _least(one.lacks())), math.inf
+            return tuple(dict.fromkeys(near)), limit
+    least = (m for one in searches for m in _least(one.lacks()))
+    return tuple(dict.fromkeys(least)), math.inf
 
 
 Mesh = tuple[int, ...]
@@ -127,7 +137,7 @@ def likely_replicas(
         cases: dict[_Case, dict[Mesh, float]] = {}
         lightest: dict[_Case, int] = {}
         for attention, graph in graphs.items():
-            for search in _searches([graph], cluster, asked, _Replicas):
+            for search in _searches({attention: graph}, cluster, asked, _Replicas):
                 for (mesh, count, zero), step in search.counted.items():
                     inner = (1, *mesh[1:])
                     size = math.prod(inner)
@@ -171,14 +181,16 @@ def _least(values: dict[Mesh, float]) -> list[Mesh]:
 
 
 def _searches(
-    graphs: Sequence[Graph],
+    graphs: Mapping[Chosen, Graph],
     cluster: Cluster,
     request: Request,
     kind: type[_Kind],
+    spaces: Spaces | None = None,
 ) -> Iterator[_Kind]:
-    for graph in graphs:
+    for attention, graph in graphs.items():
+        program = (), attention, 1
         try:
-            search = kind(graph, cluster, request)
+            search = kind(graph, cluster, request, spaces, program=program)
         except NoMeshError:
             continue
         search.run()
@@ -194,13 +206,25 @@ class _Search(WideSearch):
 
     slack: ClassVar[float] = SLACK
 
-    def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
-        super().__init__(graph, cluster, request)
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        spaces: Spaces | None = None,
+        *,
+        program: object = None,
+    ) -> None:
+        super().__init__(graph, cluster, request, spaces, program=program)
         self.steps: dict[Mesh, float] = {}
 
     def placements(self) -> list[Placement]:
         """Plans that run today treat all devices as the slowest."""
         return super().placements()[:1]
+
+    def _seeded(self, frames: Frames) -> Array:
+        """None: what is found does not depend on what was asked before."""
+        return np.zeros(len(frames), dtype=bool)
 
     def _offloads(self) -> list[int]:
         """Without what no executor keeps in host memory, or this optimizer cannot."""
@@ -256,8 +280,16 @@ class _Replicas(_Search):
             among those of the request.
     """
 
-    def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
-        super().__init__(graph, cluster, request)
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        spaces: Spaces | None = None,
+        *,
+        program: object = None,
+    ) -> None:
+        super().__init__(graph, cluster, request, spaces, program=program)
         self.counted: dict[tuple[Mesh, int, int], float] = {}
         self.lightest: dict[tuple[Mesh, int, int], int] = {}
 

@@ -137,7 +137,9 @@ class Space:
             cast_bytes=request.cast_bytes,
         )
         self.cells = Pricer(self.served, self.links, cluster, size).price()
-        self.storage = Storage(self.cells, self.links.leaves, request.cast_bytes)
+        self.storage = Storage(
+            self.cells, self.links.leaves, request.cast_bytes, cluster.compiler
+        )
 
     def _points(self, request: Request) -> Points:
         total, fixed = request.num_devices, self.inner
@@ -186,26 +188,30 @@ class Spaces:
     def __init__(self) -> None:
         self.seeds: deque[tuple[int, ...]] = deque(maxlen=8)
         self._frames: deque[tuple[tuple[object, ...], Frames]] = deque(maxlen=4)
-        self._readings: list[tuple[str | None, Reading]] = []
+        self._readings: list[tuple[tuple[object, ...], Reading]] = []
         self._spaces: list[tuple[tuple[object, ...], Space]] = []
 
-    def _reading(self, graph: Graph, default: str | None) -> Reading:
+    def _reading(self, graph: Graph, default: str | None, program: object) -> Reading:
+        key = default, program
         for known, reading in self._readings:
-            if known == default and reading.covers(graph):
+            if known == key and reading.covers(graph):
                 return reading
         found = Reading(graph, default)
-        self._readings.append((default, found))
+        self._readings.append((key, found))
         return found
 
-    def of(self, graph: Graph, cluster: Cluster, request: Request) -> Space:
+    def of(
+        self, graph: Graph, cluster: Cluster, request: Request, program: object = None
+    ) -> Space:
         """The space of a request.
 
         Args:
-            graph: of the loss; each can be told from each other.
+            graph: of the loss; each can be told from each other of the same program.
             cluster: the machine.
             request: what was asked.
+            program: how attention, logits and layers run, where not as written.
         """
-        reading = self._reading(graph, request.default)
+        reading = self._reading(graph, request.default, program)
         key = (
             *(cluster.compiler, request.num_devices),
             *(request.sequence_parallel, request.optimizer),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.cost.collectives import Spans
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
 from whalejax.planner.pipeline.simulate import (
@@ -71,6 +70,12 @@ class CaseCosts:
         """Peak of the fullest device."""
         return sum(self.memory.values(), np.zeros(len(self.pace)))
 
+    @property
+    def temporary(self) -> Array:
+        """What lives during a step alone, on the fullest device."""
+        found = (self.memory[n] for n in ("gradients", "activations", "working"))
+        return sum(found, np.zeros(len(self.pace)))
+
     def time_terms(self, index: int) -> TimeTerms:
         """The terms of one case, bubble included."""
         found = {f"{k}_seconds": float(v[index]) for k, v in self.time.items()}
@@ -80,7 +85,8 @@ class CaseCosts:
     def memory_terms(self, index: int) -> MemoryTerms:
         """The terms of one case."""
         return MemoryTerms(
-            **{f"{k}_bytes": int(v[index]) for k, v in self.memory.items()}
+            **{f"{k}_bytes": int(v[index]) for k, v in self.memory.items()},
+            host_bytes=int(self.host[index]),
         )
 
 
@@ -203,18 +209,9 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
 
 def handed_seconds(cases: Cases) -> Array:
     """Seconds for what one stage gives the next."""
-
-    def outermost(spans: Spans) -> tuple[Array, Array]:
-        byte, wait = np.zeros(len(spans[0][0])), np.zeros(len(spans[0][0]))
-        for size, level in spans:
-            one = level.detour(2) / level.bandwidth_bytes_per_second
-            byte = np.where(size > 1, one, byte)
-            wait = np.where(size > 1, level.latency_seconds, wait)
-        return byte, wait
-
-    per_byte, once = cases.rates("handing on", ("stage",), outermost)
-    found: Array = once + cases.cell(Column("stream")) * per_byte
-    return found
+    payload = cases.cell(Column("stream"))
+    once = np.ones(cases.number)
+    return cases.collective("collective-permute", ("stage",), payload, once)
 
 
 def _bound(cases: Cases, pace: Array, parts: Array, *, scheduled: bool = True) -> Array:
@@ -433,10 +430,11 @@ def _gradient_seconds(
 def _reduction_seconds(
     cases: Cases, axes: tuple[str, ...], payload: Array, parts: Array, shards: bool
 ) -> Array:
-    """Seconds of the reductions of gradients over some axes."""
+    """Seconds of the reductions of gradients over some axes, in every micro-batch."""
     if not payload.any():
         return cases.zeros
-    once = (payload > 0) * 1.0
+    once = (payload > 0) * parts
+    payload = payload * parts
     if not cases.cluster.compiler.reduce_scatter:
         return cases.collective("all-reduce", axes, payload, once)
     sharding = ("data", "fsdp") if shards else ("fsdp",)
@@ -444,12 +442,11 @@ def _reduction_seconds(
     left = tuple(a for a in axes if a not in sharding)
     pieces, _ = cases.ranks(scattered)
     found: Array = cases.collective(
-        "reduce-scatter", scattered, payload * parts, once * parts
+        "reduce-scatter", scattered, payload, once
     ) + cases.collective("all-reduce", left, payload / pieces, once)
     _, several = cases.ranks(axes)
     if not cases.cluster.compiler.reduces_in_parts and several.any():
-        times = np.where(pieces > 1, parts, 1.0)
-        whole = cases.collective("all-reduce", axes, payload * times, once * times)
+        whole = cases.collective("all-reduce", axes, payload, once)
         found = np.where(several, whole, found)
     return found
 

@@ -511,7 +511,7 @@ class _Local:
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         return LeftOut(self.ring, self.laid.filled, here, self.wide)
 
-    def _tied(self, value: Any) -> tuple[tuple[Any, Any], Any]:
+    def _tied(self, value: Any) -> Any:
         """This device's pairs of blocks and their number, and the value as it is.
 
         The barrier makes indices depend on the value. JAX evaluates what depends on

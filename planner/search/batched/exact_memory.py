@@ -1,0 +1,161 @@
+"""Memory of single cases by liveness, as of plans that run.
+
+Arrays estimate memory from sums over places of the chain. What a search gives back is
+priced here once more: by what is in memory in every span of a step (``memory``), on the
+fullest stage where there are several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.memory.live_sets import Moments, moments
+from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
+from whalejax.planner.search.analysis_cache import AnalysedProgram
+from whalejax.planner.search.batched.cases import Cases, Group
+from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.space import Space
+from whalejax.planner.search.host_offload import Hosting
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.parameter_layout import batch_homes, lay_out
+from whalejax.planner.terms import OFFLOADS, MemoryTerms
+
+
+Shares = dict[int, float]
+"""Which part of each place of the chain lies on a stage."""
+
+
+class ExactMemory:
+    """Memory of the cases of one space.
+
+    Args:
+        space: what is priced.
+        request: what is asked.
+        copies: how many times the batch of the space is that of a step.
+    """
+
+    def __init__(self, space: Space, request: Request, copies: int) -> None:
+        chain, reading = space.links.chain, space.reading
+        self.space, self.chain, self.copies = space, chain, copies
+        self.facts = space.links.facts
+        self.batch = frozenset(r.index for r in reading.dims.batch)
+        self.program = AnalysedProgram(
+            reading.graph, reading.dims, space.cluster.compiler, reading.views
+        )
+        hosting = Hosting(self.program, space.cluster, request, self.facts)
+        self.memory = LayoutMemory(
+            facts=self.facts,
+            hosting=hosting,
+            dims=reading.dims,
+            homes=batch_homes(chain.graph),
+        )
+
+    @functools.cached_property
+    def knows(self) -> bool:
+        """Liveness can be told: every layer is there, or all are one loop.
+
+        Where layers that are written out stand for each other, spans are not those of
+        the program. On CPUs it depends on what collectives gather.
+        """
+        once = all(n == 1 for n in self.chain.leaf_times.values())
+        return once and not self.space.cluster.compiler.reduces_at_end
+
+    @functools.cached_property
+    def _moments(self) -> Moments:
+        return moments(self.chain.graph, self.facts, self.program.course)
+
+    @functools.cached_property
+    def _apart(self) -> Moments:
+        return moments(self.chain.graph, self.facts, self.program.course_apart)
+
+    @functools.cached_property
+    def _group_places(self) -> list[int]:
+        places = self.chain.leaf_places()
+        found = [FIRST] * len(self.facts.groups)
+        pairs = zip(self.facts.tensors, self.facts.group_of, strict=True)
+        for tensor, group in pairs:
+            found[group] = places[tensor.id]
+        return found
+
+    def of(self, cases: Cases, row: int) -> MemoryTerms | None:
+        """Memory of one case on its fullest stage; None where it is not known.
+
+        Args:
+            cases: cut by ``cut_layers``; of one placement, replicas not unlike.
+            row: which of them.
+        """
+        frames = cases.frames
+        policy = cases.model.policies[int(frames.remat[row])]
+        bits = int(frames.offload[row])
+        offload = tuple(n for i, n in enumerate(OFFLOADS) if bits >> i & 1)
+        apart = "activations" in offload
+        plain = set(policy.values()) <= {"none"} and "gradients" not in offload
+        if not (self.knows and plain) or (apart and not self.program.waiting):
+            return None
+        cell = int(frames.cell[row])
+        variant = self.space.served[int(cases.model.cells[Column("variant")][cell])]
+        mesh = {axis: int(cases.mesh[axis][row]) for axis in MESH_AXES}
+        inside = {axis: size for axis, size in mesh.items() if axis != "stage"}
+        count = int(frames.micro_batches[row])
+        laid = Laid(
+            tables=variant.spots,
+            layouts=lay_out(self.facts, variant.spots, inside, int(frames.zero[row])),
+            offload=offload,
+            accumulates=count > 1,
+        )
+        s = Setting(
+            inside,
+            count * self.copies,
+            self.space.cluster,
+            self.space.reading.dims,
+            self.batch,
+        )
+        found = self._apart if apart else self._moments
+        if mesh["stage"] == 1:
+            return self.memory.of(found, laid, s)
+        stages = [
+            self.memory.of(
+                self._on_stage(found, shares),
+                dataclasses.replace(laid, in_flight=held),
+                s,
+            )
+            for shares, held in self._stages(cases, row)
+        ]
+        return max(stages, key=lambda terms: terms.total_bytes)
+
+    def _stages(self, cases: Cases, row: int) -> Iterator[tuple[Shares, float]]:
+        """Of each kind of stage: parts of places on it, and micro-batches in flight."""
+        for g in cases.groups:
+            if g.count[row] > 0:
+                held = cases.in_flight(g, cases.frames.micro_batches)[row]
+                yield _shares(cases, g, row), float(held)
+
+    def _on_stage(self, found: Moments, shares: Shares) -> Moments:
+        return found.on_stage(
+            [shares[self.chain.spots[k.task_graph].place] for k in found.kinds],
+            [shares[place] for place in self._group_places],
+        )
+
+
+def _shares(cases: Cases, group: Group, row: int) -> Shares:
+    """Which part of each place lies on the fullest stage of a group."""
+    first, last = float(group.first[row]), float(group.last[row])
+    return {
+        FIRST: first,
+        LAST: last,
+        LAYER: float(group.layers[row]) / cases.model.layers,
+        ENDS: max(first, last),
+        EVERYWHERE: 1.0,
+    }
+
+
+def rooms(cases: Cases, row: int) -> tuple[int, float]:
+    """Bytes of the least device and of its host, of those that a case uses."""
+    each = [cases.capacity(g.kind) for g in cases.groups if g.count[row] > 0]
+    devices, hosts = zip(*each, strict=True)
+    return min(devices), min(hosts)
