@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.planner.terms import ALL, OFFLOADS, Chosen, Remat
@@ -128,6 +128,45 @@ class StepOptions:
     attention: Chosen = ()
     loss_chunks: int = 1
 
+
+class ProgramOptions(NamedTuple):
+    """Options that change a loss's program: another one is captured for each.
+
+    Attributes:
+        remat, attention, loss_chunks: as in ``StepOptions``.
+    """
+
+    remat: Remat = ()
+    attention: Chosen = ()
+    loss_chunks: int = 1
+
+    @property
+    def makes_parts(self) -> bool:
+        """Logits are made a part at a time."""
+        return self.loss_chunks > 1
+
+    @classmethod
+    def looked_at(
+        cls, fixed: FixedOptions, plan: StepOptions | None, ways: Sequence[Chosen]
+    ) -> list[Self]:
+        """The programs of a search, as far as the user leaves them open.
+
+        Logits in parts are looked at where the plan that runs gains by them, or where
+        there is none.
+
+        Args:
+            fixed: what the user fixed.
+            plan: the best that runs, or None.
+            ways: how attention may run.
+        """
+        several = plan is None or plan.loss_chunks > 1
+        open_counts = (1, LOSS_CHUNKS) if several else (1,)
+        counts = open_counts if fixed.loss_chunks is None else (fixed.loss_chunks,)
+        return [cls((), way, count) for count in counts for way in ways]
+
+
+LOSS_CHUNKS: Final = 16
+"""Parts of the tokens of a device that the planner weighs, where memory is short."""
 
 OPTION_NAMES: Final[Mapping[str, str]] = {
     "remat": "remat",

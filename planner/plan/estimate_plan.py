@@ -35,12 +35,16 @@ from whalejax.planner.search.batched.step_time import handed_seconds, part_secon
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
-from whalejax.planner.step_options import StepOptions, option_words, options_of
+from whalejax.planner.step_options import (
+    ProgramOptions,
+    StepOptions,
+    option_words,
+    options_of,
+)
 from whalejax.planner.terms import (
     ALL,
     OFFLOADS,
     UNCOUNTED_MOVES,
-    Chosen,
     MemoryTerms,
     Remat,
     TimeTerms,
@@ -53,9 +57,7 @@ class Estimate:
     Args:
         search: that found it.
         case: one of its cases.
-        remat: what the program computes again, beside what the case says.
-        attention: how the program runs attention.
-        loss_chunks: parts of the tokens whose logits the program makes at a time.
+        program: options of the program that it is a case of, beside what it says.
 
     Attributes:
         covered, gap: what the search for the plan covered, and leaves open.
@@ -65,15 +67,11 @@ class Estimate:
         self,
         search: WideSearch,
         case: Case,
-        *,
-        remat: Remat = (),
-        attention: Chosen = (),
-        loss_chunks: int = 1,
+        program: ProgramOptions,
     ) -> None:
         self.search = search
         self.case = case
-        self.program_remat = remat
-        self.attention, self.loss_chunks = attention, loss_chunks
+        self.program = program
         self.covered, self.gap = search.tally.covered, search.tally.gap
         f, cells = case.frames, search.model.cells
         self.cell = int(f.cell[0])
@@ -140,7 +138,9 @@ class Estimate:
         f, kinds = case.frames, search.cluster.kinds
         several = case.placement.by == "replicas"
         names = [kinds[k].name for k in case.placement.kinds]
-        attention = ("all-gather", "ring")[int(f.ring[0] or bool(self.attention))]
+        attention = ("all-gather", "ring")[
+            int(f.ring[0] or bool(self.program.attention))
+        ]
         return Beyond(
             attention=attention if self.mesh["context"] > 1 else "",
             shares=tuple(zip(names, case.micro_batches, strict=True))
@@ -153,13 +153,13 @@ class Estimate:
     @property
     def options(self) -> StepOptions:
         """Its options of a step."""
-        return StepOptions(
-            remat=self.remat,
-            offload=self.offload,
-            sequence_parallel=self.case.variant.sequence_parallel,
-            attention=self.attention,
-            loss_chunks=self.loss_chunks,
-        )
+        decided = {
+            **self.program._asdict(),
+            "remat": self.remat,
+            "offload": self.offload,
+            "sequence_parallel": self.case.variant.sequence_parallel,
+        }
+        return StepOptions(**decided)
 
     @property
     def remat(self) -> Remat:
@@ -170,7 +170,7 @@ class Estimate:
         if len(set(policies.values())) == 1:
             policies = {ALL: next(iter(policies.values()))}
         own = tuple((n, p) for n, p in policies.items() if p != "none")
-        return own or self.program_remat
+        return own or self.program.remat
 
     @property
     def offload(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class Estimate:
         own = option_words(self.options)
         own += [self.stages.words()] if self.stages else []
         beyond = self.beyond
-        if self.attention:  # Which says it already.
+        if self.program.attention:  # Which says it already.
             beyond = dataclasses.replace(beyond, attention="")
         return ", ".join([words, *own, *beyond.words()])
 

@@ -39,10 +39,11 @@ from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import LOSS_CHUNKS, Again, Known, by_marks, unlike
+from whalejax.planner.search.spmd import Again, Known, by_marks, unlike
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.offload_candidates import sliced_leaves
-from whalejax.planner.terms import OFFLOADS, Chosen, Remat
+from whalejax.planner.step_options import ProgramOptions, StepOptions, options_of
+from whalejax.planner.terms import OFFLOADS, Chosen
 
 
 def decide_any(
@@ -106,11 +107,7 @@ def _fixed(request: Request, one: Estimate) -> Request:
         mesh={a: n for a, n in one.mesh.items() if a != "stage"},
         zero=one.zero,
         num_micro_batches=one.micro_batches,
-        remat=one.remat,
-        offload=one.offload,
-        sequence_parallel=one.case.variant.sequence_parallel,
-        attention=one.attention,
-        loss_chunks=one.loss_chunks,
+        **options_of(one.options),
     )
 
 
@@ -189,9 +186,9 @@ class _Beyond:
     def prepare(self) -> None:
         """Price what is searched, which the search for plans that run reads, too."""
         for attention in self._ways():
-            graph = self._graph(((), attention, 1))
+            program = ProgramOptions(attention=attention)
+            graph = self._graph(program)
             if graph is not None:
-                program = (), attention, 1
                 self.spaces.of(graph, self.cluster, self.request, program)
 
     def run(self, plan: Plan | None) -> list[Estimate]:
@@ -204,8 +201,7 @@ class _Beyond:
         self.known = math.inf if plan is None else plan.time.step_seconds
         found: list[Estimate] = []
         known = self.known
-        for attention, chunks in self._programs():
-            program = (), attention, chunks
+        for program in self._programs():
             found += self._of_program(program, known)
             known = min([known, *(one.case.step_seconds for one in found)])
         each: dict[str, Estimate] = {}
@@ -223,30 +219,22 @@ class _Beyond:
             return [()]
         return [*unlike(self.graph, self.request, self.again)]
 
-    def _programs(self) -> list[tuple[Chosen, int]]:
-        """How attention and logits may run, as far as the user leaves it open.
+    def _programs(self) -> list[ProgramOptions]:
+        """What is searched, as far as the user leaves it open."""
+        plan = StepOptions() if self.again is None else self.plan
+        return ProgramOptions.looked_at(self.request, plan, self._ways())
 
-        Logits in parts are looked at where the plan that runs gains by them, or where
-        there is none.
-        """
-        asked, plan, ways = self.request.loss_chunks, self.plan, self._ways()
-        if asked is not None or self.again is None:
-            return [(way, asked or 1) for way in ways]
-        counts = (1, LOSS_CHUNKS) if plan is None or plan.loss_chunks > 1 else (1,)
-        return [(way, chunks) for chunks in counts for way in ways]
-
-    def _graph(self, program: Program) -> Graph | None:
+    def _graph(self, program: ProgramOptions) -> Graph | None:
         """The graph of one program, or None where there is none such."""
-        remat, attention, chunks = program
-        if self.again is None or not (remat or attention or chunks > 1):
+        if self.again is None or program == ProgramOptions():
             return self.graph
         graph = self.again(*program)
-        cut = chunks == 1 or any(op.chunks > 1 for op in graph.ops)
+        cut = not program.makes_parts or any(op.chunks > 1 for op in graph.ops)
         return graph if cut else None
 
     def _search(
         self,
-        program: Program,
+        program: ProgramOptions,
         request: Request,
         known_seconds: float,
         wanted: Callable[..., Array],
@@ -270,17 +258,9 @@ class _Beyond:
         except NoMeshError:
             return None
 
-    def _estimate(self, search: WideSearch, case: Case, program: Program) -> Estimate:
-        remat, attention, chunks = program
-        return Estimate(
-            search,
-            case,
-            remat=remat,
-            attention=attention,
-            loss_chunks=chunks,
-        )
-
-    def _of_program(self, program: Program, known_seconds: float) -> list[Estimate]:
+    def _of_program(
+        self, program: ProgramOptions, known_seconds: float
+    ) -> list[Estimate]:
         """The best cases of one program that fit.
 
         Where arrays sum up less memory than liveness finds, cases are looked for that
@@ -294,7 +274,7 @@ class _Beyond:
                 break
             self.searches = [one for one in self.searches if one.space != search.space]
             self.searches.append(search)
-            estimates = [self._estimate(search, c, program) for c in search.run()]
+            estimates = [Estimate(search, c, program) for c in search.run()]
             before = len(self.short)
             found = [one for estimate in estimates for one in self._lived(estimate)]
             if found or len(self.short) == before:
@@ -311,8 +291,7 @@ class _Beyond:
         found = []
         for one in self._exactly(estimate):
             case = one.search.remembered(one.case)
-            program = one.program_remat, one.attention, one.loss_chunks
-            again = self._estimate(one.search, case, program)
+            again = Estimate(one.search, case, one.program)
             if case.weighed.fits[case.row]:
                 found.append(again)
             else:
@@ -339,11 +318,11 @@ class _Beyond:
             offload=estimate.offload,
             sequence_parallel=case.variant.sequence_parallel,
         )
-        program = estimate.remat, estimate.attention, estimate.loss_chunks
+        program = estimate.program._replace(remat=estimate.remat)
         like = functools.partial(_like, case)
         search = self._search(program, request, math.inf, like)
         cases = [] if search is None else search.run()[:1]
-        return [self._estimate(search, one, program) for one in cases if search]
+        return [Estimate(search, one, program) for one in cases if search]
 
     def problem(self) -> PlanError:
         """Why there is no plan."""
@@ -354,10 +333,6 @@ class _Beyond:
             nearest = min((one for one, _ in self.short), key=_lack)
             return _lacks(nearest, *_lack(nearest))
         return _nothing_fits(covered[0])
-
-
-Program = tuple[Remat, Chosen, int]
-"""What is computed again, how attention runs, and parts in which logits are made."""
 
 
 def _not_covered(

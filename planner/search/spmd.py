@@ -33,6 +33,7 @@ from whalejax.planner.sharding.sequence_parallel import (
     splits_between,
 )
 from whalejax.planner.sharding.virtual_devices import check_devices, copies
+from whalejax.planner.step_options import LOSS_CHUNKS
 from whalejax.planner.terms import ALL, Chosen, Remat
 
 
@@ -71,9 +72,6 @@ Known = dict[
 ]
 """Programs of one loss, as policies, attention and chunks make them, for devices of a
 compiler; None where there is none such."""
-
-LOSS_CHUNKS = 16
-"""Parts of the tokens of a device that the planner weighs, where memory is short."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
