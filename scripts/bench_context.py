@@ -27,10 +27,7 @@ eight_devices()
 import jax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 
 
 def main() -> None:

@@ -29,10 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 from whalejax.api.plan import plan as find_plan  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 

@@ -33,10 +33,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import whalejax as wh  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 
 
 STAGES: Final = 8

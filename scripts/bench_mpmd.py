@@ -39,10 +39,7 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 
 
 SIZES = {

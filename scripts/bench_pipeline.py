@@ -53,10 +53,7 @@ import optax  # noqa: E402
 from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
 from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 

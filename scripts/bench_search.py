@@ -45,10 +45,7 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.capture import capture  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402

@@ -48,10 +48,7 @@ from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 from whalejax.lowering.pipeline_spmd import stage_body  # noqa: E402
 from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns  # noqa: E402
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402

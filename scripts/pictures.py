@@ -22,10 +22,7 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 from tests import browser  # noqa: E402
-from whalejax import (  # noqa: E402
-    jobs,  # noqa: E402
-    models,  # noqa: E402
-)
+from whalejax import jobs, models  # noqa: E402
 from whalejax.api.search import search  # noqa: E402
 from whalejax.display.page import page  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
