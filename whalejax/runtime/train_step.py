@@ -31,6 +31,7 @@ from whalejax.lowering.uneven.pipeline_executor import Pipes
 from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError
+from whalejax.newest import FromNewest
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     import os
 
 
-class TrainStep:
+class TrainStep(FromNewest):
     """A plan, compiled: call it with a state and a global batch.
 
     Attributes:
