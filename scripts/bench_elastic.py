@@ -45,9 +45,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.elastic import journal
-from whalejax.elastic.processes import began_at
 from whalejax.elastic.status import goodput_of
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.processes import began_at
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -64,7 +64,7 @@ START: Final = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.settings import Settings
 words, folder, settings = json.loads(sys.argv[1])
 sys.exit(supervise(words, Path(folder), Settings(**settings), seconds=60.0))
 """

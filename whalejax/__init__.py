@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
-    from whalejax.planner.faults import goodput as goodput
+    from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
@@ -56,7 +56,7 @@ _MODULE_OF_NAME = {
     "attention": "whalejax.api.attention",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
-    "goodput": "whalejax.planner.faults",
+    "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.distributed.init_distributed",
     "pipeline": "whalejax.api.annotations",
     "plan": "whalejax.api.plan",

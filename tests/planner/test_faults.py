@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.fault_traces import Event, Policy, read_trace, simulated
-from whalejax.planner.faults import (
+from whalejax.planner.plan.fault_traces import Event, Policy, read_trace, simulated
+from whalejax.planner.plan.goodput import (
     daly_seconds,
     elastic_goodput,
     goodput_of,

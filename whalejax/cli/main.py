@@ -183,9 +183,9 @@ def _run(command: Command, started: float) -> int:
 
             return status.show(command.folder, json=command.json)
         case GoodputCommand():
-            from whalejax.elastic import on_paper
+            from whalejax.cli import goodput
 
-            on_paper.show(command)
+            goodput.show(command)
         case DoctorCommand():
             from whalejax.distributed import doctor
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
-from whalejax.elastic_options import GoodputCommand as GoodputCommand
-from whalejax.elastic_options import StatusCommand as StatusCommand
+from whalejax.cli.elastic_options import GoodputCommand as GoodputCommand
+from whalejax.cli.elastic_options import StatusCommand as StatusCommand
 from whalejax.meshes.errors import Problems, WhaleError
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.elastic.framing import Message, WireError
-from whalejax.elastic.keys import load_key
-from whalejax.elastic.messages import TO_MEMBER, checked
-from whalejax.elastic.processes import machine
-from whalejax.elastic.wire import Channel, dial
+from whalejax.elastic.supervisor.processes import machine
+from whalejax.elastic.wire.connection import Channel, dial
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key
+from whalejax.elastic.wire.messages import TO_MEMBER, checked
 from whalejax.meshes.errors import WhaleError
 
 

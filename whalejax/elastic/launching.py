@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
-from whalejax.elastic.settings import Settings, least_and_most
+from whalejax.elastic.supervisor.settings import Settings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -188,7 +188,7 @@ def main(words: Sequence[str]) -> int:
     Args:
         words: one, what ``supervise`` gives it.
     """
-    from whalejax.elastic.supervisor import Supervised, Supervisor
+    from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 
     given: dict[str, Any] = json.loads(words[0])
     run = Supervised(

@@ -22,11 +22,11 @@ from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.assignment import Node
 from whalejax.elastic.control import Control, Stopped
 from whalejax.elastic.exchange import exchanged
-from whalejax.elastic.framing import Message, WireError
-from whalejax.elastic.membership import STOPPED, WAITING
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.programs import Buffers, Programs
 from whalejax.elastic.saving import Saver
+from whalejax.elastic.supervisor.membership import STOPPED, WAITING
+from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.runtime.state import TrainState
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from whalejax.elastic.framing import Message, WireError
-from whalejax.elastic.messages import TO_PEER, checked
-from whalejax.elastic.wire import Channel, Closed, accept, dial, listen
+from whalejax.elastic.wire.connection import Channel, Closed, accept, dial, listen
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.messages import TO_PEER, checked
 
 
 CONNECT_SECONDS: Final = 30.0

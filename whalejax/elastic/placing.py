@@ -82,12 +82,12 @@ def _facts() -> dict[str, str]:
     import jax
     import jaxlib.version
 
-    import whalejax
-    from whalejax.elastic.membership import COLLECTIVES, MODE
+    from whalejax._version import __version__
+    from whalejax.elastic.supervisor.membership import COLLECTIVES, MODE
 
     return {
         MODE: COLLECTIVES,
-        "whalejax": whalejax.__version__,
+        "whalejax": __version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),

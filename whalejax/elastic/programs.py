@@ -15,16 +15,16 @@ import jax
 import jaxlib.version
 import numpy as np
 
-import whalejax
 from whalejax import jobs
+from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Job
 from whalejax.cli import train_loop
 from whalejax.elastic.assignment import Node, halves
-from whalejax.elastic.framing import Message
-from whalejax.lowering.contributing import Contributing
+from whalejax.elastic.wire.framing import Message
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.lowering.uneven.contributing_replica import Contributing
 from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -112,7 +112,7 @@ class Programs:
             "optimizer": fingerprint(self._runner.program),
             "data of the first batch": self._data,
             "seed": str(self._seed),
-            "whalejax": whalejax.__version__,
+            "whalejax": __version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
             "python": ".".join(platform.python_version_tuple()[:2]),

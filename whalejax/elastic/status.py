@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.elastic import journal
-from whalejax.elastic.supervisor import FOLDER
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.supervisor import FOLDER
 from whalejax.meshes.errors import WhaleError
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from whalejax.elastic import journal
-from whalejax.elastic.processes import began_at
-from whalejax.elastic.supervisor import FOLDER
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.processes import began_at
+from whalejax.elastic.supervisor.supervisor import FOLDER
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,8 +24,8 @@ SECONDS = 400.0
 START = """
 import json, sys
 from pathlib import Path
-from whalejax.elastic.settings import Settings
-from whalejax.elastic.supervisor import Supervised, Supervisor
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 given = json.loads(sys.argv[1])
 run = Supervised(
     command=tuple(given["command"]),

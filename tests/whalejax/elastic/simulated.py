@@ -10,11 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from whalejax.elastic.assignment import check_tiles
-from whalejax.elastic.framing import Message
-from whalejax.elastic.member_record import Commit, End, Kill, Record, Send, Start
-from whalejax.elastic.membership import STOPPED, WAITING, Membership
-from whalejax.elastic.messages import TO_MEMBER, TO_SUPERVISOR, checked
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.member_record import (
+    Commit,
+    End,
+    Kill,
+    Record,
+    Send,
+    Start,
+)
+from whalejax.elastic.supervisor.membership import STOPPED, WAITING, Membership
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
 
 
 COUNT = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.whalejax.elastic.simulated import World
-from whalejax.elastic.settings import Settings, least_and_most
+from whalejax.elastic.supervisor.settings import Settings, least_and_most
 from whalejax.meshes.errors import WhaleError
 
 

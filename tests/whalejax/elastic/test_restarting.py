@@ -16,11 +16,11 @@ import pytest
 import whalejax as wh
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import ROOT, Run
-from whalejax.elastic.framing import Message
-from whalejax.elastic.member_record import End, Kill, Send, Start
-from whalejax.elastic.membership import COLLECTIVES, MODE, Membership
 from whalejax.elastic.placing import placed
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.member_record import End, Kill, Send, Start
+from whalejax.elastic.supervisor.membership import COLLECTIVES, MODE, Membership
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from whalejax.cli.main import main
-from whalejax.elastic import journal
 from whalejax.elastic.status import status_of
-from whalejax.elastic.supervisor import FOLDER
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.supervisor import FOLDER
 from whalejax.meshes.errors import WhaleError
 
 

@@ -16,13 +16,19 @@ from typing import Any
 import pytest
 
 from whalejax.distributed.launch_env import split_address
-from whalejax.elastic import journal
 from whalejax.elastic.control import Control
-from whalejax.elastic.framing import Message, WireError
-from whalejax.elastic.keys import load_key, make_key
-from whalejax.elastic.settings import Settings
-from whalejax.elastic.supervisor import ADDRESS, FOLDER, KEY, Supervised, Supervisor
-from whalejax.elastic.wire import Channel, dial
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.supervisor import (
+    ADDRESS,
+    FOLDER,
+    KEY,
+    Supervised,
+    Supervisor,
+)
+from whalejax.elastic.wire.connection import Channel, dial
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 

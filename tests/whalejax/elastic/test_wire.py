@@ -14,9 +14,16 @@ import msgpack
 import numpy as np
 import pytest
 
-from whalejax.elastic.framing import Message, WireError, decode, encode
-from whalejax.elastic.keys import load_key, make_key
-from whalejax.elastic.wire import Channel, Closed, TooLate, accept, dial, listen
+from whalejax.elastic.wire.connection import (
+    Channel,
+    Closed,
+    TooLate,
+    accept,
+    dial,
+    listen,
+)
+from whalejax.elastic.wire.framing import Message, WireError, decode, encode
+from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.meshes.errors import WhaleError
 
 

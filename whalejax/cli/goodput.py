@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from whalejax.elastic_options import GoodputCommand
-from whalejax.planner.faults import goodput
+from whalejax.cli.elastic_options import GoodputCommand
+from whalejax.planner.plan.goodput import goodput
 from whalejax.planner.plan.plan import Plan
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.fault_traces import Policy, read_trace, simulated
+from whalejax.planner.plan.fault_traces import Policy, read_trace, simulated
 
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Goodput:
         lost_restart, lost_elastic: seconds that a failure costs on average.
         trace: what a trace of failures makes of it, where one was given.
 
-    >>> from whalejax.planner.faults import goodput_of
+    >>> from whalejax.planner.plan.goodput import goodput_of
     >>> found = goodput_of(1.0, nodes=8, mtbf=80_000, restart=300, snapshot=10)
     >>> round(found.failure_seconds), round(found.young_seconds)
     (10000, 447)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from whalejax.elastic.framing import (
+from whalejax.elastic.wire.framing import (
     MOST_ARRAY_BYTES,
     MOST_TEXT_BYTES,
     Message,

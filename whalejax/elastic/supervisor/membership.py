@@ -12,14 +12,14 @@ from typing import Final
 
 from whalejax.elastic.assignment import dealt, ranks, repaired
 from whalejax.elastic.facts import difference, told_facts
-from whalejax.elastic.framing import Message
-from whalejax.elastic.member_record import (
+from whalejax.elastic.supervisor.member_record import (
     Kill,
     Member,
     Start,
 )
-from whalejax.elastic.roster import Phase, Roster
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.roster import Phase, Roster
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.framing import Message
 
 
 MODE: Final = "mode"

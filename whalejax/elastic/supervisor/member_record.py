@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from whalejax.elastic.assignment import Node
-from whalejax.elastic.framing import Message
+from whalejax.elastic.wire.framing import Message
 
 
 Status = Literal["starting", "registered", "ready", "active", "finished", "gone"]

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Final
 
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.settings import Settings
 
 
 _BOUNDARY_SECONDS: Final = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import MutableMapping
 
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.settings import Settings
 
 
 _MOST_SAID = 4000

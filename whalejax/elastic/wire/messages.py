@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
-from whalejax.elastic.framing import Message, WireError
+from whalejax.elastic.wire.framing import Message, WireError
 
 
 _LONGEST_TEXT: Final = 20_000

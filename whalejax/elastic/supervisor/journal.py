@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.elastic.member_record import Member
-from whalejax.elastic.membership import Membership
+from whalejax.elastic.supervisor.member_record import Member
+from whalejax.elastic.supervisor.membership import Membership
 from whalejax.meshes.errors import WhaleError
 
 

@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, joined_address
-from whalejax.elastic import journal
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
-from whalejax.elastic.framing import Message, WireError
-from whalejax.elastic.keys import load_key, make_key
-from whalejax.elastic.member_record import (
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.member_record import (
     Commit,
     Effect,
     End,
@@ -36,11 +34,13 @@ from whalejax.elastic.member_record import (
     Send,
     Start,
 )
-from whalejax.elastic.membership import Membership
-from whalejax.elastic.messages import TO_SUPERVISOR, checked
-from whalejax.elastic.processes import Processes, machine
-from whalejax.elastic.settings import Settings
-from whalejax.elastic.wire import Channel, TooLate, accept, listen
+from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.processes import Processes, machine
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.connection import Channel, TooLate, accept, listen
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.elastic.wire.messages import TO_SUPERVISOR, checked
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 

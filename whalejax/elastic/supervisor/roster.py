@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from whalejax.elastic.failures import Failures
-from whalejax.elastic.framing import Message
-from whalejax.elastic.member_record import (
+from whalejax.elastic.supervisor.failures import Failures
+from whalejax.elastic.supervisor.member_record import (
     Commit,
     Effect,
     End,
@@ -21,8 +20,9 @@ from whalejax.elastic.member_record import (
     Record,
     Send,
 )
-from whalejax.elastic.pace import Pace
-from whalejax.elastic.settings import Settings
+from whalejax.elastic.supervisor.pace import Pace
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.framing import Message
 
 
 Phase = Literal["gathering", "preparing", "running", "draining", "ending"]
