@@ -110,7 +110,7 @@ def rings(files: list[Path]) -> int:
 
 def main() -> None:
     """Count, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--options", default="loss_chunks,sequence_parallel,zero")
     options = parser.parse_args().options.split(",")
     files = product_files()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import Setting, row_cost
@@ -20,6 +21,9 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import extend_spec, shards
+
+
+P = TypeVar("P", bound=PlanData)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +227,7 @@ def unequal_notes(dealt: Dealt, *, alone: bool) -> list[str]:
     return found
 
 
-def with_layers(plan: PlanData, layers: tuple[int, ...]) -> PlanData:
+def with_layers(plan: P, layers: tuple[int, ...]) -> P:
     """A plan whose stages have other numbers of layers; predictions stay as they were.
 
     Args:

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
-from whalejax.meshes import Cluster, WhaleError, cluster
+from whalejax.meshes import WhaleError, cluster
 from whalejax.meshes.catalogue import entries
+from whalejax.meshes.cluster_data import ClusterData
 from whalejax.meshes.merge import joined, renamed
 
 
-def sizes(found: Cluster) -> list[tuple[str, int]]:
+def sizes(found: ClusterData) -> list[tuple[str, int]]:
     return [(level.name, level.size) for level in found.levels]
 
 

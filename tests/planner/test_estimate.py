@@ -93,7 +93,7 @@ def test_a_long_pipeline_is_the_simulation_of_all_its_rows(
         for chunks in (1, 2)
     ]
     short = seconds(*several)
-    monkeypatch.setattr(step_model, "OUTER", 1000)
+    monkeypatch.setattr(step_model, "STEADY_AFTER", 1000)
     assert seconds(*several) == pytest.approx(short, rel=1e-3)
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
 from whalejax.estimates.decoder import Decoder, decoder_graph
-from whalejax.estimates.step_model import OUTER
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.cost.collectives import (
@@ -29,7 +28,12 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
-from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many
+from whalejax.planner.pipeline.simulate import (
+    STEADY_AFTER,
+    any_cut_share,
+    simulate,
+    simulate_many,
+)
 from whalejax.planner.plan.estimate_only import foresee
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement
@@ -328,10 +332,10 @@ def test_a_long_pipeline_is_timed_by_its_own_pace() -> None:
         float(
             simulate_many(schedule("1f1b", 4, n), forward, backward, np.array([0.5]))[0]
         )
-        for n in (OUTER * 4, (OUTER - 1) * 4)
+        for n in (STEADY_AFTER * 4, (STEADY_AFTER - 1) * 4)
     )
     assert long == pytest.approx(whole)
-    assert some + (64 - OUTER * 4) * (some - fewer) / 4 == pytest.approx(whole)
+    assert some + (64 - STEADY_AFTER * 4) * (some - fewer) / 4 == pytest.approx(whole)
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -45,25 +46,27 @@ class StageExecutor(Protocol):
 
     @property
     def program(self) -> Program: ...
-    @property
+    @functools.cached_property
     def stages(self) -> TrainState: ...
-    @property
+    @functools.cached_property
     def sites(self) -> Sequence[Site]: ...
-    @property
+    @functools.cached_property
     def sums(self) -> Sums: ...
-    @property
+    @functools.cached_property
     def wide_params(self) -> Sequence[Any]: ...
-    @property
+    @functools.cached_property
     def avals(self) -> Any: ...
-    @property
+    @functools.cached_property
     def zeros(self) -> Sequence[tuple[Callable[[], list[Any]], ...]]: ...
-    @property
+    @functools.cached_property
     def numbers(self) -> Sequence[Any]: ...
-    @property
-    def total(self) -> Callable[..., Any]: ...
-    @property
+    def total(self, values: Sequence[Any]) -> Any:
+        """The sum of arrays on one stage."""
+        ...
+
+    @functools.cached_property
     def one(self) -> Any: ...
-    @property
+    @functools.cached_property
     def unread(self) -> Any: ...
     def counted(self, number: int, leaf: Any) -> Any:
         """What is not trained after a step: counters have counted on."""
