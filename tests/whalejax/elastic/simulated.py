@@ -1,0 +1,285 @@
+"""Members of a simulation, with a clock of its own and random delays."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from whalejax.elastic.assignment import check_tiles
+from whalejax.elastic.supervisor.member_record import (
+    Commit,
+    End,
+    Kill,
+    Record,
+    Send,
+    Start,
+)
+from whalejax.elastic.supervisor.membership import STOPPED, WAITING, Membership
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
+
+
+COUNT = 8
+
+
+class Simulated:
+    """A member: what it does follows ``whalejax.elastic.member``."""
+
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.world, self.name, self.number = world, name, number
+        self.step, self.generation, self.running = -1, 0, -1
+        self.phase, self.done, self.alive, self.frozen = "compiling", 0, True, False
+        self.asked: Message | None = None
+        self.begin: Message | None = None
+        self.entered = -1
+        self.finished, self.sent_at, self.heard_at = False, 0.0, 0.0
+        self.late: list[Message] = []
+
+    def say(self, kind: str, **fields: Any) -> None:
+        if self.alive and not self.frozen:
+            message = checked(Message(kind=kind, fields=fields), TO_SUPERVISOR)
+            # Over one connection nothing overtakes anything.
+            self.sent_at = max(self.sent_at, self.world.now + self.world.delay())
+            self.world.later(
+                self.sent_at - self.world.now,
+                lambda: self.world.tell(self.name, message),
+            )
+
+    def beat(self) -> None:
+        if not self.alive or self.world.end:
+            return
+        self.say("beat", phase=self.phase, step=self.step, done=self.done)
+        self.world.later(self.world.settings.beat_seconds, self.beat)
+
+    def hear(self, said: Message) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self.late.append(said)
+            return
+        fields = said.fields
+        match said.kind:
+            case "prepare":
+                self.asked = said
+                if fields["after"] < 0 or self.running < 0 or self.finished:
+                    self.stop()
+            case "begin" if fields["generation"] == self.generation:
+                self.begin, self.running = said, self.generation
+                self.phase = "connecting"
+                self.world.later(self.world.delay(), self.join)
+            case "over" | "stop" | "done":
+                well = said.kind == "done" or fields["well"]
+                self.world.later(0.01, lambda: self.world.exit(self, 0 if well else 1))
+
+    def stop(self) -> None:
+        assert self.asked is not None
+        self.generation = self.asked.fields["generation"]
+        self.asked, self.running, self.phase = None, -1, STOPPED
+        held = []
+        if self.entered == self.step and self.begin is not None:
+            held = self.share()[: self.world.drawn.randrange(3)]
+        self.say("prepared", generation=self.generation, step=self.step, held=held)
+
+    def share(self) -> Any:
+        assert self.begin is not None
+        first = self.begin.fields["step"] == self.step
+        which = "first" if first else "later"
+        return self.begin.fields[which].get(self.name, [])
+
+    def join(self) -> None:
+        """Come to the newest state, from who has it."""
+        if not self.alive or self.running != self.generation or self.begin is None:
+            return
+        source = self.begin.fields["sources"].get(self.name)
+        if self.frozen:
+            self.world.later(1.0, self.join)
+            return
+        if source is not None:
+            other = self.world.members[source]
+            if not other.alive or other.step < max(self.begin.fields["step"], 0):
+                self.world.later(0.1, self.join)  # Not there yet, or never.
+                return
+            self.step = max(self.begin.fields["step"], other.world.saved)
+        elif self.step < 0:
+            self.step = self.world.saved
+        self.enter()
+
+    def enter(self) -> None:
+        """Begin a step, or stop where that was asked."""
+        if not self.alive or self.running < 0:
+            return
+        if self.asked is not None and self.step >= self.asked.fields["after"]:
+            self.stop()
+            return
+        if self.step >= self.world.steps:
+            self.finished, self.phase = True, WAITING
+            self.say("finished", step=self.step)
+            return
+        self.phase = "computing"
+        self.done += 1
+        self.world.later(self.world.drawn.uniform(0.05, 0.2), self.computed)
+
+    def computed(self) -> None:
+        if not self.alive or self.running < 0:
+            return
+        if self.frozen:
+            self.world.later(1.0, self.computed)
+            return
+        self.phase, self.entered = WAITING, self.step
+        self.world.exchange(self.running, self.step)
+
+    def commit(self, step: int, parts: Any) -> None:
+        """The sum of a step has come."""
+        gone = not self.alive or self.frozen or self.running < 0
+        if gone or self.step != step:
+            return
+        self.step += 1
+        if self.step % 10 == 0:
+            self.world.saved = max(self.world.saved, self.step)
+        self.say(
+            "committed",
+            generation=self.running,
+            step=self.step,
+            loss=1.0 / self.step,
+            seconds=0.1,
+            parts=parts,
+        )
+        self.enter()
+
+
+class World:
+    """A supervisor's decisions, processes and time."""
+
+    def __init__(self, seed: int, steps: int = 60, **settings: Any) -> None:
+        self.drawn = random.Random(seed)
+        self.settings = Settings(**{"least": 1, "most": 3, **settings})
+        self.membership = Membership(self.settings)
+        self.steps, self.saved, self.now = steps, 0, 0.0
+        self.members: dict[str, Simulated] = {}
+        self.commits: list[Commit] = []
+        self.events: list[Record] = []
+        self.end: End | None = None
+        self._numbers = itertools.count(1)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.broken_start = False
+
+    def delay(self) -> float:
+        return self.drawn.uniform(0.001, 0.05)
+
+    def later(self, seconds: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self._order), work))
+
+    def begin(self) -> None:
+        self.membership.begin(self.now)
+        self.do()
+        self.tick()
+
+    def tick(self) -> None:
+        if self.end is None:
+            self.membership.tick(self.now)
+            self.do()
+            self.later(0.1, self.tick)
+
+    def run(self, until: float) -> None:
+        """Let things happen, up to a time or the end of the run."""
+        while self._queue and self._queue[0][0] <= until and self.end is None:
+            self.now, _, work = heapq.heappop(self._queue)
+            work()
+        self.now = max(self.now, until) if self.end is None else self.now
+
+    def tell(self, name: str, message: Message) -> None:
+        self.membership.heard(self.now, name, message)
+        self.do()
+
+    def exit(self, member: Simulated, status: int) -> None:
+        if member.alive:
+            member.alive = False
+            self.membership.exited(self.now, member.name, status, "its log")
+            self.do()
+
+    def exchange(self, generation: int, step: int) -> None:
+        """Give all the sum, once all are there."""
+        names = self.membership.active
+        there = [self.members[n] for n in names]
+        if not all(
+            m.alive and m.running == generation and m.entered == step and m.step == step
+            for m in there
+        ):
+            return
+        parts = {m.name: m.share() for m in there}
+        check_tiles([tuple(n) for nodes in parts.values() for n in nodes], COUNT)
+        for member in there:
+            self.later(self.delay(), functools.partial(member.commit, step, parts))
+
+    def do(self) -> None:
+        for effect in self.membership.effects():
+            match effect:
+                case Start(slot=slot):
+                    self.start(slot)
+                case Kill(name=name):
+                    member = self.members[name]
+                    self.later(0.01, lambda m=member: self.exit(m, -9))
+                case Send(name=name, message=message) if name in self.members:
+                    checked(message, TO_MEMBER)
+                    member = self.members[name]
+                    member.heard_at = max(member.heard_at, self.now + self.delay())
+                    self.later(
+                        member.heard_at - self.now,
+                        lambda m=member, x=message: m.hear(x),
+                    )
+                case Commit():
+                    self.commits.append(effect)
+                case Record():
+                    self.events.append(effect)
+                case End():
+                    self.end = self.end or effect
+
+    def start(self, slot: int) -> None:
+        number = next(self._numbers)
+        name = f"m{number}"
+        member = self.members[name] = Simulated(self, name, number)
+        self.membership.started(self.now, name, slot, number)
+        if self.broken_start:
+            self.later(0.5, lambda: self.exit(member, 1))
+            return
+        self.later(self.drawn.uniform(1, 3), lambda: self.register(member))
+
+    def register(self, member: Simulated) -> None:
+        if not member.alive or self.end:
+            return
+        fields = {
+            "name": member.name,
+            "machine": "here",
+            "pid": member.number,
+            "host": "h",
+            "port": 1,
+            "generation": member.generation,
+            "step": member.step,
+            "micro_batches": COUNT,
+            "steps": self.steps,
+            "save": "",
+            "facts": {"jax": "1"},
+        }
+        message = checked(Message(kind="register", fields=fields), TO_SUPERVISOR)
+        slot = self.membership.members[member.name].slot
+        why = self.membership.register(self.now, message, member.name, slot)
+        self.do()
+        if why:
+            self.exit(member, 1)
+            return
+        member.beat()
+
+        def ready() -> None:
+            member.phase = STOPPED
+            member.say("ready")
+
+        self.later(self.drawn.uniform(1, 3), ready)
+
+    def names(self, event: str) -> list[Any]:
+        return [e.fields.get("name") for e in self.events if e.event == event]
