@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ FIRST_SECONDS: Final = 30.0
 """For the first connection, when it should be there."""
 
 _AGAIN_SECONDS: Final = 0.2
-_RECENT: Final = 256
+_ASK_SECONDS: Final = 5.0
 _SILENT_BEATS: Final = 24
 _FIRST_BEAT_SECONDS: Final = 1.0
 
@@ -79,9 +80,12 @@ class Control:
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._heard: collections.deque[Message] = collections.deque()
-        self._unsent: collections.deque[Message] = collections.deque()
-        # A supervisor that is killed may not have written down what it was told last.
-        self._recent: collections.deque[Message] = collections.deque(maxlen=_RECENT)
+        # A supervisor that is killed may not have written down what it was told last:
+        # reports stay until they are acknowledged, and are sent again till then.
+        self._reports: collections.deque[Message] = collections.deque()
+        self._sent = self._number = 0
+        self._kept: set[int] = set()
+        self._token = secrets.token_hex(16)
         self._error: WhaleError | None = None
         self._closed = False
         self._beat_seconds = _FIRST_BEAT_SECONDS
@@ -99,12 +103,35 @@ class Control:
     # For the member's own thread.
 
     def post(self, kind: str, **fields: Any) -> None:
-        """Tell the supervisor something; it is kept until there is a connection."""
+        """Tell the supervisor something, again until it says that it is written."""
         with self._changed:
-            self._unsent.append(Message(kind=kind, fields=fields))
-            if kind == "committed":
-                self._recent.append(self._unsent[-1])
+            self._number += 1
+            told = {"number": self._number, **fields}
+            self._reports.append(Message(kind=kind, fields=told))
             self._changed.notify_all()
+
+    def may_keep(self, step: int, *, seconds: float) -> bool:
+        """Ask whether a checkpoint may take its name: not where this one is given up.
+
+        Args:
+            step: of the checkpoint.
+            seconds: to wait for the answer.
+        """
+        end = time.monotonic() + seconds
+        ask_at = 0.0
+        while True:
+            with self._changed:
+                if step in self._kept:
+                    self._kept.discard(step)
+                    return True
+                if self._error is not None or time.monotonic() > end:
+                    return False
+            if time.monotonic() > ask_at:
+                ask_at = time.monotonic() + _ASK_SECONDS
+                self.post("written", step=step)
+            with self._changed:
+                if step not in self._kept:
+                    self._changed.wait(0.1)
 
     def poll(self) -> Message | None:
         """What the supervisor said next, or None.
@@ -130,10 +157,10 @@ class Control:
         return self.poll()
 
     def flush(self, seconds: float) -> None:
-        """Wait until all was sent, at most so long."""
+        """Wait until all is written down, at most so long."""
         end = time.monotonic() + seconds
         with self._changed:
-            while self._unsent and self._error is None and time.monotonic() < end:
+            while self._reports and self._error is None and time.monotonic() < end:
                 self._changed.wait(0.1)
 
     def close(self) -> None:
@@ -179,6 +206,7 @@ class Control:
             "machine": machine(),
             "pid": os.getpid(),
             "step": self.step,
+            "token": self._token,
             **self._registers(),
         }
         channel.send(Message(kind="register", fields=fields))
@@ -195,17 +223,26 @@ class Control:
         self.name = said.fields["name"]
         self._beat_seconds = said.fields["beat_seconds"]
         with self._changed:
-            again = [said for said in self._recent if said not in self._unsent]
-            self._unsent.extendleft(reversed(again))
-            self._channel = channel
+            self._channel, self._sent = channel, 0
             self._changed.notify_all()
 
     def _hear(self, said: Message) -> None:
         if said.kind == "heard":
             self.goodput = said.fields["goodput"]
+            self._acknowledged(said.fields["number"])
             return
         with self._changed:
-            self._heard.append(said)
+            if said.kind == "keep":
+                self._kept.add(said.fields["step"])
+            else:
+                self._heard.append(said)
+            self._changed.notify_all()
+
+    def _acknowledged(self, number: int) -> None:
+        with self._changed:
+            while self._reports and self._reports[0].fields["number"] <= number:
+                self._reports.popleft()
+                self._sent -= 1
             self._changed.notify_all()
 
     def _listen(self) -> None:
@@ -233,10 +270,10 @@ class Control:
         beat_at = 0.0
         while not self._closed and self._error is None:
             with self._changed:
-                if not self._unsent or self._channel is None:
+                if self._sent >= len(self._reports) or self._channel is None:
                     self._changed.wait(max(beat_at - time.monotonic(), 0.01))
-                channel = self._channel
-                said = self._unsent[0] if self._unsent else None
+                channel, sent = self._channel, self._sent
+                said = self._reports[sent] if sent < len(self._reports) else None
             if channel is None:
                 time.sleep(0.01)
                 continue
@@ -248,9 +285,8 @@ class Control:
                 if said is not None:
                     channel.send(said)
                     with self._changed:
-                        # Others may have been put before it by now.
-                        self._unsent.remove(said)
-                        self._changed.notify_all()
+                        if channel is self._channel:
+                            self._sent += 1
             except WireError:
                 channel.close()  # The other thread connects anew.
                 time.sleep(_AGAIN_SECONDS)

@@ -6,6 +6,7 @@ killed: its members do not stop for that.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -131,16 +132,18 @@ def supervise(
         "exit_seconds": seconds,
     }
     ends = _Ends()
-    for _ in range(_MOST_RESTARTS):
-        status = _run_once(given, ends, settings.lease_seconds)
+    for number in range(_MOST_RESTARTS):
+        again = {**given, "again": number > 0}
+        status = _run_once(again, ends, settings.lease_seconds)
         if status >= 0:
             return status
         name = signal.Signals(-status).name
-        print(
-            f"whalejax: the supervisor ended by {name}; it is started again",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError, ValueError):  # Nobody reads it any more.
+            print(
+                f"whalejax: the supervisor ended by {name}; it is started again",
+                file=sys.stderr,
+                flush=True,
+            )
     raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
 
 
@@ -149,6 +152,7 @@ def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
     read, write = os.pipe()
     try:
         said = json.dumps({**given, "pulse": write})
+        ends.hears = False
         # Not in this one's group: Ctrl-C comes once, by way of this process.
         child = ends.child = subprocess.Popen(
             [sys.executable, "-m", "whalejax.elastic.launching", said],
@@ -164,20 +168,43 @@ def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
             if not ready:
                 child.kill()
             if not ready or not pulse.read(4096):
+                ends.hears = False
                 return child.wait()
+            ends.beats()
             seconds = max(lease, _PULSE_SECONDS * 4)
 
 
 class _Ends:
-    """Passes on to the supervisor that this process is to end."""
+    """Passes on to the supervisor that this process is to end.
+
+    One that still starts, or is started again, does not hear it: it is told when it
+    beats for the first time.
+
+    Attributes:
+        child: the supervisor.
+        hears: it has beaten, so that signals do not end it.
+        told: this process is to end.
+    """
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
+        self.hears = self.told = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
 
+    def beats(self) -> None:
+        """The supervisor has beaten."""
+        first, self.hears = not self.hears, True
+        if first and self.told:
+            self._tell()
+
     def _pass_on(self, number: int, _: object) -> None:
+        self.told = True
+        if self.hears:
+            self._tell()
+
+    def _tell(self) -> None:
         if self.child is not None and self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
 
@@ -198,6 +225,7 @@ def main(words: Sequence[str]) -> int:
         port=given["port"],
         exit_seconds=given["exit_seconds"],
         pulse=given["pulse"],
+        again=given["again"],
     )
     try:
         return Supervisor(run).run()

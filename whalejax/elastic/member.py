@@ -23,9 +23,21 @@ from whalejax.elastic.assignment import Node
 from whalejax.elastic.control import Control, Stopped
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
+from whalejax.elastic.phases import (
+    BETWEEN,
+    COMPILING,
+    COMPUTING,
+    CONNECTING,
+    FETCHING,
+    FINISHED,
+    HANDING_OVER,
+    RESTORING,
+    SAVING,
+    STOPPED,
+    WAITING,
+)
 from whalejax.elastic.programs import Buffers, Programs
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.supervisor.membership import STOPPED, WAITING
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.runtime.state import TrainState
 
@@ -34,6 +46,7 @@ _DRAINED_STATUS = 0
 _TERMINATED_STATUS = 143
 _FLUSH_SECONDS = 10.0
 _EACH_WEIGHT = 0.2
+_KEEP_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +92,7 @@ class Member:
             training.save_every,
             training.keep,
             self._control.post,
+            may_keep=self._may_keep,
         )
         self._facts = programs.facts()
         self._state: TrainState | None = None
@@ -107,6 +121,9 @@ class Member:
             "facts": self._facts,
         }
 
+    def _may_keep(self, step: int) -> bool:
+        return self._control.may_keep(step, seconds=_KEEP_SECONDS)
+
     @property
     def _at(self) -> int:
         """Steps that the state has behind it; -1 without a state."""
@@ -123,7 +140,7 @@ class Member:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             stack.enter_context(self._notice())
-            self._control.phase = "compiling"
+            self._control.phase = COMPILING
             self._programs.warm_up()
             self._control.phase = STOPPED
             self._control.post("ready")
@@ -134,7 +151,9 @@ class Member:
                 except _Regroup:
                     continue
                 except GeneratorExit:
-                    self._control.post("leaving", why="its loop was left")
+                    self._control.post("left", step=self._at)
+                    self._control.phase = SAVING
+                    self._saver.wait()
                     raise
                 except Exception as error:
                     self._control.post("failed", why=str(error)[-5000:])
@@ -151,10 +170,11 @@ class Member:
             metrics = self._step()
             self._save_if_due()
             assert self._state is not None
-            self._control.phase = "between steps"
+            self._control.phase = BETWEEN
             yield self._state, metrics
-        self._saver.wait()
-        self._control.phase = WAITING
+        self._control.phase = SAVING
+        self._saver.wait(self._look)
+        self._control.phase = FINISHED
         self._control.post("finished", step=self._at)
         while not self._done:
             self._listen()
@@ -172,6 +192,11 @@ class Member:
                     self._suspected.add(name)
                     told = {"generation": self._generation, "name": name}
                     self._control.post("suspect", **told, why=why[:500])
+
+    def _look_later(self) -> None:
+        """Take what was said; a generation that is asked for comes after the step."""
+        with contextlib.suppress(_Regroup):
+            self._look()
 
     def _listen(self) -> None:
         said = self._control.wait()
@@ -201,6 +226,7 @@ class Member:
     def _stop(self, said: Message) -> None:
         """The run ends here."""
         if said.fields["saves"] and self._state is not None and self._training.save:
+            self._control.phase = SAVING
             self._saver.save(self._state, self._at)
             self._saver.wait()
         if said.fields["well"]:
@@ -252,13 +278,13 @@ class Member:
             {n: [(a, b) for a, b in fields[which].get(n, [])] for n in self._names}
             for which in ("first", "later")
         )
-        self._control.phase = "connecting"
+        self._control.phase = CONNECTING
         self._connect(members)
         sources = fields["sources"]
         if name in sources:
             self._fetch(sources[name])
         elif self._state is None:
-            self._control.phase = "restoring"
+            self._control.phase = RESTORING
             self._set(self._programs.newest(self._training.save))
         for other in self._names:
             if sources.get(other) == name:
@@ -283,7 +309,7 @@ class Member:
             self._listen()
 
     def _fetch(self, source: str) -> None:
-        self._control.phase = "fetching"
+        self._control.phase = FETCHING
 
         def take() -> Message:
             self._control.done += 1
@@ -293,7 +319,7 @@ class Member:
 
     def _hand_over(self, other: str) -> None:
         assert self._state is not None
-        self._control.phase = "handing over"
+        self._control.phase = HANDING_OVER
         with contextlib.suppress(WireError):  # Who is gone needs none.
             for piece in self._programs.pieces(self._state):
                 self._control.done += 1
@@ -308,7 +334,9 @@ class Member:
         assert self._state is not None
         if self._names[0] == self._control.name:
             if self._saver.is_due(self._at, self._training.steps):
-                self._saver.save(self._state, self._at)
+                self._control.phase = SAVING
+                # What was done is given to the user's loop before anything else.
+                self._saver.save(self._state, self._at, self._look_later)
 
     # A step.
 
@@ -316,16 +344,17 @@ class Member:
         assert self._state is not None
         step, programs, control = self._at, self._programs, self._control
         given = self._first if step == self._began_at else self._later
-        control.phase = "computing"
+        control.phase = COMPUTING
         if self._batch[0] != step:
             self._batch = step, programs.batch(step)
         self._add_up(given[control.name])
         control.phase = WAITING
         sums, came = self._exchanged(step)
-        control.phase = "computing"
+        control.phase = COMPUTING
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
+        control.phase = BETWEEN  # Before the step: it has not begun the next one.
         control.step = step + 1
         control.post(
             "committed",
@@ -392,8 +421,10 @@ class Member:
             signal.signal(signal.SIGTERM, before)
 
     def _close(self) -> None:
+        # The connection stays until the process ends: the script goes on, perhaps for
+        # long, and who is silent is taken for frozen.
+        self._control.phase = FINISHED
         self._control.flush(_FLUSH_SECONDS)
-        self._control.close()
         self._peers.close()
 
 

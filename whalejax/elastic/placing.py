@@ -7,16 +7,19 @@ starts them again, and they go on from their newest checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, joined_address
 from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.phases import STOPPED, WAITING
 
 
 _FLUSH_SECONDS: Final = 5.0
@@ -61,7 +64,7 @@ def placed(
 
     control = Control(address, environment.get(KEY_FILE, ""), registers)
     control.open()
-    control.phase = "stopped"
+    control.phase = STOPPED
     control.post("ready")
     while True:
         said = control.wait()
@@ -70,8 +73,9 @@ def placed(
         if said.kind == "begin":
             break
         _obey(control, said)
-    control.phase = "waiting"
+    control.phase = WAITING
     _held.append(control)
+    atexit.register(_finished, control)
     threading.Thread(target=_listen, args=(control,), daemon=True).start()
     names = [m[0] for m in said.fields["members"]]
     _, first_host, first_port = said.fields["members"][0]
@@ -83,7 +87,7 @@ def _facts() -> dict[str, str]:
     import jaxlib.version
 
     from whalejax._version import __version__
-    from whalejax.elastic.supervisor.membership import COLLECTIVES, MODE
+    from whalejax.elastic.supervisor.run_state import COLLECTIVES, MODE
 
     return {
         MODE: COLLECTIVES,
@@ -104,6 +108,14 @@ def _obey(control: Any, said: Any) -> None:
                 control.flush(_FLUSH_SECONDS)
                 os._exit(0)  # Nobody needed it.
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _finished(control: Any) -> None:
+    """Say that the script came to its end: a supervisor that was started again since
+    cannot ask for the status of a process that another one started."""
+    if not hasattr(sys, "last_value"):  # No exception ended it.
+        control.post("finished", step=-1)
+    control.flush(_FLUSH_SECONDS)
 
 
 def _listen(control: Any) -> None:

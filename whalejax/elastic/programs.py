@@ -29,6 +29,8 @@ from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.adopt_state import to_save
+from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import resumed
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import compile as compile_step
@@ -194,6 +196,25 @@ class Programs:
             )
         state: TrainState = tree.unflatten(leaves)
         return dataclasses.replace(state, samples=samples)
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            path: where.
+            state: is kept.
+            before_it_appears: raises where it may not.
+        """
+        whole = to_save(state, self.step.abstract_state(), trains=True)
+        save(
+            path,
+            whole,
+            self.step.plan,
+            self.step._batch_size,
+            before_it_appears=before_it_appears,
+        )
 
     def copied(self, state: TrainState) -> TrainState:
         """A state of its own, which no later step takes."""

@@ -103,12 +103,14 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
     with held(training.save):
         saver = Saver(programs, training.save, training.save_every, training.keep, tell)
         state = programs.newest(training.save)
-        for done in range(int(state.step), training.steps):
-            parts: dict[Any, Any] = {}
-            nodes = [(0, programs.count)]
-            programs.add_up(state, programs.batch(done), nodes, parts, lambda: None)
-            state, metrics = programs.finish(state, parts[nodes[0]])
-            if saver.is_due(done + 1, training.steps):
-                saver.save(state, done + 1)
-            yield state, {**metrics, "generation": 0, "goodput": 1.0}
-        saver.wait()
+        try:
+            for done in range(int(state.step), training.steps):
+                parts: dict[Any, Any] = {}
+                nodes = [(0, programs.count)]
+                programs.add_up(state, programs.batch(done), nodes, parts, lambda: None)
+                state, metrics = programs.finish(state, parts[nodes[0]])
+                if saver.is_due(done + 1, training.steps):
+                    saver.save(state, done + 1)
+                yield state, {**metrics, "generation": 0, "goodput": 1.0}
+        finally:
+            saver.wait()  # Also where the loop was left.

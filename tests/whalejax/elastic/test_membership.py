@@ -141,7 +141,9 @@ def test_below_the_least_members_the_run_waits_and_then_ends() -> None:
     world.run(9)
     world.saved = 10
     world.broken_start = True
-    world.membership.checkpoint = "runs/mine/step_000010"
+    path = "runs/mine/step_000010"
+    world.members[world.membership.active[1]].say("saved", step=10, path=path)
+    world.run(9.2)
     world.membership.failures.hold = lambda now, slot: 1e6  # type: ignore[method-assign]
     name = world.membership.active[0]
     world.exit(world.members[name], -9)
@@ -233,9 +235,13 @@ def test_random_faults_end_in_a_whole_run(seed: int) -> None:
             member.say("leaving", why="SIGTERM")
     world.run(world.now + 600)
     assert world.end is not None, (world.membership.phase, world.events[-20:])
-    assert world.end.status == 0, world.end.text
+    # All that were there may have been told to leave: then the run has drained.
+    assert world.end.how in ("complete", "drained", "interrupted"), world.end.text
+    assert (world.end.how == "complete") != bool(world.names("draining"))
     # The last commit of every step is what counts; none is left out.
-    assert {c.step for c in world.commits} == set(range(1, 121))
+    steps = {c.step for c in world.commits}
+    assert steps == set(range(1, len(steps) + 1))
+    assert len(steps) == 120 or world.end.how != "complete"
 
 
 @pytest.mark.parametrize(

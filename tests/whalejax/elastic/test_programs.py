@@ -127,10 +127,10 @@ def test_a_failed_save_is_told_and_ends_nothing(
     saver.wait()
     with monkeypatch.context() as full:
 
-        def fails(path: object, state: object) -> None:
+        def fails(path: object, state: object, before: object) -> None:
             raise WhaleError("no space is left on the device")
 
-        full.setattr(programs.step, "save", fails)
+        full.setattr(programs, "save", fails)
         saver.save(state, 6)
         saver.wait()
     assert [one["kind"] for one in told] == ["saved", "saved", "not_saved"]

@@ -40,6 +40,7 @@ def register(port: int) -> Message:
         "steps": 0,
         "save": "",
         "facts": {MODE: COLLECTIVES, "jax": "1"},
+        "token": str(port),
     }
     return Message(kind="register", fields=fields)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -77,6 +78,7 @@ def register(**changed: Any) -> dict[str, Any]:
         "steps": 10,
         "save": "",
         "facts": facts,
+        "token": secrets.token_hex(8),
         **changed,
     }
 
@@ -103,10 +105,10 @@ def test_members_that_others_start_are_taken(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         one, welcome = there.join()
         assert welcome.kind == "welcome" and welcome.fields["name"] == "x1"
-        one.send(Message(kind="ready", fields={}))
+        one.send(Message(kind="ready", fields={"number": 1}))
         asked = until(one, "prepare")
         generation = asked.fields["generation"]
-        told = {"generation": generation, "step": -1, "held": []}
+        told = {"number": 2, "generation": generation, "step": -1, "held": []}
         one.send(Message(kind="prepared", fields=told))
         begin = until(one, "begin")
         assert begin.fields["members"] == [["x1", "127.0.0.1", 1]]
@@ -209,7 +211,7 @@ def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
             membership.phase,
             [*membership.members],
         )
-        one.send(Message(kind="ready", fields={}))
+        one.send(Message(kind="ready", fields={"number": 1}))
         assert until(one, "prepare").fields["generation"] == 1
         one.close()
 
@@ -217,7 +219,7 @@ def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
 def test_who_is_not_registered_is_not_heard(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         channel = dial(there.address, there.key)
-        channel.send(Message(kind="finished", fields={"step": 10}))
+        channel.send(Message(kind="finished", fields={"number": 1, "step": 10}))
         one, _ = there.join()
         assert there.supervisor._membership.members["x1"].step == -1
         channel.close()
@@ -239,7 +241,8 @@ def test_a_supervisor_takes_back_members_of_one_that_was_killed(
     for name in ("x1", "x2"):
         lines.write("registered", {"name": name, "host": "h", "step": -1})
         lines.write("ready", {"name": name})
-    lines.write("preparing", {"generation": 7, "members": ["x1", "x2"], "after": -1})
+    asked = {"generation": 7, "members": ["x1", "x2"], "after": -1}
+    lines.write("preparing", {**asked, "phase": "preparing"})
     lines.write("begun", {"generation": 7, "members": ["x1", "x2"], "step": 3})
     lines.close()
     with (folder / journal.EVENTS).open("a") as file:

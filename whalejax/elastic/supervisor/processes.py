@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,14 @@ from whalejax.meshes.errors import WhaleError
 
 
 _MOST_OF_A_LOG: Final = 8000
+
+_WAITING: Final = (
+    "/bin/sh",
+    "-c",
+    'read -r _ || exit 1; exec "$@" </dev/null',
+    "whalejax",
+)
+"""Becomes the program that follows, with the same number, as soon as it may."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,32 +61,57 @@ class Processes:
         self._environment = environment
         self._logs, self._selector = logs, selector
         self._there: dict[str, _Process] = {}
+        self._held: dict[str, int] = {}
 
     def start(self, name: str) -> tuple[int, str]:
-        """Start a process; its number and when it began.
+        """Start a process, which waits for ``release``; its number and when it began.
 
         Args:
             name: of the member that it will be.
+
+        Raises:
+            WhaleError: there is no such program.
+            OSError: the system has no room for it now.
         """
+        if shutil.which(self._command[0]) is None:
+            raise WhaleError(
+                f"{self._command[0]} cannot be started: there is no such program. "
+                "Correct the command"
+            )
+        read, write = os.pipe()
         try:
             with self.log(name).open("ab") as log:
                 child = subprocess.Popen(
-                    self._command,
+                    [*_WAITING, *self._command],
                     env={**os.environ, **self._environment},
-                    stdin=subprocess.DEVNULL,
+                    stdin=read,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        except OSError as error:
-            raise WhaleError(
-                f"{self._command[0]} cannot be started, or its log {self.log(name)} "
-                f"not written ({error.strerror or error}). Correct the command, or "
-                "give another folder"
-            ) from error
+        except BaseException:
+            os.close(write)
+            raise
+        finally:
+            os.close(read)
         began = began_at(child.pid)
-        self._watch(name, child.pid, began, child)
+        try:
+            self._watch(name, child.pid, began, child)
+        except OSError:
+            os.close(write)
+            child.kill()
+            child.wait()
+            raise
+        self._held[name] = write
         return child.pid, began
+
+    def release(self, name: str) -> None:
+        """Let a process run that was started; where this one is killed, it ends."""
+        held = self._held.pop(name, None)
+        if held is not None:
+            with contextlib.suppress(OSError):
+                os.write(held, b"\n")
+            os.close(held)
 
     def adopt(self, name: str, pid: int, began: str) -> bool:
         """Watch a process that another supervisor started; whether it is there."""
@@ -100,8 +134,10 @@ class Processes:
         """Take the status of a process that has ended; None where it is not known."""
         found = self._there.pop(name)
         self._selector.unregister(found.watched)
-        os.close(found.watched)
         self._end_group(found)  # What it started itself.
+        os.close(found.watched)
+        if name in self._held:
+            os.close(self._held.pop(name))
         return None if found.child is None else found.child.wait()
 
     def kill(self, name: str) -> None:
@@ -117,11 +153,20 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(found.pid, signal.SIGTERM)
 
+    def end_all(self) -> None:
+        """End all at once, where nobody will watch over them any more."""
+        for found in self._there.values():
+            self._end_group(found)
+
     def _end_group(self, found: _Process) -> None:
-        # Each leads a group of its own, whose number nobody else has while one of the
-        # group is there.
+        # By a descriptor, which is of no other process, also when the number is used
+        # again. Each leads a group of its own, and nobody else has the number while one
+        # of the group is there; but behind the last one somebody may.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(found.pid, signal.SIGKILL)
+            signal.pidfd_send_signal(found.watched, signal.SIGKILL)
+        if began_at(found.pid) in ("", found.began):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(found.pid, signal.SIGKILL)
 
     @property
     def names(self) -> list[str]:

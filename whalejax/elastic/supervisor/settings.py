@@ -17,6 +17,10 @@ class Settings:
         lease_seconds: a member that is silent for so long is given up.
         start_seconds: from a process's start to its first word.
         compile_seconds: from there until it is ready for steps; also the first step.
+        restore_seconds: to read a checkpoint.
+        body_seconds: for the body of the user's loop, such as an evaluation.
+        save_seconds: to copy a state, and to write a checkpoint.
+        finish_seconds: for a process to end after its part in the run has.
         prepare_seconds: for members to stop at a boundary.
         gather_seconds: with ``least`` members ready, to wait for those that start.
         wait_seconds: below ``least``, before the run ends.
@@ -35,6 +39,10 @@ class Settings:
     lease_seconds: float = 10.0
     start_seconds: float = 300.0
     compile_seconds: float = 900.0
+    restore_seconds: float = 900.0
+    body_seconds: float = 900.0
+    save_seconds: float = 900.0
+    finish_seconds: float = 300.0
     prepare_seconds: float = 60.0
     gather_seconds: float = 60.0
     wait_seconds: float = 300.0

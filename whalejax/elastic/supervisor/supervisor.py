@@ -11,7 +11,9 @@ import contextlib
 import json
 import os
 import queue
+import re
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -25,17 +27,19 @@ from typing import Any, Final
 from whalejax.distributed.launch_env import KEY_FILE, joined_address
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.member_record import (
     Commit,
     Effect,
     End,
     Kill,
     Record,
+    Release,
     Send,
     Start,
 )
 from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.processes import Processes, machine
+from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.settings import Settings
 from whalejax.elastic.wire.connection import Channel, TooLate, accept, listen
 from whalejax.elastic.wire.framing import Message, WireError
@@ -56,6 +60,8 @@ _PULSE_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 2.0
 _MOST_CONNECTIONS: Final = 1024
 _SILENT_SECONDS: Final = 600.0
+_FULL_SECONDS: Final = 1.0
+_UNFINISHED: Final = re.compile(r"step_\d{6,}\.(unfinished|deleted)")
 
 
 _CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
@@ -80,6 +86,10 @@ def _shown(event: str, fields: Mapping[str, Any]) -> str:
             return f"{fields['name']} is lost: {fields['why']}"
         case "refused" | "leaving":
             return f"{fields['name']}: {fields['why']}"
+        case "left":
+            return f"{fields['name']}: its loop was left at step {fields['step']}"
+        case "not_started":
+            return f"a process could not be started: {fields['why']}"
         case "saved":
             return f"checkpoint {fields['path']}"
         case "not_saved":
@@ -107,6 +117,8 @@ class Supervised:
         exit_seconds: for processes to end after the run has.
         environment: variables for the processes.
         pulse: a file that is written to while the supervisor is not frozen, or None.
+        again: an earlier supervisor of this run was ended by a signal: go on from its
+            journal, also where the run is over or nobody is left.
     """
 
     command: tuple[str, ...]
@@ -117,6 +129,22 @@ class Supervised:
     exit_seconds: float = 300.0
     environment: Mapping[str, str] | None = None
     pulse: int | None = None
+    again: bool = False
+
+
+def _tell_user(text: str) -> None:
+    """Print a line, where somebody still reads it."""
+    if text:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"whalejax: {text}", file=sys.stderr, flush=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what was being written or removed by members that were killed then."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class Supervisor:
@@ -139,8 +167,9 @@ class Supervisor:
         self._channels: dict[str, Channel] = {}
         self._names: dict[Channel, str] = {}
         self._open = threading.Semaphore(_MOST_CONNECTIONS)
-        self._began: dict[str, str] = {}
-        self._locked = False
+        self._processes: Processes | None = None
+        self._save: Path | None = None
+        self._is_full = False
         self._terminated = False
         self._end: End | None = None
         self._ends_at = float("inf")
@@ -156,11 +185,18 @@ class Supervisor:
             WhaleError: another supervisor runs there, or it cannot be written.
         """
         with self._held, self._signals():
-            self._open_folder()
-            self._loop()
+            try:
+                self._open_folder()
+                self._loop()
+            except BaseException:
+                # Nobody would watch over them any more.
+                if self._processes is not None:
+                    self._processes.end_all()
+                raise
             assert self._end is not None
-            if self._end.text:
-                print(f"whalejax: {self._end.text}", file=sys.stderr, flush=True)
+            if self._save is not None:
+                _remove_unfinished(self._save)
+            _tell_user(self._end.text)
             return self._end.status
 
     # Starting.
@@ -171,17 +207,18 @@ class Supervisor:
         make_key(self._folder / KEY)
         self._key = load_key(self._folder / KEY)
         events = journal.read(self._folder / journal.EVENTS)
+        # A number is never used again in a folder, also by a later run in it.
+        numbers = [e["generation"] for e in events if e["event"] == "preparing"]
+        self._membership.generation = max(numbers, default=0)
+        self._count = sum(said["event"] == "started" for said in events)
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
-        goes_on = bool(opened) and not journal.is_over(events)
+        run = events[opened[-1] :] if opened else []
+        before = run[0] if run and self._goes_on(run) else None
         self._journal = journal.Lines(self._folder / journal.EVENTS, durable=True)
         self._held.callback(self._journal.close)
         self._commits = journal.Lines(self._folder / journal.COMMITS, durable=False)
         self._held.callback(self._commits.close)
-        self._count = sum(said["event"] == "started" for said in events)
-        # A number is never used again in a folder, also by a later run in it.
-        numbers = [e["generation"] for e in events if e["event"] == "preparing"]
-        self._membership.generation = max(numbers, default=0)
-        self._listen(events[opened[-1]] if goes_on else None)
+        self._listen(before)
         environment = {
             **_compilation_cache(self._folder),
             **(self._run.environment or {}),
@@ -191,15 +228,31 @@ class Supervisor:
         self._processes = Processes(
             self._run.command, environment, self._folder, self._selector
         )
-        if goes_on:
-            self._take_back(events[opened[-1] :])
+        if before is not None:
+            self._take_back(run)
         else:
-            self._journal.write(
-                "opened", {"host": self._address[0], "port": self._address[1]}
-            )
+            host, port = self._address
+            told = {"host": host, "port": port, "machine": machine()}
+            self._journal.write("opened", told)
             if self._run.command:
                 self._membership.begin(time.monotonic())
         self._do_all()
+
+    def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the run of these events is this one.
+
+        A run whose processes are all gone, as after a restart of the machine, is over,
+        whatever its journal tells: what follows in its folder is another one.
+        """
+        if self._run.again:
+            return True
+        if journal.is_over(run):
+            return False
+        there = [m for m in history(run).members.values() if m.status != "gone"]
+        here = run[0].get("machine", machine()) == machine()
+        if any(m.slot is None for m in there):
+            return here and not self._run.command
+        return here and any(began_at(m.pid) == m.began for m in there if m.pid)
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
         host, port = self._run.host, self._run.port
@@ -233,13 +286,20 @@ class Supervisor:
         self._journal.write("restarted", {})
         commits = journal.read(self._folder / journal.COMMITS)
         since = [said for said in commits if said["time"] >= events[0]["time"]]
-        journal.replay(self._membership, events, since, now)
-        for said in events:
-            if said["event"] == "started":
-                self._began[said["name"]] = said["began"]
+        told = history(events)
+        if told.over is None and told.facts:
+            self._lock_save(told.facts["save"])
+        self._membership.go_on(
+            now,
+            told,
+            journal.losses(since),
+            wall=time.time(),
+            committed_at=since[-1]["time"] if since else 0.0,
+        )
+        assert self._processes is not None
         for name, member in [*self._membership.members.items()]:
             if member.is_there and member.slot is not None:
-                if not self._processes.adopt(name, member.pid, self._began[name]):
+                if not self._processes.adopt(name, member.pid, member.began):
                     log = self._processes.said(name)
                     self._membership.exited(now, name, None, log)
 
@@ -280,6 +340,7 @@ class Supervisor:
             self._take_events()
             now = time.monotonic()
             self._beat(now)
+            self._write_kept()
             if self._terminated:
                 self._membership.terminate(now)
             self._membership.tick(now)
@@ -291,8 +352,25 @@ class Supervisor:
             with contextlib.suppress(OSError):  # Who started this one is gone.
                 os.write(self._run.pulse, b"x")
 
+    def _write_kept(self) -> None:
+        """Write what a full disk kept from being written, and say so."""
+        was_full, self._is_full = self._is_full, not self._is_written()
+        problem = self._journal.problem or self._commits.problem
+        if self._is_full and not was_full:
+            _tell_user(
+                f"events of this run cannot be written ({problem}); the run goes on, "
+                "and no process is started until there is space. A supervisor that is "
+                "killed now may not take all its members back"
+            )
+        elif was_full and not self._is_full:
+            _tell_user("events of this run can be written again")
+
+    def _is_written(self) -> bool:
+        written = self._journal.flush()
+        return self._commits.flush() and written
+
     def _is_over(self) -> bool:
-        if self._end is None:
+        if self._end is None or self._processes is None:
             return False
         there = self._processes.names
         late = time.monotonic() > self._ends_at
@@ -302,6 +380,7 @@ class Supervisor:
         return not there
 
     def _ended(self, name: str) -> None:
+        assert self._processes is not None
         status = self._processes.ended(name)
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
@@ -367,19 +446,32 @@ class Supervisor:
             self._do_all()
 
     def _heard(self, now: float, channel: Channel, message: Message) -> None:
-        self._membership.heard(now, self._names[channel], message)
-        if message.kind == "beat":
-            fields = {"goodput": self._membership.pace.goodput(now)}
-            self._send(channel, Message(kind="heard", fields=fields))
+        name = self._names[channel]
+        self._membership.heard(now, name, message)
+        self._do_all()
+        if message.kind != "committed":  # Of those there are many.
+            self._acknowledge(now, name, channel)
+
+    def _acknowledge(self, now: float, name: str, channel: Channel) -> None:
+        """Tell a member which of its reports it need not repeat: what is written."""
+        member = self._membership.members.get(name)
+        if member is None:
+            return
+        number = member.reported if self._is_written() else 0
+        goodput = self._membership.pace.goodput(now)
+        fields = {"goodput": goodput, "number": number}
+        self._send(channel, Message(kind="heard", fields=fields))
 
     def _register(self, now: float, channel: Channel, message: Message) -> None:
         name, slot = self._named(message.fields)
-        why = self._lock_save(message.fields["save"])
-        why = why or self._membership.register(now, message, name, slot)
+        # Only the folder of a member that is one is held.
+        why = self._membership.refusal(name, message)
+        why = why or self._lock_save(message.fields["save"])
         if why:
-            self._do_all()
+            self._do(Record(event="refused", fields={"name": name, "why": why}))
             self._send(channel, Message(kind="refused", fields={"why": why}))
             return
+        self._membership.register(now, message, name, slot)
         old = self._channels.get(name)
         if old is not None and old is not channel:
             self._names.pop(old, None)
@@ -395,6 +487,10 @@ class Supervisor:
         if fields["name"]:
             known = members.get(fields["name"])
             return fields["name"], None if known is None else known.slot
+        for member in members.values():
+            # It may not have heard its name before its connection ended.
+            if member.token and member.token == fields["token"] and member.is_there:
+                return member.name, member.slot
         if fields["machine"] == machine():
             for member in members.values():
                 if member.status == "starting" and member.pid == fields["pid"]:
@@ -404,7 +500,7 @@ class Supervisor:
 
     def _lock_save(self, save: str) -> str:
         """Hold the folder of checkpoints; why it cannot be, or nothing."""
-        if not save or self._locked:
+        if not save or self._save is not None:
             return ""
         try:
             self._held.enter_context(FolderLock(Path(save)))
@@ -414,7 +510,7 @@ class Supervisor:
             return str(error)
         except OSError as error:
             return f"{save} cannot be written ({error.strerror or error})"
-        self._locked = True
+        self._save = Path(save)
         return ""
 
     def _send(self, channel: Channel, message: Message) -> None:
@@ -435,8 +531,7 @@ class Supervisor:
         match effect:
             case Record(event=event, fields=fields):
                 self._journal.write(event, fields)
-                if text := _shown(event, fields):
-                    print(f"whalejax: {text}", file=sys.stderr, flush=True)
+                _tell_user(_shown(event, fields))
             case Commit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
                 self._commits.write("committed", {**fields, "parts": parts})
@@ -444,8 +539,10 @@ class Supervisor:
                 channel = self._channels.get(name)
                 if channel is not None:
                     self._send(channel, message)
-            case Kill(name=name):
+            case Kill(name=name) if self._processes is not None:
                 self._processes.kill(name)
+            case Release(name=name) if self._processes is not None:
+                self._processes.release(name)
             case Start(slot=slot):
                 self._start(slot)
             case End():
@@ -454,10 +551,18 @@ class Supervisor:
                 self._ends_at = min(self._ends_at, time.monotonic() + seconds)
 
     def _start(self, slot: int) -> None:
-        if not self._run.command:
+        if not self._run.command or self._processes is None:
+            return
+        now = time.monotonic()
+        if not self._is_written():
+            self._membership.failures.due[slot] = now + _FULL_SECONDS
             return
         self._count += 1
         name = f"m{self._count}"
-        pid, began = self._processes.start(name)
-        now = time.monotonic()
+        try:
+            pid, began = self._processes.start(name)
+        except OSError as error:  # Too many processes or files, or no memory.
+            why = error.strerror or str(error)
+            self._membership.not_started(now, slot, why)
+            return
         self._membership.started(now, name, slot, pid, began)

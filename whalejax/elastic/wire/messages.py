@@ -63,6 +63,9 @@ def _is_members(x: Any) -> bool:
 
 Fields = Mapping[str, Callable[[Any], bool]]
 
+_REPORT: Final[Fields] = {"number": _is_int}
+"""Counted by each member: it repeats what was not acknowledged by its number."""
+
 TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
     "register": {
         "name": _is_text,
@@ -76,30 +79,39 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
         "steps": _is_int,
         "save": _is_text,
         "facts": _is_texts,
+        "token": _is_text,
     },
-    "ready": {},
     "beat": {"phase": _is_text, "step": _is_int, "done": _is_int},
-    "prepared": {"generation": _is_int, "step": _is_int, "held": _is_nodes},
+    "ready": _REPORT,
+    "prepared": {
+        **_REPORT,
+        "generation": _is_int,
+        "step": _is_int,
+        "held": _is_nodes,
+    },
     "committed": {
+        **_REPORT,
         "generation": _is_int,
         "step": _is_int,
         "loss": _is_number,
         "seconds": _is_number,
         "parts": _is_shares,
     },
-    "suspect": {"generation": _is_int, "name": _is_text, "why": _is_text},
-    "leaving": {"why": _is_text},
-    "finished": {"step": _is_int},
-    "saved": {"step": _is_int, "path": _is_text},
-    "not_saved": {"step": _is_int, "why": _is_text},
-    "failed": {"why": _is_text},
+    "suspect": {**_REPORT, "generation": _is_int, "name": _is_text, "why": _is_text},
+    "leaving": {**_REPORT, "why": _is_text},
+    "left": {**_REPORT, "step": _is_int},
+    "written": {**_REPORT, "step": _is_int},
+    "finished": {**_REPORT, "step": _is_int},
+    "saved": {**_REPORT, "step": _is_int, "path": _is_text},
+    "not_saved": {**_REPORT, "step": _is_int, "why": _is_text},
+    "failed": {**_REPORT, "why": _is_text},
 }
 """What members say, with a check of each field."""
 
 TO_MEMBER: Final[Mapping[str, Fields]] = {
     "welcome": {"name": _is_text, "beat_seconds": _is_number},
     "refused": {"why": _is_text},
-    "heard": {"goodput": _is_number},
+    "heard": {"goodput": _is_number, "number": _is_int},
     "prepare": {"generation": _is_int, "after": _is_int},
     "begin": {
         "generation": _is_int,
@@ -111,6 +123,7 @@ TO_MEMBER: Final[Mapping[str, Fields]] = {
     },
     "stop": {"why": _is_text, "saves": _is_flag, "well": _is_flag},
     "over": {"why": _is_text, "well": _is_flag},
+    "keep": {"step": _is_int},
     "done": {},
 }
 """What the supervisor says."""
