@@ -262,9 +262,9 @@ class World:
             self.do()
             self.later(0.1, self.tick)
 
-    def run(self, until: float) -> None:
-        """Let things happen, up to a time or the end of the run."""
-        while self._queue and self._queue[0][0] <= until and self.end is None:
+    def run(self, until: float, *, on: bool = False) -> None:
+        """Let things happen, up to a time or, unless ``on``, the end of the run."""
+        while self._queue and self._queue[0][0] <= until and (on or self.end is None):
             self.now, _, work = heapq.heappop(self._queue)
             work()
         self.now = max(self.now, until) if self.end is None else self.now
@@ -314,6 +314,8 @@ class World:
                     return
                 self.dies_in -= self.dies_in > 0
                 self.do_one(effect)
+                if self.down:
+                    return
         if not self.down and len(self.events) > self.compared:
             # Killed now, a supervisor that is started again knows what this one does.
             self.compared = len(self.events)
@@ -346,7 +348,7 @@ class World:
     def start(self, slot: int) -> None:
         number = next(self._numbers)
         name = f"m{number}"
-        member = self.members[name] = Simulated(self, name, number)
+        self.members[name] = Simulated(self, name, number)
         self.membership.started(self.now, name, slot, number)
 
     def release(self, member: Simulated) -> None:
@@ -357,7 +359,7 @@ class World:
         self.later(self.drawn.uniform(1, 3), lambda: self.register(member))
 
     def register(self, member: Simulated) -> None:
-        if not member.alive or self.end or member.epoch == self.epoch:
+        if not member.alive or member.epoch == self.epoch:
             return
         if self.down or member.frozen:
             self.later(0.2, lambda: self.register(member))
