@@ -11,7 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from whalejax.elastic.assignment import check_tiles
-from whalejax.elastic.phases import BETWEEN, COMPUTING, FINISHED, STOPPED, WAITING
+from whalejax.elastic.phases import (
+    BETWEEN,
+    COMPUTING,
+    FINISHED,
+    RESTORING,
+    SAVING,
+    STOPPED,
+    WAITING,
+)
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import History, history
 from whalejax.elastic.supervisor.member_record import (
@@ -94,7 +102,9 @@ class Simulated:
         match said.kind:
             case "prepare":
                 self.asked = said
-                if fields["after"] < 0 or self.running < 0 or self.finished:
+                listens = self.phase not in (BETWEEN, SAVING, RESTORING)
+                now = fields["after"] < 0 or self.running < 0 or self.finished
+                if now and listens:
                     self.stop()
             case "begin" if fields["generation"] == self.generation:
                 self.begin, self.running = said, self.generation
