@@ -155,8 +155,8 @@ class Processes:
 
     def end_all(self) -> None:
         """End all at once, where nobody will watch over them any more."""
-        for found in self._there.values():
-            self._end_group(found)
+        for name in self.names:
+            self.ended(name)
 
     def _end_group(self, found: _Process) -> None:
         # By a descriptor, which is of no other process, also when the number is used
