@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,55 @@ def test_a_failed_save_is_told_and_ends_nothing(
     saver.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000004", "step_000007"]
     assert not saver.is_due(7, 7)
+
+
+def test_a_checkpoint_that_may_not_appear_leaves_nothing(
+    programs: Programs, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    def tell(kind: str, **fields: Any) -> None:
+        told.append(fields.get("why", kind))
+
+    asked: list[int] = []
+
+    def may_keep(step: int) -> bool:
+        asked.append(step)
+        return step > 2
+
+    saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell, may_keep=may_keep)
+    state = programs.born()
+    saver.save(state, 2)
+    saver.wait()
+    assert "this member was given up" in told[0] and not [*tmp_path.iterdir()]
+    saver.save(state, 4)
+    saver.wait()
+    assert told[1:] == ["saved"] and asked == [2, 4]
+
+
+def test_a_slow_checkpoint_is_not_forgotten(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    goes_on, looks = threading.Event(), []
+
+    def tell(kind: str, **fields: Any) -> None:
+        told.append((kind, fields["step"]))
+
+    def slow(path: Path, state: object, before: object) -> None:
+        goes_on.wait()
+        path.mkdir()
+
+    monkeypatch.setattr(programs, "save", slow)
+    monkeypatch.setattr("whalejax.elastic.saving.SAVE_SECONDS", 0.2)
+    (tmp_path / "step_000001.deleted").mkdir()  # Of one that was killed meanwhile.
+    saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell)
+    state = programs.born()
+    saver.save(state, 2)
+    assert not saver.is_due(2, 9), "it is being written"
+    saver.save(state, 4, lambda: looks.append(1))
+    assert told == [("not_saved", 4)] and looks
+    goes_on.set()
+    monkeypatch.setattr("whalejax.elastic.saving.SAVE_SECONDS", 400.0)
+    assert saver.wait() and told[1:] == [("saved", 2)]
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]

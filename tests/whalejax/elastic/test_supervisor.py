@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -275,3 +276,107 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     run = Supervised(command=(), folder=tmp_path, settings=Settings(least=1, most=1))
     with pytest.raises(WhaleError, match="cannot be written"):
         Supervisor(run).run()
+
+
+def test_who_did_not_hear_its_name_is_no_second_member(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, welcome = there.join(token="drawn")
+        one.close()  # As if the answer had been lost with the connection.
+        again, answer = there.join(token="drawn")
+        assert welcome.fields["name"] == answer.fields["name"] == "x1"
+        other, answer = there.join()
+        assert answer.fields["name"] == "x2"
+        again.close()
+        other.close()
+
+
+def test_the_folder_of_a_member_that_is_refused_is_not_held(tmp_path: Path) -> None:
+    with live(tmp_path / "run") as there:
+        one, _ = there.join()
+        save = tmp_path / "save"
+        other, answer = there.join(save=str(save))
+        assert answer.kind == "refused" and "save is" in answer.fields["why"]
+        assert not save.exists()
+        one.close()
+        other.close()
+
+
+def controlled(there: Live) -> Control:
+    """A member's connection, of a thread of its own."""
+    fields = register()
+    own = ("name", "machine", "pid", "step", "token")
+    told = {name: value for name, value in fields.items() if name not in own}
+    control = Control(there.where, str(there.folder / FOLDER / KEY), lambda: told)
+    control.open()
+    return control
+
+
+def test_reports_are_kept_until_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = threading.Event()
+
+    def write(opened: int, data: bytes) -> int:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os_write(opened, data)
+
+    os_write = os.write
+    with live(tmp_path) as there:
+        control = controlled(there)
+        monkeypatch.setattr(journal.os, "write", write)
+        full.set()
+        control.post("ready")
+        # The run goes on, and says so.
+        asked = None
+        while asked is None:
+            asked = control.wait()
+        assert asked.kind == "prepare" and len(control._reports) == 1
+        assert not there.events("ready") and not there.events("preparing")
+        assert there.supervisor._journal.problem == "No space left on device"
+        full.clear()
+        while control._reports:
+            control.wait()
+        assert [e["name"] for e in there.events("ready")] == ["x1"]
+        assert len(there.events("preparing")) == 1
+        monkeypatch.undo()
+        control.close()
+
+
+def test_a_checkpoint_takes_its_name_unless_its_writer_was_given_up(
+    tmp_path: Path,
+) -> None:
+    with live(tmp_path, lease_seconds=60.0) as there:
+        control = controlled(there)
+        assert control.may_keep(50, seconds=60.0)
+        member = there.supervisor._membership.members["x1"]
+        member.becomes("gone", 0.0)
+        assert not control.may_keep(100, seconds=0.3)
+        control.close()
+
+
+def test_events_wait_for_space_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = journal.Lines(tmp_path / "events.jsonl", durable=True)
+    lines.write("one", {})
+    free, os_write = [0], os.write
+
+    def write(opened: int, data: bytes) -> int:
+        if not free[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = min(free[0], len(data))
+        free[0] -= size
+        return os_write(opened, data[:size])
+
+    monkeypatch.setattr(journal.os, "write", write)
+    lines.write("two", {})
+    assert not lines.is_written and lines.problem == "No space left on device"
+    free[0] = 10  # A part of a line.
+    lines.write("three", {})
+    assert not lines.is_written
+    free[0] = 1 << 20
+    assert lines.flush() and lines.is_written and not lines.problem
+    lines.close()
+    found = journal.read(tmp_path / "events.jsonl")
+    assert [said["event"] for said in found] == ["one", "two", "three"]
