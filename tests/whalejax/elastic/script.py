@@ -35,6 +35,10 @@ def main() -> None:
             }
             out.write(json.dumps(said) + "\n")
             time.sleep(options.get("pause", 0.0))
+            if said["step"] == options.get("breaks_at"):
+                break
+    # As an evaluation in the end, for longer than a lease.
+    time.sleep(options.get("after", 0.0))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,17 @@ def test_a_run_survives_the_loss_of_members_and_supervisor(tmp_path: Path) -> No
 
 
 @pytest.mark.full
+def test_loops_that_are_left_complete_a_run(tmp_path: Path) -> None:
+    options = {"steps": 400, "breaks_at": 12, "after": 12.0}
+    settings = {"least": 2, "most": 2, "spares": 1, "lease_seconds": 5.0}
+    with running(tmp_path, options, **settings) as run:
+        assert run.wait() == 0, run.told()
+        audit(run, 12)
+        assert len(run.events("started")) == 3 and not lost(run), run.told()
+        assert [e["how"] for e in run.events("ended")] == ["complete"] * 3
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("x64", [False, True])
 def test_every_way_to_lose_members(tmp_path: Path, x64: bool) -> None:
     steps = 400
