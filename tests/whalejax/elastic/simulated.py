@@ -13,6 +13,7 @@ from typing import Any
 from whalejax.elastic.assignment import check_tiles
 from whalejax.elastic.phases import (
     BETWEEN,
+    COMPILING,
     COMPUTING,
     FINISHED,
     RESTORING,
@@ -46,7 +47,7 @@ class Simulated:
     def __init__(self, world: World, name: str, number: int) -> None:
         self.world, self.name, self.number = world, name, number
         self.step, self.generation, self.running = -1, 0, -1
-        self.phase, self.done, self.alive, self.frozen = "compiling", 0, True, False
+        self.phase, self.done, self.alive, self.frozen = COMPILING, 0, True, False
         self.asked: Message | None = None
         self.begin: Message | None = None
         self.entered = -1
@@ -95,7 +96,7 @@ class Simulated:
     def hear(self, said: Message) -> None:
         if not self.alive:
             return
-        if self.frozen:
+        if self.frozen or self.phase == COMPILING:
             self.late.append(said)
             return
         fields = said.fields
@@ -194,7 +195,8 @@ class Simulated:
         if self.step >= self.world.breaks_at:
             self.say("left", step=self.step)
             self.phase, self.running, self.finished = FINISHED, -1, True
-            self.world.later(20.0, lambda: self.world.exit(self, 0))
+            seconds, status = self.world.after_break
+            self.world.later(seconds, lambda: self.world.exit(self, status))
             return
         seconds = self.body(self.step)
         if seconds:
@@ -220,6 +222,7 @@ class World:
         self._order = itertools.count()
         self.broken_start = False
         self.breaks_at = 1 << 30
+        self.after_break = 20.0, 0  # Seconds to the end of the process, its status.
         # The supervisor: how often it was started, and when it is killed.
         self.epoch, self.down, self.dies_in = 0, False, -1
         self.deaths = self.compared = 0
@@ -277,7 +280,8 @@ class World:
         while self._queue and self._queue[0][0] <= until and (on or self.end is None):
             self.now, _, work = heapq.heappop(self._queue)
             work()
-        self.now = max(self.now, until) if self.end is None else self.now
+        if on or self.end is None:
+            self.now = max(self.now, until)
 
     def tell(self, name: str, message: Message, epoch: int) -> None:
         if self.down or epoch != self.epoch:
@@ -407,6 +411,9 @@ class World:
     def ready(self, member: Simulated) -> None:
         member.phase = STOPPED
         member.say("ready")
+        late, member.late = member.late, []
+        for said in late:
+            member.hear(said)
 
     def names(self, event: str) -> list[Any]:
         return [e.fields.get("name") for e in self.events if e.event == event]

@@ -113,8 +113,37 @@ def test_loops_that_are_left_at_one_step_complete_the_run() -> None:
     assert set(ended(world).values()) == {"complete"}
 
 
-def test_a_loop_that_is_left_alone_is_a_failure() -> None:
-    world = World(46, fruitless=20)
+def test_an_error_in_the_body_of_the_loop_completes_nothing() -> None:
+    """It leaves the loop too, in all members at one step."""
+    world = World(52, restarts=5)
+    world.breaks_at, world.after_break = 19, (0.5, 1)
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.how is Ending.FAILED
+    assert "6 failures in 3600 s, more than the 5 allowed" in world.end.text
+    assert "its process ended with status 1:\nits log" in world.end.text
+    assert {c.step for c in world.commits} == set(range(1, 20))
+
+
+def test_processes_that_end_at_different_times_complete_a_run() -> None:
+    world = World(53)
+    world.breaks_at, world.after_break = 20, (0.5, 0)
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert not world.names("lost") and len(world.names("started")) == 3
+    # One that does not end is not waited for without end.
+    world = World(54, finish_seconds=50.0)
+    world.breaks_at, world.after_break = 20, (1e6, 0)
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+
+
+@pytest.mark.parametrize("seconds", [0.5, 20.0])
+def test_a_loop_that_is_left_alone_is_a_failure(seconds: float) -> None:
+    world = World(46, fruitless=20, steps=90)
+    world.after_break = seconds, 0
     world.begin()
     world.run(8)
     member = world.members[world.membership.active[1]]
@@ -129,10 +158,14 @@ def test_a_loop_that_is_left_alone_is_a_failure() -> None:
     member.commit = leaves  # type: ignore[method-assign]
     world.run(300)
     assert world.end is not None and world.end.how is Ending.COMPLETE
-    assert world.names("lost") == [member.name]
-    lost = next(e for e in world.events if e.event == "lost")
-    assert lost.fields["why"] == "its loop was left at step 30, where others go on"
-    assert [c.step for c in world.commits] == list(range(1, 61))
+    assert world.membership.failures.total == 1
+    if seconds > 10:
+        assert world.names("lost") == [member.name]
+        lost = next(e for e in world.events if e.event == "lost")
+        assert lost.fields["why"] == "its loop was left at step 30, where others go on"
+    # Another takes its place.
+    assert len(world.names("started")) == 4 and len(begun(world)[-1]["members"]) == 3
+    assert [c.step for c in world.commits] == list(range(1, 91))
 
 
 # Notices.

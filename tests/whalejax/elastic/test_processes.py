@@ -78,11 +78,10 @@ def test_a_group_whose_number_is_used_again_is_left_alone(tmp_path: Path) -> Non
             # It had this number, and another process has it now.
             adopted = _Process(pid=other.pid, began="1", watched=watched, child=None)
             found._end_group(adopted)
-        assert other.poll() is None
     finally:
         os.close(watched)
-        other.kill()
-        other.wait()
+        other.terminate()
+    assert other.wait() == -signal.SIGTERM
 
 
 def supervised(folder: Path, *command: str, **more: Any) -> Supervisor:

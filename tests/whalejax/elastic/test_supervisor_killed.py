@@ -101,13 +101,16 @@ def test_behind_the_end_it_ends_what_is_left() -> None:
     assert not world.names("lost")
 
 
-def test_a_run_that_was_told_to_end_still_drains() -> None:
+@pytest.mark.parametrize("effects", [1, 2, 5])
+def test_a_run_that_was_told_to_end_still_drains(effects: int) -> None:
     world = World(25)
     world.begin()
     world.run(9)
+    world.dies_in = effects
     world.membership.terminate(world.now)
     world.do()
-    killed(world)
+    world.run(world.now + 5)
+    assert world.deaths == 1
     world.run(60)
     assert world.end is not None and world.end.how is Ending.DRAINED
     assert world.commits[-1].step < 60

@@ -135,6 +135,7 @@ def _take(found: History, said: Mapping[str, Any]) -> None:
             found.generation = said["generation"]
             found.phase = said.get("phase", "gathering")
             found.target, found.after = list(said["members"]), said["after"]
+            found.well = set()
         case "begun":
             found.active, found.step = list(said["members"]), said["step"]
             found.phase, found.formed = "running", True

@@ -108,11 +108,13 @@ class Membership(Roster):
         if how is None:
             self._lose(now, member, f"its process ended with status {status}", said)
         else:
-            well = name in self.active and self.restarts and how is Ending.COMPLETE
+            well = name in self.active and how is Ending.COMPLETE
             self._record("ended", name=name, status=status, how=how, well=well)
             member.becomes("gone", now)
             if well:
                 self._well.add(name)
+            if self.restarts and well:
+                pass  # It has done its work.
             elif member.slot is not None and self.phase not in ("draining", "ending"):
                 again = now + self.settings.hold_seconds
                 self.failures.due.setdefault(member.slot, again)
@@ -156,7 +158,9 @@ class Membership(Roster):
 
     def _begin_draining(self, now: float) -> None:
         there = [m for m in self._taking_part() if m.status == "active"]
-        if self.restarts or not there or max(m.step for m in there) < 0:
+        # What members that have not come back yet hold is not known.
+        newest = max([self.pace.step, *(m.step for m in there)])
+        if self.restarts or not there or newest < 0:
             text = f"the run was told to end before its first step{self._where()}"
             if self.restarts and self._formed:
                 text = "the run was told to end"
@@ -363,7 +367,8 @@ class Membership(Roster):
     def _start_due(self, now: float) -> None:
         if self.phase in ("draining", "ending") or self._is_finishing():
             return
-        if any(m.status == "left" for m in self._taking_part()):
+        left = self._well or any(m.status == "left" for m in self._taking_part())
+        if left and not self.restarts:
             return
         for slot, due in [*self.failures.due.items()]:
             if due <= now:
@@ -376,6 +381,8 @@ class Membership(Roster):
         """Form a generation, or end, where it is time for that."""
         if self._all_leave():
             self.terminate(now)
+        if self._left_alike(now):
+            return
         match self.phase:
             case "gathering":
                 self._gather(now)
@@ -440,8 +447,6 @@ class Membership(Roster):
         if self.restarts:
             return
         there = {m.name: m for m in self._taking_part()}
-        if self._left_alike(now, [*there.values()]):
-            return
         if any(name not in there for name in self.active):
             self._change(now, -1)
             return
@@ -458,23 +463,43 @@ class Membership(Roster):
             if leaves or len(found) >= self.settings.least:
                 self._change(now, boundary)
 
-    def _left_alike(self, now: float, there: list[Member]) -> bool:
-        """Members whose loops were left: complete where all were, at one step."""
-        left = [m for m in there if m.status == "left"]
-        if not left:
+    def _left_alike(self, now: float) -> bool:
+        """Members whose loops were left; whether nothing else is to be done.
+
+        Where all were left at one step, the run is complete as soon as a process has
+        ended well: an error in the loop's body leaves it too. One that was left alone
+        has failed.
+        """
+        left = [m for m in self._taking_part() if m.status == "left"]
+        if self.restarts or self.phase in ("draining", "ending"):
             return False
-        if len(left) == len(there):
-            self._complete(now)
-        elif self._goes_on():
-            for member in left:
+        if not left and not self._well:
+            return False
+        others = [m for m in self._taking_part() if m.status == "active"]
+        if not others:
+            waited = min((now - m.since for m in left), default=0.0)
+            if waited > self.settings.finish_seconds or (self._well and not left):
+                self._complete(now)
+            return bool(left) or self.phase == "ending"
+        if self._goes_on():
+            for name in [m.name for m in left] + sorted(self._well):
+                member = self.members[name]
                 why = f"its loop was left at step {member.step}, where others go on"
-                self._lose(now, member, why)
+                if member.is_there:
+                    self._lose(now, member, why)
+                else:
+                    self.failures.count(now, name, why, "")
+                    self._check_budget(now)
             self._change(now, -1)
-        elif len(there) < len(self.active):
+            return False
+        asked = [self.members[name].status for name in self._target]
+        steps = [self.members[n].step for n in {*self._well, *(m.name for m in left)}]
+        gone = len(others) + len(left) + len(self._well) < len(self.active)
+        behind = any(m.step < min(steps) for m in others)
+        if "left" in asked or (self.phase == "running" and gone and behind):
             # Who is left may wait for the part of one that is gone.
-            if any(m.step < left[0].step for m in there if m.status == "active"):
-                self._change(now, -1)
-        return True
+            self._change(now, -1)
+        return self.phase == "running"
 
     def _boundary(self) -> int:
         return self.pace.boundary(max((m.step for m in self._there()), default=0))
@@ -502,7 +527,7 @@ class Membership(Roster):
         self.generation += 1
         self.phase, self._after, self._asked_at = phase, after, now
         self._suspected_at = None
-        self._target = list(target)
+        self._target, self._well = list(target), set()
         self._record(
             "preparing",
             generation=self.generation,

@@ -128,6 +128,9 @@ class Roster(RunEnds):
         self, now: float, member: Member, generation: int, name: str, why: str
     ) -> None:
         self._record("suspect", name=name, by=member.name, why=why)
+        known = self.members.get(name)
+        if known is None or known.status in ("left", "gone"):
+            return  # That it cannot be reached is known.
         if generation == self.generation:
             self._suspects.update((name, member.name))
             if self._suspected_at is None:
@@ -160,6 +163,7 @@ class Roster(RunEnds):
     def _notice_beyond(self, member: Member, phase: str, step: int) -> None:
         """Count what tells that a member goes on where others have left their loops."""
         left = [m.step for m in self._taking_part() if m.status == "left"]
+        left += [self.members[name].step for name in self._well]
         goes_on = left and member.status == "active" and phase in IN_A_STEP
         member.beyond = member.beyond + 1 if goes_on and step >= min(left) else 0
 
