@@ -35,6 +35,8 @@ def main() -> None:
             }
             out.write(json.dumps(said) + "\n")
             time.sleep(options.get("pause", 0.0))
+            if said["step"] == options.get("fails_at"):
+                raise RuntimeError("a bug in the body of the loop")
             if said["step"] == options.get("breaks_at"):
                 break
     # As an evaluation in the end, for longer than a lease.

@@ -94,6 +94,16 @@ def test_loops_that_are_left_complete_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_an_error_in_the_body_of_the_loop_is_a_failure(tmp_path: Path) -> None:
+    options = {"steps": 400, "fails_at": 5}
+    with running(tmp_path, options, least=1, most=1, restarts=1) as run:
+        assert run.wait() == 1, run.told()
+        (ending,) = run.events("ending")
+        assert ending["how"] == "failed" and "a bug in the body" in ending["why"]
+        assert "2 failures in 3600 s, more than the 1 allowed" in ending["why"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("x64", [False, True])
 def test_every_way_to_lose_members(tmp_path: Path, x64: bool) -> None:
     steps = 400
