@@ -22,6 +22,8 @@ written down as it ends. The last line is one JSON object, over kept and fresh f
     samples_doubled    pairs that a committed step held twice
     max_rel_loss_diff  over the first 30 steps in float32; _f64: over all in float64
     leftovers          processes, ports and unfinished files that stayed
+    recompiled_models  programs that a member compiled after its first step, as others
+                       left or came, and the persistent cache did not hold
 """
 
 from __future__ import annotations
@@ -294,17 +296,30 @@ def finish(run: Run) -> dict[str, Any]:
         "unlike_losses": len(unlike),
         "max_rel_loss_diff": max(differences, default=0.0),
         "leftovers": leftovers(run),
+        "recompiled_models": recompiled(run),
         "goodput": goodput_of(commits),
         "generations": sum(e["event"] == "begun" for e in run.events()),
     }
 
 
 def _said(run: Run) -> list[dict[str, Any]]:
+    return [one for path in run.out.glob("*.jsonl") for one in _lines(path)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # A kill may cut a line short.
+            found.append(json.loads(line))
+    return found
+
+
+def recompiled(run: Run) -> int:
+    """Programs that members compiled after their first step."""
+    found = 0
     for path in run.out.glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # A kill may cut a line short.
-                found.append(json.loads(line))
+        counts = [one["compiled"] for one in _lines(path)]
+        found += counts[-1] - counts[0] if counts else 0
     return found
 
 
@@ -381,6 +396,8 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "max_rel_loss_diff": max(in_f32, default=None),
         "max_rel_loss_diff_f64": max(in_f64, default=None),
         "leftovers": sum(len(c["leftovers"]) for c in cases),
+        # Earlier cases did not count them.
+        "recompiled_models": sum(c.get("recompiled_models", 0) for c in cases),
         "seconds_to_next_step": statistics.median(took) if took else None,
         "steps": sum(c["steps"] for c in cases),
         "whats": dict(Counter(f["what"] for f in faults)),

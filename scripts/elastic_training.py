@@ -1,7 +1,8 @@
 """What ``bench_elastic.py`` trains: a small model whose metrics hold sample numbers.
 
-Each process writes down what every step gave it: the loss to the last bit, and the
-numbers of the samples that were in it.
+Each process writes down what every step gave it: the loss to the last bit, the numbers
+of the samples that were in it, and how many programs it has compiled so far that the
+persistent cache did not hold.
 
     python scripts/elastic_training.py OPTIONS.json
 """
@@ -26,6 +27,7 @@ import whalejax as wh
 SIZE: Final = 24
 MICRO_BATCHES: Final = 12
 _WIDTH: Final = 32
+_MISSED: Final = "/jax/compilation_cache/cache_misses"
 
 
 def make_model(key: Any) -> dict[str, Any]:
@@ -60,6 +62,12 @@ def main() -> None:
     """Train as the options say."""
     options = json.loads(Path(sys.argv[1]).read_text())
     jax.config.update("jax_enable_x64", options["x64"])
+    missed: list[str] = []
+
+    def heard(event: str, **_: Any) -> None:
+        missed.extend([event] * (event == _MISSED))
+
+    jax.monitoring.register_event_listener(heard)
     job = wh.Job(loss_fn, make_model, batch, optax.adam(1e-3), batch_size=SIZE)
     with open(f"{options['out']}/{os.getpid()}.jsonl", "w", buffering=1) as out:
         for state, metrics in wh.train_elastic(
@@ -74,6 +82,7 @@ def main() -> None:
                 "loss": float(metrics["loss"]),
                 "samples": metrics["number"].tolist(),
                 "generation": metrics["generation"],
+                "compiled": len(missed),
             }
             out.write(json.dumps(said) + "\n")
             time.sleep(options["pause"])
