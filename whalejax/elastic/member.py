@@ -176,6 +176,8 @@ class Member:
         self._saver.wait(self._look)
         self._control.phase = FINISHED
         self._control.post("finished", step=self._at)
+        if self._asked is not None:  # A boundary that lies behind the last step.
+            raise _Regroup
         while not self._done:
             self._listen()
 

@@ -140,6 +140,18 @@ def test_processes_that_end_at_different_times_complete_a_run() -> None:
     assert world.end is not None and world.end.how is Ending.COMPLETE
 
 
+def test_who_leaves_its_loop_while_the_run_is_told_to_end_is_not_waited_for() -> None:
+    world = World(55, steps=500)
+    world.begin()
+    world.run(9)
+    world.breaks_at = world.commits[-1].step + 1
+    world.membership.terminate(world.now)
+    world.do()
+    world.run(world.now + 10)
+    assert world.end is not None and world.end.how is Ending.DRAINED
+    assert not world.names("lost")
+
+
 @pytest.mark.parametrize("seconds", [0.5, 20.0])
 def test_a_loop_that_is_left_alone_is_a_failure(seconds: float) -> None:
     world = World(46, fruitless=20, steps=90)

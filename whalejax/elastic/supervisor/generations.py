@@ -189,6 +189,7 @@ class Generations(Losing):
     def _await_prepared(self, now: float) -> None:
         there = {m.name: m for m in self._there()}
         asked = [name for name in self._target if name in there]
+        asked = [name for name in asked if there[name].status != "left"]
         if len(asked) < len(self._target) and self.phase != "draining":
             self._change(now, -1)
             return
