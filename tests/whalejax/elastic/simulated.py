@@ -222,7 +222,8 @@ class World:
         self._order = itertools.count()
         self.broken_start = False
         self.breaks_at = 1 << 30
-        self.after_break = 20.0, 0  # Seconds to the end of the process, its status.
+        # Seconds from leaving a loop to the end of the process, and its status.
+        self.after_break: tuple[float, int] = (20.0, 0)
         # The supervisor: how often it was started, and when it is killed.
         self.epoch, self.down, self.dies_in = 0, False, -1
         self.deaths = self.compared = 0

@@ -9,6 +9,7 @@ import pytest
 from tests.whalejax.elastic.simulated import World
 from whalejax.elastic.supervisor.endings import Ending
 from whalejax.elastic.supervisor.history import History, history
+from whalejax.elastic.supervisor.member_record import Start
 from whalejax.elastic.wire.framing import Message
 
 
@@ -193,7 +194,7 @@ def test_scripts_stay_scripts() -> None:
     world.membership.exited(1.0, "m1", -9)
     world.membership.tick(2.0)
     effects = world.membership.effects()
-    assert [e.slot for e in effects if hasattr(e, "slot")] == [0]
+    assert [e.slot for e in effects if isinstance(e, Start)] == [0]
     # One whose status nobody can know has said that it was done.
     world = World(30, most=1)
     world.membership.go_on(0.0, told, {})
