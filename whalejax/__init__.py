@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from whalejax.distributed.init_distributed import (
         init_distributed as init_distributed,
     )
+    from whalejax.elastic.training import train_elastic as train_elastic
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
+    from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
@@ -56,6 +58,7 @@ _MODULE_OF_NAME = {
     "attention": "whalejax.api.attention",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
+    "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.distributed.init_distributed",
     "pipeline": "whalejax.api.annotations",
     "plan": "whalejax.api.plan",
@@ -63,6 +66,7 @@ _MODULE_OF_NAME = {
     "search": "whalejax.api.search",
     "split": "whalejax.api.annotations",
     "stage": "whalejax.api.annotations",
+    "train_elastic": "whalejax.elastic.training",
 }
 
 __all__ = [
@@ -81,6 +85,7 @@ __all__ = [
     "attention",
     "cluster",
     "compile",
+    "goodput",
     "init_distributed",
     "pipeline",
     "plan",
@@ -88,6 +93,7 @@ __all__ = [
     "search",
     "split",
     "stage",
+    "train_elastic",
 ]
 
 

@@ -39,6 +39,8 @@ COMMANDS = (
     "search",
     "calibrate",
     "launch",
+    "status",
+    "goodput",
     "doctor",
 )
 

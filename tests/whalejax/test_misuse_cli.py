@@ -53,6 +53,8 @@ GIVEN: Final[Mapping[str, tuple[str, ...]]] = {
     "estimate": ("table.csv", "-o", "out.csv"),
     "completion": ("bash",),
     "launch": ("script.py",),
+    "status": (".",),
+    "goodput": ("plan.json", "--mtbf", "1000"),
     "doctor": ("--coordinator", "localhost:8476", "--processes", "2"),
 }
 """How each command is called rightly."""
@@ -67,6 +69,11 @@ ANY_WORDS: Final = ("text minus", "any words")
 LEGAL: Final[Mapping[str, tuple[str, str]]] = {
     "seed": ("minus zero", "any number is a seed"),
     "replay": ("zero", "no step is repeated"),
+    "spares": ("zero", "nobody stands by"),
+    "restart": ("zero", "what takes no time"),
+    "snapshot": ("zero", "what takes no time"),
+    "recovery": ("zero", "what takes no time"),
+    "repair": ("zero", "what takes no time"),
     "logs": ("empty text minus", "a folder that can be made, or this one"),
     "train.save": ("empty text minus", "a folder that can be made, or this one"),
     "calibrate.kind": ANY_WORDS,

@@ -27,10 +27,14 @@ def launch(command: LaunchCommand) -> int:
             f"SCRIPT.py is {str(command.script)!r}; there is no such file "
             f"({command.script.absolute()})"
         )
+    if ":" in command.processes or command.spares:
+        from whalejax.elastic.launching import launch_elastic
+
+        return launch_elastic(command)
     return launcher.run(
         launcher.Launch(
             command=(sys.executable, str(command.script), *command.arguments),
-            processes=command.processes,
+            processes=int(command.processes),
             hosts=tuple(command.hosts.split(",")),
             quotas=_percents(command.cpu_quota),
             logs=command.logs,

@@ -1,5 +1,6 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
-``verify``, ``estimate``, ``calibrate``, ``launch``, ``doctor``.
+``verify``, ``estimate``, ``calibrate``, ``launch``, ``status``, ``goodput``,
+``doctor``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -37,10 +38,12 @@ from whalejax.cli.options import (
     DiffCommand,
     DoctorCommand,
     EstimateCommand,
+    GoodputCommand,
     LaunchCommand,
     PlanCommand,
     SearchCommand,
     ShowCommand,
+    StatusCommand,
     TrainCommand,
     VerifyCommand,
     WhyCommand,
@@ -144,6 +147,10 @@ def _run(command: Command, started: float) -> int:
             from whalejax.cli import train_session
 
             train_session.check_options(command)  # before the model's file is run
+            if command.processes is not None:
+                from whalejax.elastic.launching import train_elastically
+
+                return train_elastically(command)
             job = find_job(command.model, named_values(_settings(command)))
             train_session.run(job, command, started=started)
         case PlanCommand():
@@ -168,6 +175,14 @@ def _run(command: Command, started: float) -> int:
             from whalejax.cli import launch
 
             return launch.launch(command)
+        case StatusCommand():
+            from whalejax.elastic import status
+
+            return status.show(command.folder, json=command.json)
+        case GoodputCommand():
+            from whalejax.cli import goodput
+
+            goodput.show(command)
         case DoctorCommand():
             from whalejax.distributed import doctor
 

@@ -31,24 +31,30 @@ LONGEST_SECONDS: Final = 10**6
 _WHOLE: Final = {
     "batch": (1, MOST_SAMPLES),
     "each": (1, 10**6),
+    "nodes": (1, 2**20),
     **PLAN_NUMBERS,
     "port": (1, 65535),
     "processes": (1, 2**20),
     "replay": (0, LARGEST),
+    "spares": (0, 2**20),
     "samples": (1, MOST_SAMPLES),
     "save_every": (1, LARGEST),
+    "snapshot_every": (1, LARGEST),
     "seed": (-LARGEST, LARGEST),
     "steps": (1, LARGEST),
 }
 """Options that are whole numbers: the least and the most."""
 
 _SECONDS: Final = ("exit_timeout", "seconds", "timeout")
+_SECONDS_OR_NONE: Final = ("mtbf", "restart", "snapshot", "recovery", "repair")
+_MOST_SECONDS: Final = 1e12
 _MAY_BE_EMPTY: Final = ("cpu_quota", "arguments")
 _NO_FOLDER: Final = ("output", "plan", "before", "after", "table", "script")
 
 _POSITIONAL: Final = {
     "after": "B.json",
     "before": "A.json",
+    "folder": "FOLDER",
     "path": "PATH",
     "script": "SCRIPT.py",
     "table": "TABLE.csv",
@@ -133,8 +139,25 @@ def word_of(command: type, name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _wrong_range(text: str) -> str:
+    """What is wrong with a number of processes, or with MIN:MAX."""
+    parts = text.split(":")
+    good = len(parts) < 3 and all(p.isascii() and p.isdigit() for p in parts)
+    numbers = [int(p) for p in parts if len(p) < 9] if good else []
+    if len(numbers) == len(parts) and all(1 <= n <= 2**20 for n in numbers):
+        if numbers[0] <= numbers[-1]:
+            return ""
+        return f"{text}, whose MIN is over its MAX; expected {numbers[-1]}:{numbers[0]}"
+    return (
+        f"{shown(text)}; expected a number, 1 or more, or MIN:MAX with MIN at most "
+        "MAX, such as 2:4"
+    )
+
+
 def _problem(name: str, value: Any) -> str:
     """What is wrong with the value of an option, or nothing."""
+    if name == "processes" and isinstance(value, str):
+        return _wrong_range(value)
     if name in _WHOLE:
         least, most = _WHOLE[name]
         if is_whole(value, least, most):
@@ -147,6 +170,12 @@ def _problem(name: str, value: Any) -> str:
             return ""
         said = f"{value:g}" if isinstance(value, float) else shown(value)
         return f"{said}; expected more than 0 s, at most {LONGEST_SECONDS}"
+    if name in _SECONDS_OR_NONE:
+        if is_number(value) and (value > 0 or name != "mtbf" and value == 0):
+            if value <= _MOST_SECONDS:
+                return ""
+        wanted = "more than 0 s" if name == "mtbf" else "0 s or more"
+        return f"{value:g}; expected {wanted}, at most {_MOST_SECONDS:g}"
     if name == "hosts" and any(
         host.strip().startswith("-") for host in value.split(",")
     ):

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
+from whalejax.cli.elastic_options import GoodputCommand as GoodputCommand
+from whalejax.cli.elastic_options import StatusCommand as StatusCommand
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError
 
@@ -116,6 +118,10 @@ class TrainCommand:
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
     """of the model's initial values and of dropout"""
+    processes: Annotated[str | None, conf.arg(metavar="MIN:MAX")] = None
+    """train with as many processes, which may be lost and come back; needs --save"""
+    spares: Annotated[int, conf.arg(metavar="N")] = 0
+    """of --processes: further ones that stand by and step in at once"""
     replay: Annotated[int, conf.arg(metavar="N")] = 0
     """then do the first N steps (at most all) on one device and compare the losses"""
     json: bool = False
@@ -334,14 +340,17 @@ class LaunchCommand:
     """what each process runs"""
     arguments: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="ARG")] = ()
     """what the script is given, options and all that stands behind it"""
-    processes: Annotated[int, conf.arg(metavar="N")] = 2
-    """how many, over all hosts"""
+    processes: Annotated[str, conf.arg(metavar="N|MIN:MAX")] = "2"
+    """how many, over all hosts; MIN:MAX goes on with those that are left, on this
+    machine, and starts lost ones again: see docs/elastic.md"""
+    spares: Annotated[int, conf.arg(metavar="N")] = 0
+    """of MIN:MAX: further processes that stand by and step in at once"""
     hosts: Annotated[str, conf.arg(metavar="A,B")] = "localhost"
     """where; others than this one by ssh, in this folder, with this Python"""
     cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
     """percent of a core for each process, to try mixed speeds: 100,33"""
     logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
-    """one file per rank, rank-0.log and so on"""
+    """one file per rank, rank-0.log and so on; of MIN:MAX in its folder elastic"""
     port: OptionalNumber = None
     """where process 0 listens; a free one, or 8476 on other hosts"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
@@ -386,6 +395,8 @@ Command = (
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
     | Annotated[CompletionCommand, conf.subcommand("completion")]
     | Annotated[LaunchCommand, conf.subcommand("launch")]
+    | Annotated[StatusCommand, conf.subcommand("status")]
+    | Annotated[GoodputCommand, conf.subcommand("goodput")]
     | Annotated[DoctorCommand, conf.subcommand("doctor")]
 )
 

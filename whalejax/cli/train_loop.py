@@ -28,7 +28,8 @@ from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.multihost.watchdog import lost
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
-from whalejax.runtime.resume import held
+from whalejax.runtime.resume import checkpoints as checkpoints
+from whalejax.runtime.resume import held, steps_of
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 
@@ -36,7 +37,6 @@ from whalejax.runtime.train_step import TrainStep
 _STEPS_IN_FLIGHT: Final = 2
 _WARM_UP_STEPS: Final = 2
 _WINDOW_SECONDS: Final = 4.0
-_STEP_DIRECTORY: Final = re.compile(r"step_(\d{6,})")
 _LEFTOVER: Final = re.compile(
     rf"step_\d{{6,}}(\.deleted|{re.escape(UNFINISHED_SUFFIX)})"
 )
@@ -154,28 +154,6 @@ def latest(save_dir: Path) -> Path | None:
             taken for a checkpoint.
     """
     return next(iter(checkpoints(save_dir)), None)
-
-
-def checkpoints(save_dir: Path) -> list[Path]:
-    """The checkpoints in a directory, those of the most steps first.
-
-    Args:
-        save_dir: where ``train`` saved.
-
-    Raises:
-        WhaleError: it cannot be read.
-    """
-    try:
-        if not save_dir.is_dir():
-            return []
-        found = [p for p in save_dir.iterdir() if _STEP_DIRECTORY.fullmatch(p.name)]
-    except OSError as error:
-        raise WhaleError(
-            f"{save_dir}: its checkpoints cannot be listed "
-            f"({error.strerror or error}). Give another directory, or ask for leave to "
-            "read it"
-        ) from error
-    return sorted(found, key=_steps_of, reverse=True)
 
 
 # Losses that have not arrived yet.
@@ -324,8 +302,8 @@ def _check_new(save_dir: Path, first: int, steps: int, save_every: int) -> None:
     there = [
         path.name
         for path in reversed(checkpoints(save_dir))
-        if first < _steps_of(path) <= steps
-        and _is_saved(_steps_of(path), steps, save_every)
+        if first < steps_of(path) <= steps
+        and _is_saved(steps_of(path), steps, save_every)
     ]
     if there:
         raise WhaleError(
@@ -340,10 +318,6 @@ def _save(save_dir: Path, done: int, step: TrainStep, state: TrainState) -> Path
     path = save_dir / f"step_{done:06d}"
     step.save(path, state)
     return path
-
-
-def _steps_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
 
 
 def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:

@@ -31,6 +31,7 @@ from whalejax.distributed.launch_env import (
     split_address,
 )
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
+from whalejax.elastic.placing import placed
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
 
@@ -81,7 +82,10 @@ def init_distributed(
             known; the port is in use; or not all processes came in time.
     """
     if coordinator is None and num_processes is None and process_id is None:
-        coordinator, num_processes, process_id = launched() or (None, None, None)
+        known = launched()
+        if known is None and not jax.distributed.is_initialized():
+            known = placed()
+        coordinator, num_processes, process_id = known or (None, None, None)
     given = {
         "coordinator": coordinator,
         "num_processes": num_processes,

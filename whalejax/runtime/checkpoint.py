@@ -17,7 +17,7 @@ import importlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -87,7 +87,12 @@ class SavedModel:
 
 
 def save(
-    path: str | os.PathLike[str], state: Any, plan: Plan, batch_size: int | None = None
+    path: str | os.PathLike[str],
+    state: Any,
+    plan: Plan,
+    batch_size: int | None = None,
+    *,
+    before_it_appears: Callable[[], None] | None = None,
 ) -> None:
     """Write a checkpoint; it appears whole or not at all.
 
@@ -96,6 +101,7 @@ def save(
         state: a training state of sharded arrays; is kept.
         plan: what the state was made for.
         batch_size: samples of its global batch, where that is known.
+        before_it_appears: called when all is written; where it raises, nothing is left.
 
     Raises:
         WhaleError: something is at that path already, it cannot be written, or the
@@ -118,6 +124,8 @@ def save(
         if jax.process_index() == 0:
             described = [leaf for leaf, _ in leaves]
             write_record(building, described, plan, hashes, state.samples, batch_size)
+        if before_it_appears is not None:
+            before_it_appears()
 
 
 def _path_of(path: Any) -> Path:

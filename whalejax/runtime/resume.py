@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from whalejax.runtime.checkpoint_files import fail_together
 from whalejax.runtime.checkpoint_record import DamagedCheckpoint, read_record
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.runtime.state import TrainState
-from whalejax.runtime.train_step import TrainStep
 
 
 DAMAGED_SUFFIX: Final = ".damaged"
@@ -73,7 +73,15 @@ class Resumed:
     notes: tuple[str, ...]
 
 
-def resumed(step: TrainStep, checkpoints: list[Path]) -> Resumed | None:
+class Restoring(Protocol):
+    """What restores a checkpoint: a ``TrainStep``."""
+
+    def restore(self, path: str | os.PathLike[str]) -> TrainState:
+        """The state of a checkpoint."""
+        ...
+
+
+def resumed(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
     """The newest whole checkpoint, restored; None where there are no checkpoints.
 
     Damaged ones that are newer get another name, so that the run can save again where
@@ -181,3 +189,32 @@ def _joined(here: Any, after: Any, rest: int, size: int) -> Any:
         return after  # Not of samples, such as a scalar.
     numbers: Any = jnp if isinstance(here, jax.Array) else np
     return numbers.concatenate([here[rest:], after[:rest]])
+
+
+_STEP_DIRECTORY: Final = re.compile(r"step_(\d{6,})")
+
+
+def steps_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def checkpoints(save_dir: Path) -> list[Path]:
+    """The checkpoints in a directory, those of the most steps first.
+
+    Args:
+        save_dir: where they were saved.
+
+    Raises:
+        WhaleError: it cannot be read.
+    """
+    try:
+        if not save_dir.is_dir():
+            return []
+        found = [p for p in save_dir.iterdir() if _STEP_DIRECTORY.fullmatch(p.name)]
+    except OSError as error:
+        raise WhaleError(
+            f"{save_dir}: its checkpoints cannot be listed "
+            f"({error.strerror or error}). Give another directory, or ask for leave to "
+            "read it"
+        ) from error
+    return sorted(found, key=steps_of, reverse=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -31,7 +32,7 @@ from whalejax.lowering.uneven.adaptive_shares import Following
 from whalejax.lowering.uneven.pipeline_executor import Pipes
 from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes.checks import Arguments, shown
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
@@ -43,6 +44,7 @@ from whalejax.runtime.ragged_batch import (
     repeated,
     together,
 )
+from whalejax.runtime.resume import checkpoints, resumed
 from whalejax.runtime.runner import OneProgram, Runner, abstract_state
 from whalejax.runtime.state import Origin, following, host_copy, typed_key
 from whalejax.runtime.state import TrainState as TrainState
@@ -439,6 +441,36 @@ class TrainStep:
         return adopted(state, self.abstract_state())
 
     @without_mesh
+    def restore_or_init(
+        self,
+        folder: str | os.PathLike[str],
+        make_model: Callable[..., Any],
+        *,
+        rng: Any,
+    ) -> TrainState:
+        """The newest whole checkpoint in a folder, or a new state where there is none.
+
+        A script that begins with it and saves as ``folder/step_000100`` can be ended
+        and started again at any time, with other processes too.
+
+        Args:
+            folder: where checkpoints are saved; it need not exist. Damaged ones are
+                renamed, with a warning.
+            make_model, rng: as for ``init``.
+
+        Raises:
+            WhaleError: a checkpoint is another model's, or all are damaged.
+        """
+        problems = Arguments("TrainStep.restore_or_init")
+        problems.path("folder", folder, "the path of a folder of checkpoints")
+        problems.raise_if_any()
+        found = resumed(self, checkpoints(Path(folder)))
+        if found is None:
+            return self.init(make_model, rng=rng)
+        for note in found.notes:
+            warn(note)
+        return found.state
+
     def restore(
         self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
     ) -> TrainState:

@@ -1,0 +1,186 @@
+"""Traces of failures: CSV files of when nodes went down and came up, and replays."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.read_file import Unreadable, read_text
+
+
+COLUMNS = ("time", "node", "event")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A node went down, or came up, so many seconds after the trace began."""
+
+    time: float
+    node: str
+    is_down: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a failure costs; all times are seconds.
+
+    Attributes:
+        nodes: that a run wants.
+        step_seconds: of an undisturbed step.
+        interval: of work between snapshots, for a restart.
+        snapshot: cost of one.
+        restart: from a process's start to its first step.
+        recovery: that all lose when one is lost or joins, elastically.
+        speeds: of a step with 0, 1, … nodes, 1 with all.
+    """
+
+    nodes: int
+    step_seconds: float
+    interval: float
+    snapshot: float
+    restart: float
+    recovery: float
+    speeds: tuple[float, ...]
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of a CSV file, in order of time.
+
+    Args:
+        path: of a file with the columns ``time`` (seconds), ``node`` and ``event``
+            (``down`` or ``up``).
+
+    Raises:
+        WhaleError: it cannot be read, with every line that is wrong.
+    """
+    try:
+        text = read_text(path)
+    except (Unreadable, OSError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise WhaleError(f"trace {path}: it cannot be read ({said})") from error
+    reader = csv.DictReader(text.splitlines())
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise WhaleError(
+            f"trace {path} has no column {', '.join(missing)}; expected "
+            f"{', '.join(COLUMNS)} in its first line"
+        )
+    found: list[Event] = []
+    down: set[str] = set()
+    with Problems(f"trace {path}") as problems:
+        for number, row in enumerate(reader, start=2):
+            event = _event(row, number, problems)
+            if event is None:
+                continue
+            if found and event.time < found[-1].time:
+                problems.add(f"line {number}: time {event.time:g} is before the last")
+            if event.is_down == (event.node in down):
+                word = "down" if event.is_down else "up"
+                problems.add(f"line {number}: node {event.node!r} is {word} already")
+            (down.add if event.is_down else down.discard)(event.node)
+            found.append(event)
+        if not found and not problems:
+            problems.add("it holds no event")
+    return found
+
+
+def _event(row: dict[str, str | None], number: int, problems: Problems) -> Event | None:
+    node, what = row["node"] or "", row["event"] or ""
+    try:
+        time = float(row["time"] or "")
+    except ValueError:
+        time = math.nan
+    if not 0 <= time < 1e12:
+        problems.add(
+            f"line {number}: time is {str(row['time'])[:40]!r}; expected seconds"
+        )
+    elif what not in ("down", "up"):
+        problems.add(f"line {number}: event is {what[:40]!r}; expected down or up")
+    elif not node:
+        problems.add(f"line {number}: node is empty; expected a name")
+    else:
+        return Event(time=time, node=node, is_down=what == "down")
+    return None
+
+
+def simulated(
+    policy: Policy, events: Sequence[Event], seconds: float, *, how: str, spares: int
+) -> float:
+    """Useful time over wall time of a trace.
+
+    Args:
+        policy: what failures cost.
+        events: in order of time; nodes that none names never fail.
+        seconds: of the trace.
+        how: ``"restart"`` or ``"elastic"``.
+        spares: nodes of the trace beyond those that the run wants.
+    """
+    if seconds <= 0:
+        return 1.0
+    changes = _usable(policy, events, seconds, policy.nodes + spares)
+    run = _restarted if how == "restart" else _elastic
+    return run(policy, changes) / seconds
+
+
+def _usable(
+    policy: Policy, events: Sequence[Event], seconds: float, everyone: int
+) -> list[tuple[float, float, int]]:
+    """Spans of time with the number of nodes that are up and started again."""
+    steps: list[tuple[float, int]] = []
+    back: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if event.is_down:
+            planned = back.pop(event.node, None)
+            if planned is not None and planned[0] > event.time:
+                steps.remove(planned)  # It failed again before it was started.
+                continue
+            steps.append((event.time, -1))
+        else:
+            back[event.node] = (event.time + policy.restart, 1)
+            steps.append(back[event.node])
+    spans, now, count = [], 0.0, everyone
+    for time, change in sorted(steps):
+        if time > seconds:
+            break
+        if time > now:
+            spans.append((now, time, count))
+        now, count = time, count + change
+    if seconds > now:
+        spans.append((now, seconds, count))
+    return spans
+
+
+def _restarted(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> float:
+    """Useful seconds where the world is there, or is not."""
+    useful, cycle = 0.0, policy.interval + policy.snapshot
+    merged: list[list[float]] = []
+    for begin, end, count in spans:
+        if count < policy.nodes:
+            continue
+        if merged and merged[-1][1] == begin:
+            merged[-1][1] = end
+        else:
+            merged.append([begin, end])
+    last = spans[-1][1] if spans else 0.0
+    for begin, end in merged:
+        whole, rest = divmod(end - begin, cycle)
+        useful += whole * policy.interval
+        if end == last:  # What was done last is not lost.
+            useful += min(rest, policy.interval)
+    return useful
+
+
+def _elastic(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> float:
+    """Useful seconds where the others go on."""
+    useful, before = 0.0, spans[0][2] if spans else 0
+    for begin, end, count in spans:
+        takes_part = max(min(count, policy.nodes), 0)
+        changed = takes_part != min(before, policy.nodes) or count < before
+        stall = policy.recovery if changed else 0.0
+        useful += max(end - begin - stall, 0.0) * policy.speeds[takes_part]
+        before = count
+    return useful

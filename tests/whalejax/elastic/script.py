@@ -1,0 +1,47 @@
+"""A script of members: trains the small job, and writes down what each step gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import jax
+
+import whalejax as wh
+from tests.whalejax.elastic import job
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    if options.get("x64"):
+        jax.config.update("jax_enable_x64", True)
+    path = f"{options['out']}/steps.{os.getpid()}.jsonl"
+    with open(path, "w", buffering=1) as out:
+        for state, metrics in wh.train_elastic(
+            job.make(),
+            steps=options["steps"],
+            save=options.get("save"),
+            save_every=options.get("save_every", 100),
+            num_micro_batches=options.get("micro_batches", 8),
+        ):
+            said = {
+                "step": int(state.step),
+                "loss": float(metrics["loss"]).hex(),
+                "samples": [int(metrics["number"][0]), int(metrics["number"][-1])],
+                "sum": int(metrics["number"].sum()),
+                "generation": metrics["generation"],
+            }
+            out.write(json.dumps(said) + "\n")
+            time.sleep(options.get("pause", 0.0))
+            if said["step"] == options.get("fails_at"):
+                raise RuntimeError("a bug in the body of the loop")
+            if said["step"] == options.get("breaks_at"):
+                break
+    # As an evaluation in the end, for longer than a lease.
+    time.sleep(options.get("after", 0.0))
+
+
+if __name__ == "__main__":
+    main()

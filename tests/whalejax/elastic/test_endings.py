@@ -1,0 +1,259 @@
+"""How a run and its members end: each way has one meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.whalejax.elastic.simulated import World
+from whalejax.elastic.supervisor.endings import STATUS, Ending
+
+
+def begun(world: World) -> list[dict[str, Any]]:
+    return [e.fields for e in world.events if e.event == "begun"]
+
+
+def ended(world: World) -> dict[str, str]:
+    """How each member ended, by name."""
+    world.run(world.now + 60, on=True)
+    return {
+        str(e.fields["name"]): str(e.fields["how"])
+        for e in world.events
+        if e.event == "ended"
+    }
+
+
+def terminated(world: World) -> None:
+    world.membership.terminate(world.now)
+    world.do()
+    world.run(world.now + 30)
+
+
+def test_every_ending_has_a_status() -> None:
+    assert STATUS.keys() == set(Ending)
+    assert STATUS[Ending.COMPLETE] == 0 and 0 not in [
+        STATUS[how] for how in Ending if how is not Ending.COMPLETE
+    ]
+
+
+# Told to end.
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0])
+def test_before_the_first_step_the_run_ends_at_once(seconds: float) -> None:
+    world = World(41, spares=1)
+    world.begin()
+    world.run(seconds)
+    terminated(world)
+    assert world.end is not None and world.end.how is Ending.INTERRUPTED
+    assert world.end.status == 143
+    assert not begun(world) and "before its first step" in world.end.text
+    assert len(ended(world)) == 4 and not world.names("lost")
+    assert not any(m.alive for m in world.members.values())
+
+
+def test_with_a_spare_and_one_that_compiles_the_run_ends_at_once() -> None:
+    world = World(42, spares=1, steps=500)
+    world.begin()
+    world.run(9)
+    world.exit(world.members[world.membership.active[0]], -9)
+    world.run(11.9)
+    there = [m for m in world.membership.members.values() if m.is_there]
+    assert "registered" in [m.status for m in there], "one compiles"
+    terminated(world)
+    assert world.end is not None and world.end.how is Ending.DRAINED
+    assert world.end.text.startswith("the run was told to end, after step ")
+    # Of the others none is taken for lost.
+    assert len(world.names("lost")) == 1
+    assert set(ended(world).values()) == {"drained"}
+    assert not any(m.alive for m in world.members.values())
+
+
+def test_who_is_silent_behind_the_end_is_not_lost() -> None:
+    world = World(43, lease_seconds=4.0)
+    world.begin()
+    world.run(3.5)
+    for member in world.members.values():
+        # The script goes on for longer than a lease, and beats end with the loop.
+        member.hear = lambda said, m=member, hear=member.hear: (  # type: ignore[method-assign]
+            world.later(20.0, lambda: world.exit(m, 0))
+            if said.kind == "done"
+            else hear(said)
+        )
+    world.run(100)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    for _ in range(150):
+        world.membership.tick(world.now)
+        world.run(world.now + 0.1, on=True)
+    world.do()
+    assert set(ended(world).values()) == {"complete"} and not world.names("lost")
+
+
+def test_members_that_fail_with_the_run_are_not_lost() -> None:
+    world = World(44)
+    world.begin()
+    world.run(9)
+    world.membership._end(world.now, Ending.FAILED, "a bug")
+    world.do()
+    assert set(ended(world).values()) == {"drained"} and not world.names("lost")
+
+
+# Loops that are left.
+
+
+def test_loops_that_are_left_at_one_step_complete_the_run() -> None:
+    world = World(45, spares=1)
+    world.breaks_at = 20
+    world.begin()
+    world.run(100)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert [c.step for c in world.commits] == list(range(1, 21))
+    assert len(world.names("started")) == 4 and not world.names("lost")
+    assert set(ended(world).values()) == {"complete"}
+
+
+def test_an_error_in_the_body_of_the_loop_completes_nothing() -> None:
+    """It leaves the loop too, in all members at one step."""
+    world = World(52, restarts=5)
+    world.breaks_at, world.after_break = 19, (0.5, 1)
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.how is Ending.FAILED
+    assert "6 failures in 3600 s, more than the 5 allowed" in world.end.text
+    assert "its process ended with status 1:\nits log" in world.end.text
+    assert {c.step for c in world.commits} == set(range(1, 20))
+
+
+def test_processes_that_end_at_different_times_complete_a_run() -> None:
+    world = World(53)
+    world.breaks_at, world.after_break = 20, (0.5, 0)
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert not world.names("lost") and len(world.names("started")) == 3
+    # One that does not end is not waited for without end.
+    world = World(54, finish_seconds=50.0)
+    world.breaks_at, world.after_break = 20, (1e6, 0)
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+
+
+def test_who_leaves_its_loop_while_the_run_is_told_to_end_is_not_waited_for() -> None:
+    world = World(55, steps=500)
+    world.begin()
+    world.run(9)
+    world.breaks_at = world.commits[-1].step + 1
+    world.membership.terminate(world.now)
+    world.do()
+    world.run(world.now + 10)
+    assert world.end is not None and world.end.how is Ending.DRAINED
+    assert not world.names("lost")
+
+
+@pytest.mark.parametrize("seconds", [0.5, 20.0])
+def test_a_loop_that_is_left_alone_is_a_failure(seconds: float) -> None:
+    world = World(46, fruitless=20, steps=90)
+    world.after_break = seconds, 0
+    world.begin()
+    world.run(8)
+    member = world.members[world.membership.active[1]]
+    commit = member.commit
+
+    def leaves(step: int, parts: Any) -> None:
+        if step == 29:
+            world.breaks_at = 30
+        commit(step, parts)
+        world.breaks_at = 1 << 30
+
+    member.commit = leaves  # type: ignore[method-assign]
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert world.membership.failures.total == 1
+    if seconds > 10:
+        assert world.names("lost") == [member.name]
+        lost = next(e for e in world.events if e.event == "lost")
+        assert lost.fields["why"] == "its loop was left at step 30, where others go on"
+    # Another takes its place.
+    assert len(world.names("started")) == 4 and len(begun(world)[-1]["members"]) == 3
+    assert [c.step for c in world.commits] == list(range(1, 91))
+
+
+# Notices.
+
+
+def test_one_of_the_least_members_leaves_and_another_takes_its_place() -> None:
+    world = World(47, least=2, most=2, steps=200)
+    world.begin()
+    world.run(8)
+    name = world.membership.active[0]
+    world.members[name].say("leaving", why="SIGTERM")
+    world.run(25)
+    assert not world.members[name].alive
+    assert len(begun(world)[-1]["members"]) == 2
+    assert name not in begun(world)[-1]["members"]
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert not world.names("lost") and ended(world)[name] == "drained"
+    assert [c.step for c in world.commits] == list(range(1, 201))
+
+
+def test_who_leaves_while_another_is_lost_is_let_go() -> None:
+    world = World(48, steps=200)
+    world.begin()
+    world.run(8)
+    one, other, _ = world.membership.active
+    world.members[one].say("leaving", why="SIGTERM")
+    world.run(world.now + 0.06)
+    world.exit(world.members[other], -9)
+    world.run(20)
+    assert not world.members[one].alive and world.names("lost") == [other]
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert [c.step for c in world.commits] == list(range(1, 201))
+
+
+def test_where_all_leave_the_run_drains() -> None:
+    world = World(49, steps=200)
+    world.begin()
+    world.run(8)
+    for name in world.membership.active:
+        world.members[name].say("leaving", why="SIGTERM")
+    world.run(20)
+    assert world.end is not None and world.end.how is Ending.DRAINED
+    over = world.membership.over
+    assert over is not None and over.saver in world.membership.active
+    newest = world.commits[-1].step
+    assert world.end.text == f"the run was told to end, after step {newest}"
+    assert set(ended(world).values()) == {"drained"} and not world.names("lost")
+
+
+def test_the_last_one_hands_the_state_to_a_spare_before_it_leaves() -> None:
+    world = World(50, most=1, spares=1, steps=200)
+    world.begin()
+    world.run(8)
+    (one,) = world.membership.active
+    world.members[one].say("leaving", why="SIGTERM")
+    world.run(20)
+    assert not world.members[one].alive
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    # Nothing was done again, as it would be behind a checkpoint.
+    assert [c.step for c in world.commits] == list(range(1, 201))
+
+
+def test_who_does_not_go_when_it_was_let_go_is_ended() -> None:
+    world = World(51, steps=2000, finish_seconds=30.0)
+    world.begin()
+    world.run(8)
+    name = world.membership.active[0]
+    hear = world.members[name].hear
+    world.members[name].hear = lambda said: (  # type: ignore[method-assign]
+        None if said.kind == "over" else hear(said)
+    )
+    world.members[name].say("leaving", why="SIGTERM")
+    world.run(60)
+    assert world.names("lost") == [name] and not world.members[name].alive
+    lost = next(e for e in world.events if e.event == "lost")
+    assert lost.fields["why"] == "it did not end in 30 s after it was let go"

@@ -1,0 +1,265 @@
+"""Leases, generations, budgets and held-out members, by a clock of the tests' own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.whalejax.elastic.simulated import World
+from whalejax.elastic.supervisor.settings import Settings, least_and_most
+from whalejax.meshes.errors import WhaleError
+
+
+def begun(world: World) -> list[dict[str, object]]:
+    return [e.fields for e in world.events if e.event == "begun"]
+
+
+def test_an_undisturbed_run_has_one_generation() -> None:
+    world = World(0)
+    world.begin()
+    world.run(300)
+    assert world.end is not None and world.end.status == 0, world.end
+    assert [c.step for c in world.commits] == list(range(1, 61))
+    assert len(begun(world)) == 1 and not world.names("lost")
+
+
+def test_a_killed_member_costs_no_step() -> None:
+    world = World(1)
+    world.begin()
+    world.run(9)
+    done = world.commits[-1].step
+    world.exit(world.members[world.membership.active[1]], -9)
+    world.run(9.5)
+    assert begun(world)[-1]["step"] in (done, done + 1)
+    assert len(world.membership.active) == 2
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+    assert [c.step for c in world.commits] == list(range(1, 61))
+    # Its successor joined at a boundary.
+    assert len(begun(world)[-1]["members"]) == 3  # type: ignore[arg-type]
+
+
+def test_a_spare_steps_in_at_once() -> None:
+    world = World(2, spares=1)
+    world.begin()
+    world.run(9)
+    assert len(world.membership.active) == 3
+    world.exit(world.members[world.membership.active[0]], -9)
+    world.run(9.5)
+    assert len(world.membership.active) == 3
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+
+
+def test_a_frozen_member_is_killed_when_its_lease_is_over() -> None:
+    world = World(3, lease_seconds=4.0)
+    world.begin()
+    world.run(9)
+    name = world.membership.active[1]
+    world.members[name].frozen = True
+    world.run(12)
+    assert not world.names("lost")
+    world.run(14)
+    assert world.names("lost") == [name] and not world.members[name].alive
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+
+
+def test_a_freeze_within_the_lease_loses_nobody() -> None:
+    world = World(4, lease_seconds=10.0)
+    world.begin()
+    world.run(9)
+    member = world.members[world.membership.active[1]]
+    member.frozen = True
+    world.run(12)
+    member.frozen = False
+    for said in member.late:
+        member.hear(said)
+    member.computed()
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+    assert not world.names("lost") and len(begun(world)) == 1
+
+
+def test_who_beats_and_does_not_move_on_is_given_up() -> None:
+    world = World(5, step_seconds=5.0)
+    world.begin()
+    world.run(9)
+    name = world.membership.active[2]
+    stuck = world.members[name]
+    stuck.computed = lambda: None  # type: ignore[method-assign]
+    world.run(30)
+    assert world.names("lost") == [name]
+    lost = next(e for e in world.events if e.event == "lost")
+    assert "did not move on in a step for 5 s" in str(lost.fields["why"])
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+
+
+def test_who_cannot_be_reached_is_given_up() -> None:
+    world = World(13)
+    world.begin()
+    world.run(9)
+    one, cut, other = world.membership.active
+    exchange, cuts = world.exchange, [cut]
+
+    def reaches(generation: int, step: int) -> None:
+        if set(cuts) & set(world.membership.active):
+            for name in (one, other):
+                said = {"generation": world.membership.generation, "name": cut}
+                world.members[name].say("suspect", **said, why="no route")
+        else:
+            exchange(generation, step)
+
+    world.exchange = reaches  # type: ignore[method-assign]
+    world.run(20)
+    # Connecting again is tried first.
+    assert world.names("lost") == [cut] and len(begun(world)) >= 3
+    lost = next(e for e in world.events if e.event == "lost")
+    assert lost.fields["why"] == "other members cannot reach it"
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+
+
+def test_a_zombie_hears_that_it_is_over() -> None:
+    world = World(6)
+    world.begin()
+    world.run(9)
+    member = world.members[world.membership.active[1]]
+    world.exit(member, -9)
+    member.alive = True  # As of another machine, where nobody could end it.
+    member.running, member.finished = -1, True
+    world.run(12)
+    member.say("committed", generation=1, step=50, loss=9.0, seconds=0.1, parts={})
+    world.run(13)
+    assert not member.alive and world.names("lost") == [member.name]
+    assert all(c.loss < 9 for c in world.commits)
+
+
+def test_below_the_least_members_the_run_waits_and_then_ends() -> None:
+    world = World(7, least=3, wait_seconds=20.0)
+    world.begin()
+    world.run(9)
+    world.saved = 10
+    world.broken_start = True
+    path = "runs/mine/step_000010"
+    world.members[world.membership.active[1]].say("saved", step=10, path=path)
+    world.run(9.2)
+    world.membership.failures.hold = lambda now, slot: 1e6  # type: ignore[method-assign]
+    name = world.membership.active[0]
+    world.exit(world.members[name], -9)
+    world.run(20)
+    assert world.end is None and world.membership.phase == "gathering"
+    world.run(60)
+    assert world.end is not None and world.end.status == 1
+    assert world.end.text == (
+        "2 of at least 3 members are there, and no other came in 20 s; gone are "
+        f"{name}. The last checkpoint is runs/mine/step_000010"
+    )
+
+
+def test_a_bug_that_ends_every_process_ends_the_run_with_the_first_error() -> None:
+    world = World(8, fruitless=5)
+    world.broken_start = True
+    world.begin()
+    world.run(300)
+    assert world.end is not None and world.end.status == 1
+    assert world.end.text.startswith(
+        "5 failures without a step between them. The first error: m1: its process "
+        "ended with status 1:\nits log"
+    )
+    assert len(world.members) < 10
+
+
+def test_a_member_that_flaps_is_held_out_for_longer_each_time() -> None:
+    world = World(9, hold_seconds=2.0, most_hold_seconds=30.0)
+    times = []
+    for again in range(7):
+        times.append(world.membership.failures.hold(100.0 + again, 1))
+    assert times == [0.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert world.membership.failures.hold(1000.0, 1) == 0.0
+    assert world.membership.failures.hold(1000.0, 2) == 0.0
+
+
+def test_restarts_in_a_window_have_a_budget() -> None:
+    failures = World(10, restarts=3, window_seconds=100.0).membership.failures
+    for now in (0.0, 50.0, 120.0, 130.0):
+        failures.count(now, "m1", "died", "")
+        failures.progressed()
+        assert not failures.exceeded(now)
+    failures.count(140.0, "m1", "died", "")
+    assert "4 failures in 100 s, more than the 3 allowed" in failures.exceeded(140.0)
+
+
+def test_a_run_that_is_told_to_end_drains() -> None:
+    world = World(11)
+    world.begin()
+    world.run(9)
+    world.membership.terminate(world.now)
+    world.do()
+    world.run(30)
+    assert world.end is not None and world.end.status == 143
+    newest = world.commits[-1].step
+    assert world.end.text == f"the run was told to end, after step {newest}"
+
+
+def test_a_member_that_leaves_takes_no_step_with_it() -> None:
+    world = World(12, steps=100)
+    world.begin()
+    world.run(9)
+    member = world.members[world.membership.active[0]]
+    member.say("leaving", why="SIGTERM")
+    world.run(15)
+    assert not member.alive and not world.names("lost")
+    world.run(300)
+    assert world.end is not None and world.end.status == 0
+    assert [c.step for c in world.commits] == list(range(1, 101))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_faults_end_in_a_whole_run(seed: int) -> None:
+    world = World(seed, steps=120, spares=seed % 2, lease_seconds=3.0, fruitless=99)
+    world.begin()
+    for _ in range(12):
+        world.run(world.now + world.drawn.uniform(0.2, 5.0))
+        if world.end:
+            break
+        there = [m for m in world.members.values() if m.alive]
+        if not there:
+            continue
+        member = world.drawn.choice(there)
+        if world.drawn.random() < 0.6:
+            world.exit(member, -9)
+        elif world.drawn.random() < 0.5:
+            member.frozen = True
+        else:
+            member.say("leaving", why="SIGTERM")
+    world.run(world.now + 600)
+    assert world.end is not None, (world.membership.phase, world.events[-20:])
+    # All that were there may have been told to leave: then the run has drained.
+    assert world.end.how in ("complete", "drained", "interrupted"), world.end.text
+    assert (world.end.how == "complete") != bool(world.names("draining"))
+    # The last commit of every step is what counts; none is left out.
+    steps = {c.step for c in world.commits}
+    assert steps == set(range(1, len(steps) + 1))
+    assert len(steps) == 120 or world.end.how != "complete"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("4:2", "MIN is 4 and MAX is 2; expected MIN:MAX with MIN at most MAX"),
+        ("0:2", "MIN is 0; expected at least 1 process"),
+        ("a", "it is 'a'; expected MIN:MAX, such as 2:4, or one number"),
+        ("2:", "expected MIN:MAX"),
+        ("1:2:3", "expected MIN:MAX"),
+    ],
+)
+def test_wrong_numbers_of_processes_are_refused(text: str, said: str) -> None:
+    with pytest.raises(WhaleError, match=said):
+        least, most = least_and_most(text)
+        Settings(least=least, most=most)
+
+
+def test_wrong_times_are_refused_all_at_once() -> None:
+    with pytest.raises(WhaleError, match=r"(?s)2 problems.*lease_sec.*wait_sec"):
+        Settings(least=1, most=1, lease_seconds=0.0, wait_seconds=float("nan"))

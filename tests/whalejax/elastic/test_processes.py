@@ -1,0 +1,285 @@
+"""Processes of a supervisor: started once, ended whole, and never those of others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.whalejax.elastic.runs import ROOT, runs
+from whalejax.elastic.launching import _Ends
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.supervisor import (
+    FOLDER,
+    Supervised,
+    Supervisor,
+    _tell_user,
+)
+from whalejax.meshes.errors import WhaleError
+
+
+SLEEPS = ("sleep", "1000")
+
+
+@contextlib.contextmanager
+def started(folder: Path, *command: str) -> Iterator[Processes]:
+    with selectors.DefaultSelector() as selector:
+        found = Processes(command, {}, folder, selector)
+        try:
+            yield found
+        finally:
+            found.end_all()
+
+
+def test_a_process_runs_when_it_was_written_down(tmp_path: Path) -> None:
+    with started(tmp_path, "sh", "-c", "cat; echo $$") as found:
+        pid, began = found.start("m1")
+        assert began_at(pid) == began
+        found.release("m1")
+        found._selector.select()  # Until it has ended.
+        assert found.ended("m1") == 0
+        assert found.said("m1") == f"{pid}\n", "the same process, without input"
+
+
+def test_a_process_that_was_not_written_down_ends_by_itself(tmp_path: Path) -> None:
+    with started(tmp_path, "echo", "it ran") as found:
+        found.start("m1")
+        os.close(found._held.pop("m1"))  # As by the end of its supervisor.
+        assert found._there["m1"].child is not None
+        assert found._there["m1"].child.wait() == 1
+        assert found.said("m1") == ""
+
+
+def test_a_program_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with started(tmp_path, "no-such-program") as found:
+        with pytest.raises(WhaleError, match="no-such-program cannot be started"):
+            found.start("m1")
+
+
+def test_a_group_whose_number_is_used_again_is_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen(SLEEPS, start_new_session=True)
+    gone = subprocess.Popen(SLEEPS)
+    watched = os.pidfd_open(gone.pid)
+    gone.kill()
+    gone.wait()
+    try:
+        with started(tmp_path, *SLEEPS) as found:
+            # It had this number, and another process has it now.
+            adopted = _Process(pid=other.pid, began="1", watched=watched, child=None)
+            found._end_group(adopted)
+    finally:
+        os.close(watched)
+        other.terminate()
+    assert other.wait() == -signal.SIGTERM
+
+
+def supervised(folder: Path, *command: str, **more: Any) -> Supervisor:
+    settings = Settings(least=1, most=2)
+    run = Supervised(command=command, folder=folder, settings=settings, **more)
+    return Supervisor(run)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = journal.read(folder / FOLDER / journal.EVENTS)
+    return [said for said in found if said["event"] == kind]
+
+
+def ends_when(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, work: Any
+) -> None:
+    """Call something in every turn of the loop."""
+    tick = supervisor._membership.tick
+
+    def turn(now: float) -> None:
+        work()
+        tick(now)
+
+    monkeypatch.setattr(supervisor._membership, "tick", turn)
+
+
+def test_a_system_that_has_no_room_for_a_process_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = Processes.start, [1, 2]
+
+    def full(self: Processes, name: str) -> tuple[int, str]:
+        if failures:
+            failures.pop()
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(self, name)
+
+    monkeypatch.setattr(Processes, "start", full)
+    supervisor = supervised(tmp_path, *SLEEPS)
+
+    def work() -> None:
+        supervisor._terminated = len(events(tmp_path, "started")) == 2
+
+    ends_when(supervisor, monkeypatch, work)
+    assert supervisor.run() == 143
+    assert [e["why"] for e in events(tmp_path, "not_started")] == [
+        "Resource temporarily unavailable"
+    ] * 2
+
+
+def test_an_error_of_the_supervisor_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = supervised(tmp_path, *SLEEPS)
+
+    def fails() -> None:
+        if len(events(tmp_path, "started")) == 2:
+            raise RuntimeError("a bug")
+
+    ends_when(supervisor, monkeypatch, fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        supervisor.run()
+    found = events(tmp_path, "started")
+    assert len(found) == 2 and not any(runs(e["pid"], e["began"]) for e in found)
+
+
+def test_a_reader_that_is_gone_ends_no_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def flush(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    _tell_user("m1 is lost")
+
+
+# A run that was, in the same folder.
+
+
+def written(folder: Path, *more: tuple[str, dict[str, Any]]) -> None:
+    """The journal of a run whose processes are gone."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    lines = journal.Lines(folder / FOLDER / journal.EVENTS, durable=False)
+    lines.write("opened", {"host": "127.0.0.1", "port": 0})
+    facts = {"jax": "of before", "micro-batches": "8", "steps": "10", "save": ""}
+    lines.write("started", {"name": "m1", "slot": 0, "pid": 1, "began": "never"})
+    lines.write("facts", facts)
+    lines.write("registered", {"name": "m1", "token": "t", "generation": 0})
+    for event, fields in more:
+        lines.write(event, fields)
+    lines.close()
+
+
+ENDING = {"how": "complete", "status": 0, "why": "", "saver": ""}
+
+
+def test_a_run_whose_processes_are_all_gone_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    supervisor = supervised(tmp_path, *SLEEPS)
+    known = []
+
+    def work() -> None:
+        known.append(supervisor._membership._facts)
+        supervisor._terminated = True
+
+    ends_when(supervisor, monkeypatch, work)
+    assert supervisor.run() == 143
+    assert known[0] == {}, "another script may run there now"
+    assert len(events(tmp_path, "opened")) == 2
+    assert [e["name"] for e in events(tmp_path, "started")] == ["m1", "m2", "m3"]
+
+
+def test_behind_its_end_a_run_does_not_begin_again(tmp_path: Path) -> None:
+    written(tmp_path, ("ending", ENDING))
+    assert supervised(tmp_path, *SLEEPS, again=True).run() == 0
+    assert len(events(tmp_path, "opened")) == len(events(tmp_path, "started")) == 1
+    assert [e["how"] for e in events(tmp_path, "ended")] == ["complete"]
+
+
+def test_a_supervisor_that_is_started_again_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    supervisor = supervised(tmp_path, *SLEEPS, again=True)
+
+    def work() -> None:
+        supervisor._terminated = len(events(tmp_path, "started")) == 3
+
+    ends_when(supervisor, monkeypatch, work)
+    assert supervisor.run() == 143
+    assert len(events(tmp_path, "opened")) == 1
+    assert [e["name"] for e in events(tmp_path, "lost")] == ["m1"]
+
+
+# The launcher.
+
+
+class Child:
+    """A supervisor's process, as the launcher sees it."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def poll(self) -> None:
+        return None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def test_a_signal_waits_until_the_supervisor_can_hear_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    ends = _Ends()
+    first = Child()
+    ends.child = first  # type: ignore[assignment]
+    ends._pass_on(signal.SIGTERM, None)
+    assert not first.signals, "it would end it while it starts"
+    ends.beats()
+    ends.beats()
+    assert first.signals == [signal.SIGTERM]
+    # One that takes its place is told again.
+    second = Child()
+    ends.child, ends.hears = second, False  # type: ignore[assignment]
+    ends.beats()
+    assert second.signals == [signal.SIGTERM]
+
+
+START = """
+import json, sys
+from pathlib import Path
+from whalejax.elastic.launching import supervise
+from whalejax.elastic.supervisor.settings import Settings
+sys.exit(supervise(("sleep", "1000"), Path(sys.argv[1]), Settings(least=1, most=1)))
+"""
+
+
+def test_a_launcher_that_is_told_to_end_while_its_supervisor_starts(
+    tmp_path: Path,
+) -> None:
+    front = subprocess.Popen(
+        [sys.executable, "-c", START, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children = Path(f"/proc/{front.pid}/task/{front.pid}/children")
+    while not children.read_text():
+        assert front.poll() is None
+    front.send_signal(signal.SIGTERM)
+    _, said = front.communicate(timeout=400)
+    assert front.returncode == 143, said
+    assert "it is started again" not in said
+    assert [e["how"] for e in events(tmp_path, "ending")] == ["interrupted"]

@@ -1,0 +1,130 @@
+"""Real processes, really killed: no step is lost, no sample doubled, losses equal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.whalejax.elastic import job as example
+from tests.whalejax.elastic.runs import Run, running, runs
+from whalejax.elastic.assignment import check_tiles
+from whalejax.elastic.programs import Programs
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+MICRO_BATCHES = 8
+
+
+def expected_losses(steps: int) -> list[float]:
+    """Those of an undisturbed run on one device."""
+    programs = Programs(
+        example.make(), batch=None, micro_batches=MICRO_BATCHES, precision=None, seed=0
+    )
+    state, losses = programs.born(), []
+    for step in range(steps):
+        batch = programs.job.batch_at(step, programs.size)
+        state, metrics = programs.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def audit(run: Run, steps: int) -> list[float]:
+    """Check what was committed, and that nothing is left; the losses."""
+    commits = {said["step"]: said for said in run.commits()}
+    assert sorted(commits) == list(range(1, steps + 1)), run.told()
+    for said in run.commits():
+        nodes = [(a, b) for given in said["parts"].values() for a, b in given]
+        check_tiles(nodes, MICRO_BATCHES)
+    for step, losses in run.losses().items():
+        # Whoever came to it in whatever generation, to the last bit.
+        assert losses == {float(commits[step]["loss"]).hex()}, step
+    for said in run.samples():
+        first = (said["step"] - 1) * example.SIZE
+        assert said["samples"] == [first, first + example.SIZE - 1]
+        assert said["sum"] == sum(range(first, first + example.SIZE))
+    for said in run.events("started"):
+        assert not runs(said["pid"], said["began"])
+    return [commits[step]["loss"] for step in range(1, steps + 1)]
+
+
+def lost(run: Run) -> list[str]:
+    return [said["name"] for said in run.events("lost")]
+
+
+def test_a_run_survives_the_loss_of_members_and_supervisor(tmp_path: Path) -> None:
+    steps, options = 150, {"pause": 0.02, "save": str(tmp_path / "save")}
+    settings = {"least": 1, "most": 2, "spares": 1}
+    with running(tmp_path, {"steps": steps, **options}, **settings) as run:
+        run.until(lambda: run.step() >= 10)
+        run.until(lambda: len(run.events("ready")) == 3)
+        first = run.kill(0)
+        run.until(lambda: lost(run) == [first])
+        at = run.step()
+        run.until(lambda: run.step() >= at + 5)
+        assert len(run.events("begun")[-1]["members"]) == 2  # The spare stepped in.
+        generation = run.events("begun")[-1]["generation"]
+        run.supervisor.kill()
+        run.supervisor.wait()
+        run.start()
+        at = run.step()
+        run.until(lambda: run.step() >= at + 5)
+        assert run.events("begun")[-1]["generation"] == generation
+        assert run.wait() == 0, run.told()
+        losses = audit(run, steps)
+        saved = [said["step"] for said in run.events("saved")]
+        assert saved[-1] == steps and (tmp_path / "save/step_000150").is_dir()
+    np.testing.assert_allclose(losses[:30], expected_losses(30), rtol=1e-6)
+
+
+@pytest.mark.full
+def test_loops_that_are_left_complete_a_run(tmp_path: Path) -> None:
+    options = {"steps": 400, "breaks_at": 12, "after": 12.0}
+    settings = {"least": 2, "most": 2, "spares": 1, "lease_seconds": 5.0}
+    with running(tmp_path, options, **settings) as run:
+        assert run.wait() == 0, run.told()
+        audit(run, 12)
+        assert len(run.events("started")) == 3 and not lost(run), run.told()
+        assert [e["how"] for e in run.events("ended")] == ["complete"] * 3
+
+
+@pytest.mark.full
+def test_an_error_in_the_body_of_the_loop_is_a_failure(tmp_path: Path) -> None:
+    options = {"steps": 400, "fails_at": 5}
+    with running(tmp_path, options, least=1, most=1, restarts=1) as run:
+        assert run.wait() == 1, run.told()
+        (ending,) = run.events("ending")
+        assert ending["how"] == "failed" and "a bug in the body" in ending["why"]
+        assert "2 failures in 3600 s, more than the 1 allowed" in ending["why"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("x64", [False, True])
+def test_every_way_to_lose_members(tmp_path: Path, x64: bool) -> None:
+    steps = 400
+    options: dict[str, Any] = {"steps": steps, "pause": 0.02, "x64": x64}
+    settings = {"least": 1, "most": 3, "spares": 0, "lease_seconds": 8.0}
+    with running(tmp_path, options, **settings) as run:
+        run.until(lambda: run.step() >= 5)
+        for number, (place, kind) in enumerate(
+            [(1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGTERM)]
+        ):
+            at = run.step()
+            run.kill(place, kind)
+            run.until(lambda at=at: run.step() > at + 5)
+            size = len(run.events("begun")[-1]["members"])
+            assert size < 3 or number == 2, run.told()
+        run.until(lambda: len(run.events("begun")[-1]["members"]) >= 2)
+        # All at once: the last whole checkpoint, or step 0, and the same losses.
+        for pid in run.members().values():
+            os.kill(pid, signal.SIGKILL)
+        assert run.wait() == 0, run.told()
+        losses = audit(run, steps)
+    with running(tmp_path / "alone", options, least=1, most=1) as run:
+        assert run.wait() == 0
+        assert losses == audit(run, steps)

@@ -1,0 +1,382 @@
+"""What a supervisor refuses: strangers, other members, a second one, bad frames."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whalejax.distributed.launch_env import split_address
+from whalejax.elastic.control import Control
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.supervisor import (
+    ADDRESS,
+    FOLDER,
+    KEY,
+    Supervised,
+    Supervisor,
+)
+from whalejax.elastic.wire.connection import Channel, dial
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import FolderLock
+
+
+class Live:
+    """A supervisor in a thread, whose members are connections of a test."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        given = {"least": 1, "most": 2, "gather_seconds": 0.01, **settings}
+        self.folder = folder
+        run = Supervised(
+            command=(), folder=folder, settings=Settings(**given), exit_seconds=1.0
+        )
+        self.supervisor = Supervisor(run)
+        self.thread = threading.Thread(target=self.supervisor.run)
+        self.thread.start()
+        address = folder / FOLDER / ADDRESS
+        while not address.exists():
+            time.sleep(0.001)
+        self.where = json.loads(address.read_text())["address"]
+        self.address = split_address(self.where)
+        self.key = load_key(folder / FOLDER / KEY)
+
+    def join(self, **changed: Any) -> tuple[Channel, Message]:
+        """A member, and what it is answered."""
+        channel = dial(self.address, self.key)
+        channel.send(Message(kind="register", fields=register(**changed)))
+        return channel, channel.receive(seconds=60)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        found = journal.read(self.folder / FOLDER / journal.EVENTS)
+        return [said for said in found if said["event"] == kind]
+
+
+def register(**changed: Any) -> dict[str, Any]:
+    facts = {"jax": "0.10.2", "optimizer": "abc"}
+    return {
+        "name": "",
+        "machine": "another",
+        "pid": 1,
+        "host": "127.0.0.1",
+        "port": 1,
+        "generation": 0,
+        "step": -1,
+        "micro_batches": 8,
+        "steps": 10,
+        "save": "",
+        "facts": facts,
+        "token": secrets.token_hex(8),
+        **changed,
+    }
+
+
+@contextlib.contextmanager
+def live(folder: Path, **settings: Any) -> Iterator[Live]:
+    found = Live(folder, **settings)
+    try:
+        yield found
+    finally:
+        found.supervisor._terminated = True
+        found.thread.join(60)
+        assert not found.thread.is_alive()
+
+
+def until(channel: Channel, kind: str) -> Message:
+    """The next message of a kind."""
+    while (said := channel.receive(seconds=60)).kind != kind:
+        pass
+    return said
+
+
+def test_members_that_others_start_are_taken(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, welcome = there.join()
+        assert welcome.kind == "welcome" and welcome.fields["name"] == "x1"
+        one.send(Message(kind="ready", fields={"number": 1}))
+        asked = until(one, "prepare")
+        generation = asked.fields["generation"]
+        told = {"number": 2, "generation": generation, "step": -1, "held": []}
+        one.send(Message(kind="prepared", fields=told))
+        begin = until(one, "begin")
+        assert begin.fields["members"] == [["x1", "127.0.0.1", 1]]
+        assert begin.fields["first"] == {"x1": [[0, 8]]}
+        one.close()
+
+
+def test_members_that_differ_are_refused(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, _ = there.join()
+        other, answer = there.join(
+            facts={"jax": "0.10.3", "optimizer": "abd"}, micro_batches=4
+        )
+        assert answer.kind == "refused"
+        assert answer.fields["why"] == (
+            "this member differs from the others: jax is 0.10.3, not 0.10.2; "
+            "micro-batches is 4, not 8; optimizer is abd, not abc. Run the same code, "
+            "versions, data and optimizer in all"
+        )
+        assert there.supervisor._membership.members.keys() == {"x1"}
+        assert [e["name"] for e in there.events("refused")] == ["x2"]
+        one.close()
+        other.close()
+
+
+def test_a_wrong_key_has_no_effect(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        with pytest.raises(WireError, match="refused the key of this process"):
+            dial(there.address, b"x" * 32)
+        make_key(tmp_path / "other")
+        control = Control(there.where, str(tmp_path / "other"), register)
+        with pytest.raises(WhaleError, match="no supervisor answers at .*the key"):
+            control.open()
+        with pytest.raises(WhaleError, match="WHALEJAX_KEY_FILE is not set"):
+            Control(there.where, "", register)
+        assert not there.supervisor._membership.members
+        while len(there.events("stranger")) < 2:
+            time.sleep(0.001)
+        why = there.events("stranger")[0]["why"]
+        assert "does not have the key of this run" in why
+
+
+def test_an_address_that_answers_nothing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_key(tmp_path / "key")
+    monkeypatch.setattr("whalejax.elastic.control.FIRST_SECONDS", 0.3)
+    control = Control("127.0.0.1:1", str(tmp_path / "key"), register)
+    with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):
+        control.open()
+
+
+def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        run = Supervised(
+            command=(), folder=tmp_path, settings=Settings(least=1, most=1)
+        )
+        with pytest.raises(WhaleError, match="is in use by process"):
+            Supervisor(run).run()
+        channel, answer = there.join()
+        assert answer.kind == "welcome"
+        channel.close()
+
+
+def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    with FolderLock(save), live(tmp_path / "run") as there:
+        channel, answer = there.join(save=str(save))
+        assert answer.kind == "refused"
+        assert "two runs would remove each other's checkpoints" in answer.fields["why"]
+        channel.close()
+
+
+def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
+    drawn = random.Random(1)
+    with live(tmp_path) as there:
+        one, _ = there.join()
+        membership = there.supervisor._membership
+        before = membership.generation, membership.phase, [*membership.members]
+        for number in range(60):
+            with socket.create_connection(there.address) as link:
+                if number % 2:
+                    link.recv(64)
+                link.sendall(drawn.randbytes(drawn.randrange(1, 300)))
+        for kind, fields in [
+            ("beat", {"phase": 1, "step": 0, "done": 0}),
+            ("beat", {}),
+            ("prepared", {"generation": 0, "step": 0, "held": [[0]]}),
+            ("__init__", {}),
+            ("effects", {}),
+            ("register", {**register(), "more": 1}),
+        ]:
+            channel = dial(there.address, there.key)
+            channel.send(Message(kind=kind, fields=fields))
+            with pytest.raises(WireError):
+                channel.receive(seconds=60)
+            channel.close()
+        assert before == (
+            membership.generation,
+            membership.phase,
+            [*membership.members],
+        )
+        one.send(Message(kind="ready", fields={"number": 1}))
+        assert until(one, "prepare").fields["generation"] == 1
+        one.close()
+
+
+def test_who_is_not_registered_is_not_heard(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        channel = dial(there.address, there.key)
+        channel.send(Message(kind="finished", fields={"number": 1, "step": 10}))
+        one, _ = there.join()
+        assert there.supervisor._membership.members["x1"].step == -1
+        channel.close()
+        one.close()
+
+
+def test_a_supervisor_takes_back_members_of_one_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    facts = {"jax": "1", "micro-batches": "8", "steps": "10", "save": ""}
+    lines = journal.Lines(folder / journal.EVENTS, durable=False)
+    lines.write("opened", {"host": "127.0.0.1", "port": port})
+    lines.write("facts", facts)
+    for name in ("x1", "x2"):
+        lines.write("registered", {"name": name, "host": "h", "step": -1})
+        lines.write("ready", {"name": name})
+    asked = {"generation": 7, "members": ["x1", "x2"], "after": -1}
+    lines.write("preparing", {**asked, "phase": "preparing"})
+    lines.write("begun", {"generation": 7, "members": ["x1", "x2"], "step": 3})
+    lines.close()
+    with (folder / journal.EVENTS).open("a") as file:
+        file.write('{"event": "lo')  # Where the kill cut it short.
+    settings = {"lease_seconds": 2.0, "rejoin_seconds": 2.0}
+    with live(tmp_path, **settings) as there:
+        assert there.address[1] == port
+        again = {"facts": {"jax": "1"}, "generation": 7, "step": 5}
+        one, answer = there.join(name="x1", **again)
+        assert answer.kind == "welcome" and answer.fields["name"] == "x1"
+        assert there.supervisor._membership.generation == 7
+        # The other does not come back: this one goes on without it.
+        beat = Message(kind="beat", fields={"phase": "x", "step": 5, "done": 1})
+        said = None
+        while said is None or said.kind != "prepare":
+            one.send(beat)
+            said = one.receive(seconds=60)
+        assert said.fields == {"generation": 8, "after": -1}
+        assert [e["name"] for e in there.events("lost")] == ["x2"]
+        # A zombie that comes back later is told that it is over.
+        late, answer = there.join(name="x2", **again)
+        assert answer.kind == "refused" and "was given up" in answer.fields["why"]
+        one.close()
+        late.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    run = Supervised(command=(), folder=tmp_path, settings=Settings(least=1, most=1))
+    with pytest.raises(WhaleError, match="cannot be written"):
+        Supervisor(run).run()
+
+
+def test_who_did_not_hear_its_name_is_no_second_member(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, welcome = there.join(token="drawn")
+        one.close()  # As if the answer had been lost with the connection.
+        again, answer = there.join(token="drawn")
+        assert welcome.fields["name"] == answer.fields["name"] == "x1"
+        other, answer = there.join()
+        assert answer.fields["name"] == "x2"
+        again.close()
+        other.close()
+
+
+def test_the_folder_of_a_member_that_is_refused_is_not_held(tmp_path: Path) -> None:
+    with live(tmp_path / "run") as there:
+        one, _ = there.join()
+        save = tmp_path / "save"
+        other, answer = there.join(save=str(save))
+        assert answer.kind == "refused" and "save is" in answer.fields["why"]
+        assert not save.exists()
+        one.close()
+        other.close()
+
+
+def controlled(there: Live) -> Control:
+    """A member's connection, of a thread of its own."""
+    fields = register()
+    own = ("name", "machine", "pid", "step", "token")
+    told = {name: value for name, value in fields.items() if name not in own}
+    control = Control(there.where, str(there.folder / FOLDER / KEY), lambda: told)
+    control.open()
+    return control
+
+
+def test_reports_are_kept_until_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = threading.Event()
+
+    def write(opened: int, data: bytes) -> int:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os_write(opened, data)
+
+    os_write = os.write
+    with live(tmp_path) as there:
+        control = controlled(there)
+        monkeypatch.setattr(journal.os, "write", write)
+        full.set()
+        control.post("ready")
+        # The run goes on, and says so.
+        asked = None
+        while asked is None:
+            asked = control.wait()
+        assert asked.kind == "prepare" and len(control._reports) == 1
+        assert not there.events("ready") and not there.events("preparing")
+        assert there.supervisor._journal.problem == "No space left on device"
+        full.clear()
+        while control._reports:
+            control.wait()
+        assert [e["name"] for e in there.events("ready")] == ["x1"]
+        assert len(there.events("preparing")) == 1
+        monkeypatch.undo()
+        control.close()
+
+
+def test_a_checkpoint_takes_its_name_unless_its_writer_was_given_up(
+    tmp_path: Path,
+) -> None:
+    with live(tmp_path, lease_seconds=60.0) as there:
+        control = controlled(there)
+        assert control.may_keep(50, seconds=60.0)
+        member = there.supervisor._membership.members["x1"]
+        member.becomes("gone", 0.0)
+        assert not control.may_keep(100, seconds=0.3)
+        control.close()
+
+
+def test_events_wait_for_space_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = journal.Lines(tmp_path / "events.jsonl", durable=True)
+    lines.write("one", {})
+    free, os_write = [0], os.write
+
+    def write(opened: int, data: bytes) -> int:
+        if not free[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = min(free[0], len(data))
+        free[0] -= size
+        return os_write(opened, data[:size])
+
+    monkeypatch.setattr(journal.os, "write", write)
+    lines.write("two", {})
+    assert not lines.is_written and lines.problem == "No space left on device"
+    free[0] = 10  # A part of a line.
+    lines.write("three", {})
+    assert not lines.is_written
+    free[0] = 1 << 20
+    assert lines.flush() and lines.is_written and not lines.problem
+    lines.close()
+    found = journal.read(tmp_path / "events.jsonl")
+    assert [said["event"] for said in found] == ["one", "two", "three"]

@@ -1,0 +1,297 @@
+"""Keys, frames and authenticated connections: what is refused changes nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+
+from whalejax.elastic.wire.connection import (
+    Channel,
+    Closed,
+    TooLate,
+    accept,
+    dial,
+    listen,
+)
+from whalejax.elastic.wire.framing import Message, WireError, decode, encode
+from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.meshes.errors import WhaleError
+
+
+KEY = b"k" * 32
+
+
+def pair() -> tuple[Channel, Channel]:
+    """Both ends of an authenticated connection."""
+    listening = listen()
+    found: list[Channel] = []
+    thread = threading.Thread(
+        target=lambda: found.append(accept(listening.accept()[0], KEY))
+    )
+    thread.start()
+    dialled = dial(listening.getsockname(), KEY)
+    thread.join()
+    listening.close()
+    return dialled, found[0]
+
+
+def packed(value: object) -> Any:
+    return msgpack.packb(value)
+
+
+def data(views: list[memoryview]) -> bytes:
+    return b"".join(views)
+
+
+# Keys.
+
+
+def test_a_key_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "key"
+    make_key(path)
+    first = load_key(path)
+    make_key(path)
+    assert load_key(path) == first and len(first) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["key"]
+    path.chmod(0o640)
+    with pytest.raises(WhaleError, match=r"mode 640.*expected 600\. Run chmod 600"):
+        load_key(path)
+
+
+def test_bad_keys_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WhaleError, match="cannot be read"):
+        load_key(tmp_path / "none")
+    short = tmp_path / "short"
+    short.write_text("abc")
+    short.chmod(0o600)
+    with pytest.raises(WhaleError, match="holds a key of 3 bytes; expected at least"):
+        load_key(short)
+    with pytest.raises(WhaleError, match="cannot be read|no regular file"):
+        load_key(tmp_path)
+
+
+# Frames.
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.array(3.5),
+        np.zeros((0, 4), np.int8),
+        np.arange(4).astype(ml_dtypes.bfloat16),
+        np.arange(8, dtype=np.int64).reshape(2, 4).T,
+        np.array([True, False]),
+    ],
+    ids=lambda a: f"{a.dtype}{a.shape}",
+)
+def test_arrays_come_as_they_went(array: np.ndarray) -> None:
+    text, views = encode(Message(kind="x", fields={"a": [1, None]}, arrays=(array,)))
+    found = decode(text, data(views))
+    assert found.kind == "x" and found.fields == {"a": [1, None]}
+    (there,) = found.arrays
+    assert there.dtype == array.dtype and there.shape == array.shape
+    assert there.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("told", "size", "said"),
+    [
+        ([["float32", [3]]], 8, "less than its arrays"),
+        ([["float32", [1]]], 8, "4 bytes behind its arrays"),
+        ([["object", [1]]], 8, "dtype 'object'"),
+        ([["float32", [-1]]], 8, "has shape"),
+        ([["float32", [True]]], 4, "has shape"),
+        ([["int8", [1 << 29, 1 << 29]]], 8, "elements"),
+        ([["float32"]], 8, "no dtype and shape"),
+        ([["float32", [1] * 40]], 4, "has shape"),
+    ],
+)
+def test_wrong_arrays_are_refused(told: object, size: int, said: str) -> None:
+    with pytest.raises(WireError, match=said):
+        decode(packed(["x", {}, told]), bytes(size))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[], {}, ["x", {}], ["x", [], []], [1, {}, []], ["x", {1: 2}, []], None, "x"],
+    ids=str,
+)
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(WireError):
+        decode(packed(value), b"")
+
+
+def test_no_extension_type_is_taken() -> None:
+    text = packed(["x", {"a": msgpack.ExtType(5, b"abc")}, []])
+    with pytest.raises(WireError, match="no msgpack"):
+        decode(text, b"")
+
+
+def test_ten_thousand_malformed_frames_decode_to_nothing_else() -> None:
+    drawn = random.Random(0)
+    good, views = encode(
+        Message(kind="part", fields={"g": 3}, arrays=(np.arange(5.0),))
+    )
+    body = data(views)
+    refused = 0
+    for _ in range(10_000):
+        text, tail = bytearray(good), bytearray(body)
+        match drawn.randrange(4):
+            case 0:
+                text = bytearray(drawn.randbytes(drawn.randrange(64)))
+            case 1:
+                text[drawn.randrange(len(text))] = drawn.randrange(256)
+            case 2:
+                del text[drawn.randrange(len(text)) :]
+            case _:
+                del tail[drawn.randrange(len(tail)) :]
+        try:
+            found = decode(bytes(text), bytes(tail))
+        except WireError:
+            refused += 1
+        else:
+            # A changed byte may still be a message; it holds plain values alone.
+            assert isinstance(found.kind, str) and isinstance(found.fields, dict)
+    assert refused > 7000
+
+
+def test_a_message_that_is_too_large_is_not_sent() -> None:
+    with pytest.raises(WireError, match="Send it in parts"):
+        encode(Message(kind="x", fields={"a": "b" * (2 << 20)}))
+
+
+# Connections.
+
+
+def test_messages_go_both_ways() -> None:
+    one, other = pair()
+    array = np.arange(300_000, dtype=np.float32)
+    thread = threading.Thread(
+        target=one.send, args=(Message(kind="a", fields={"n": 1}, arrays=(array,)),)
+    )
+    thread.start()
+    found = other.receive(seconds=60)
+    thread.join()
+    np.testing.assert_array_equal(found.arrays[0], array)
+    other.send(Message(kind="b", fields={}))
+    assert one.receive(seconds=60).kind == "b"
+    one.close()
+    with pytest.raises(Closed):
+        other.receive(seconds=60)
+    other.close()
+
+
+def test_who_has_another_key_is_refused_on_both_sides() -> None:
+    listening = listen()
+    said: list[str] = []
+
+    def take() -> None:
+        try:
+            accept(listening.accept()[0], KEY)
+        except WireError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    with pytest.raises(WireError, match="refused the key of this process"):
+        dial(listening.getsockname(), b"other" * 8)
+    thread.join()
+    listening.close()
+    assert len(said) == 1 and "does not have the key of this run" in said[0]
+
+
+def test_an_address_that_answers_nothing_is_given_up() -> None:
+    with listen() as listening, pytest.raises(TooLate, match="answered nothing"):
+        dial(listening.getsockname(), KEY, seconds=0.05)
+    with pytest.raises(Closed):
+        dial(("127.0.0.1", 1), KEY)
+
+
+class _Raw:
+    """One end of a connection whose bytes a test writes itself."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        self.link = mine
+        self.channel = Channel(theirs, sends=b"s" * 32, takes=b"t" * 32)
+        self.sender = Channel(mine, sends=b"t" * 32, takes=b"s" * 32)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.channel.close()
+
+
+@pytest.mark.parametrize("place", [0, 14, -1])
+def test_a_changed_frame_is_refused(place: int) -> None:
+    raw, tap = _Raw(), _Raw()
+    tap.sender.send(Message(kind="a", fields={"n": 1}))
+    frame = bytearray(_drained(tap))
+    frame[place] ^= 1
+    raw.link.sendall(frame)
+    raw.link.shutdown(socket.SHUT_WR)
+    with pytest.raises(WireError):
+        raw.channel.receive(seconds=60)
+    raw.close()
+    tap.close()
+
+
+def test_a_frame_counts_once_and_in_its_place() -> None:
+    raw, tap = _Raw(), _Raw()
+    frames = []
+    for number in range(2):
+        tap.sender.send(Message(kind="a", fields={"n": number}))
+        frames.append(_drained(tap))
+    raw.link.sendall(frames[0])
+    assert raw.channel.receive(seconds=60).fields == {"n": 0}
+    raw.link.sendall(frames[0])
+    with pytest.raises(WireError, match="wrong MAC"):
+        raw.channel.receive(seconds=60)
+    raw.close()
+    tap.close()
+
+
+def test_an_announced_size_takes_no_memory() -> None:
+    raw = _Raw()
+    raw.link.sendall(b"\xff" * 12)
+    with pytest.raises(WireError, match="too large"):
+        raw.channel.receive(seconds=60)
+    raw.close()
+
+
+def test_who_takes_nothing_is_given_up() -> None:
+    raw = _Raw()
+    big = Message(kind="a", fields={}, arrays=(np.zeros(1 << 22),))
+    with pytest.raises(TooLate, match="took nothing"):
+        raw.channel.send(big, gives_up=lambda: True)
+    raw.close()
+
+
+def _drained(tap: _Raw) -> bytes:
+    """The bytes that were sent so far."""
+    link = tap.channel._link
+    found = b""
+    while True:
+        try:
+            found += link.recv(1 << 16)
+        except BlockingIOError:
+            return found
+
+
+def test_a_key_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_key(tmp_path / "key")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(WhaleError, match="belongs to user"):
+        load_key(tmp_path / "key")

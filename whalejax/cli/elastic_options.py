@@ -1,0 +1,55 @@
+"""Options of the commands about elastic runs; see ``options``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro import conf
+
+
+Number = Annotated[int | None, conf.arg(metavar="N")]
+Seconds = Annotated[float, conf.arg(metavar="SECONDS")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusCommand:
+    """Show an elastic run: its generations, who is there, goodput, what was lost."""
+
+    folder: Annotated[conf.Positional[Path], conf.arg(metavar="FOLDER")]
+    """of --save, or of --logs where a script saves nothing"""
+    json: bool = False
+    """print it as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputCommand:
+    """Estimate useful time over wall time under failures, with and without spares.
+
+    Compared are restarting the whole world from the last snapshot and going on with
+    those that are left.
+    """
+
+    plan: Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
+    """a file that whalejax plan wrote"""
+    mtbf: Seconds
+    """mean time between failures of one node"""
+    restart: Seconds = 60.0
+    """from a process's start to its first step"""
+    snapshot_every: Number = None
+    """steps between snapshots for a restart; the best if left out"""
+    spares: Annotated[int, conf.arg(metavar="N")] = 1
+    """nodes that stand by"""
+    snapshot: Seconds = 1.0
+    """that a step waits for a snapshot"""
+    recovery: Seconds = 1.0
+    """that the others lose when a node is lost or joins"""
+    repair: Seconds = 0.0
+    """after which a lost node can be started again; 0 where only a process crashed"""
+    nodes: Number = None
+    """that fail one by one; those of the plan's cluster if left out"""
+    trace: Annotated[Path | None, conf.arg(metavar="TRACE.csv")] = None
+    """failures to play through: columns time, node, event (down or up)"""
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""

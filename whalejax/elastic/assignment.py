@@ -1,0 +1,217 @@
+"""Who runs which micro-batches, and the one order in which their gradients are added.
+
+Sums of floating-point numbers depend on their order. Here the order is that of a binary
+tree over the numbers of the micro-batches, whoever ran them: a member adds up whole
+subtrees of its own, and what is left of the tree is added up where they meet. So a
+step's sum is the same to the last bit with any members and any shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from whalejax.meshes.errors import WhaleError
+
+
+T = TypeVar("T")
+Node = tuple[int, int]
+"""A subtree: its first micro-batch, and the one behind its last."""
+
+
+def halves(node: Node) -> tuple[Node, Node]:
+    """The two subtrees of a node of more than one micro-batch.
+
+    >>> halves((0, 6)), halves((4, 6))
+    (((0, 4), (4, 6)), ((4, 5), (5, 6)))
+    """
+    first, end = node
+    middle = first + (1 << ((end - first - 1).bit_length() - 1))
+    return (first, middle), (middle, end)
+
+
+def is_node(node: Node, count: int) -> bool:
+    """Whether it is a subtree of the tree over so many micro-batches.
+
+    >>> is_node((2, 4), 8), is_node((1, 3), 8)
+    (True, False)
+    """
+    at = (0, count)
+    if not 0 <= node[0] < node[1] <= count:
+        return False
+    while at != node:
+        if at[1] - at[0] == 1:
+            return False
+        left, right = halves(at)
+        at = left if node[1] <= left[1] else right
+        if not (at[0] <= node[0] and node[1] <= at[1]):
+            return False
+    return True
+
+
+def cover(numbers: Collection[int], count: int) -> list[Node]:
+    """The fewest subtrees that hold exactly these micro-batches, in order.
+
+    Args:
+        numbers: of micro-batches.
+        count: micro-batches of a step.
+
+    >>> cover({3, 4, 5}, 8), cover(range(6), 6)
+    ([(3, 4), (4, 6)], [(0, 6)])
+    """
+    wanted = frozenset(numbers)
+
+    def inside(node: Node) -> list[Node]:
+        several = range(*node)
+        if wanted.issuperset(several):
+            return [node]
+        if wanted.isdisjoint(several):
+            return []
+        left, right = halves(node)
+        return inside(left) + inside(right)
+
+    return inside((0, count)) if count else []
+
+
+def check_tiles(nodes: Collection[Node], count: int) -> None:
+    """Refuse parts of a sum that leave a micro-batch out or hold one twice.
+
+    Args:
+        nodes: subtrees.
+        count: micro-batches of a step.
+
+    Raises:
+        WhaleError: which are missing, doubled or no subtrees.
+    """
+    strange = [node for node in nodes if not is_node(node, count)]
+    seen = sorted(n for node in nodes if node not in strange for n in range(*node))
+    missing = sorted(set(range(count)) - set(seen))
+    doubled = sorted({a for a, b in zip(seen, seen[1:], strict=False) if a == b})
+    if strange or missing or doubled:
+        raise WhaleError(
+            f"the parts of a sum of {count} micro-batches lack {missing}, hold "
+            f"{doubled} twice, and {strange} are no parts"
+        )
+
+
+def total(
+    parts: Mapping[Node, T],
+    count: int,
+    add: Callable[[T, T], T],
+    node: Node | None = None,
+) -> T:
+    """The sum of parts in the order of the tree.
+
+    Args:
+        parts: by their subtrees, which hold every micro-batch below ``node`` once.
+        count: micro-batches of a step.
+        add: of two parts, the first of lower numbers.
+        node: what is added up; all if left out.
+
+    >>> total({(0, 1): "a", (1, 2): "b", (2, 4): "c"}, 4, lambda x, y: f"({x}{y})")
+    '((ab)c)'
+    """
+    here = (0, count) if node is None else node
+    if here in parts:
+        return parts[here]
+    if here[1] - here[0] == 1:
+        raise WhaleError(f"the sum of a step lacks micro-batch {here[0]} of {count}")
+    left, right = halves(here)
+    return add(total(parts, count, add, left), total(parts, count, add, right))
+
+
+def shares(seconds: Sequence[float], count: int) -> list[int]:
+    """Micro-batches of each member, so that the slowest is done soonest.
+
+    Args:
+        seconds: of a micro-batch on each; those within a quarter of each other, or not
+            known (0), count as alike.
+        count: micro-batches of a step.
+
+    >>> shares([1.0, 1.1, 0.0], 8), shares([1.0, 3.0], 8)
+    ([3, 3, 2], [6, 2])
+    """
+    known = [s for s in seconds if s > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    pace = [s if s > 0 else mean for s in seconds]
+    if max(pace) < 1.25 * min(pace):
+        pace = [1.0] * len(pace)
+    found = [0] * len(pace)
+    for _ in range(count):
+        # The exact optimum: each goes where it is done first.
+        place = min(range(len(pace)), key=lambda i: ((found[i] + 1) * pace[i], i))
+        found[place] += 1
+    return found
+
+
+def dealt(
+    names: Sequence[str], seconds: Mapping[str, float], count: int
+) -> dict[str, list[Node]]:
+    """The micro-batches of each member in a step that begins.
+
+    Args:
+        names: of the members, in the order of ranks.
+        seconds: of a micro-batch on each.
+        count: micro-batches of a step.
+
+    >>> dealt(["a", "b"], {}, 4)
+    {'a': [(0, 2)], 'b': [(2, 4)]}
+    """
+    found, first = {}, 0
+    amounts = shares([seconds.get(name, 0.0) for name in names], count)
+    for name, amount in zip(names, amounts, strict=True):
+        found[name] = cover(range(first, first + amount), count)
+        first += amount
+    return found
+
+
+def repaired(
+    names: Sequence[str],
+    seconds: Mapping[str, float],
+    held: Mapping[str, Sequence[Node]],
+    count: int,
+) -> dict[str, list[Node]]:
+    """The micro-batches of each member in a step that others began and did not end.
+
+    What members have done stays theirs; the rest is dealt out anew.
+
+    Args:
+        names, seconds, count: as for ``dealt``.
+        held: subtrees that members have added up in this step.
+
+    >>> repaired(["a", "b"], {}, {"a": [(0, 2)], "b": [(4, 5)]}, 6)
+    {'a': [(0, 4)], 'b': [(4, 6)]}
+    """
+    own: dict[str, set[int]] = {name: set() for name in names}
+    taken: set[int] = set()
+    offers = [(n, name) for name in names for n in held.get(name, ())]
+    for node, name in sorted(offers, key=lambda x: (x[0][0] - x[0][1], x)):
+        several = set(range(*node))
+        if is_node(node, count) and not several & taken:
+            own[name] |= several
+            taken |= several
+    left = [n for n in range(count) if n not in taken]
+    amounts = shares([seconds.get(name, 0.0) for name in names], len(left))
+    for name, amount in zip(names, amounts, strict=True):
+        own[name].update(left[:amount])
+        left = left[amount:]
+    return {name: cover(own[name], count) for name in names}
+
+
+def ranks(before: Sequence[str], present: Sequence[str]) -> list[str]:
+    """Members in the order of their ranks: who was there keeps its rank if it can.
+
+    Args:
+        before: in the order of ranks until now.
+        present: those who take part now.
+
+    >>> ranks(["a", "b", "c"], ["b", "c", "d"]), ranks(["a", "b", "c"], ["c", "b"])
+    (['d', 'b', 'c'], ['c', 'b'])
+    """
+    places: list[str | None] = [
+        name if name in present else None for name in before[: len(present)]
+    ]
+    places += [None] * (len(present) - len(places))
+    others = [name for name in before if name in present and name not in places]
+    others += [name for name in present if name not in before]
+    return [others.pop(0) if name is None else name for name in places]

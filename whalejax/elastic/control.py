@@ -1,0 +1,292 @@
+"""A member's connection to the supervisor: kept up, with beats while it lasts.
+
+A supervisor that is killed is waited for: it is started again at the same address and
+takes its members back. Steps go on meanwhile, as long as every member is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.elastic.supervisor.processes import machine
+from whalejax.elastic.wire.connection import Channel, dial
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key
+from whalejax.elastic.wire.messages import TO_MEMBER, checked
+from whalejax.meshes.errors import WhaleError
+
+
+SUPERVISOR_SECONDS: Final = 120.0
+"""A supervisor that is gone for so long does not come back."""
+
+FIRST_SECONDS: Final = 30.0
+"""For the first connection, when it should be there."""
+
+_AGAIN_SECONDS: Final = 0.2
+_ASK_SECONDS: Final = 5.0
+_SILENT_BEATS: Final = 24
+_FIRST_BEAT_SECONDS: Final = 1.0
+
+
+class Stopped(WhaleError):
+    """The supervisor has ended this member's part in the run."""
+
+
+class Control:
+    """What a member tells the supervisor and hears of it.
+
+    Attributes:
+        key: of the run.
+        name: under which it goes; empty before it is admitted.
+        goodput: of the run, as the supervisor last said.
+        phase, step, done: what its beats tell; set by the member.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key_file: str,
+        registers: Callable[[], Mapping[str, Any]],
+        *,
+        supervisor_seconds: float = SUPERVISOR_SECONDS,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: of the supervisor.
+            key_file: path of the key of the run.
+            registers: gives the fields of ``"register"`` but for those known here.
+            supervisor_seconds: after which one that is gone is given up.
+        """
+        self._address, self._where = split_address(address, "supervisor"), address
+        if not key_file:
+            raise WhaleError(
+                f"{KEY_FILE} is not set; expected the path of the key file of the "
+                f"supervisor at {address}. Without the key no member is taken"
+            )
+        self.key = load_key(Path(key_file))
+        self.name, self.goodput = "", 1.0
+        self.phase, self.step, self.done = "starting", -1, 0
+        self._registers = registers
+        self._seconds = supervisor_seconds
+        self._channel: Channel | None = None
+        self._changed = threading.Condition()
+        self._heard: collections.deque[Message] = collections.deque()
+        # A supervisor that is killed may not have written down what it was told last:
+        # reports stay until they are acknowledged, and are sent again till then.
+        self._reports: collections.deque[Message] = collections.deque()
+        self._sent = self._number = 0
+        self._kept: set[int] = set()
+        self._token = secrets.token_hex(16)
+        self._error: WhaleError | None = None
+        self._closed = False
+        self._beat_seconds = _FIRST_BEAT_SECONDS
+
+    def open(self) -> None:
+        """Connect and be admitted.
+
+        Raises:
+            WhaleError: nothing answers there, the key is refused, or this member is.
+        """
+        self._connect(time.monotonic() + FIRST_SECONDS, first=True)
+        for work in (self._listen, self._speak):
+            threading.Thread(target=work, daemon=True).start()
+
+    # For the member's own thread.
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Tell the supervisor something, again until it says that it is written."""
+        with self._changed:
+            self._number += 1
+            told = {"number": self._number, **fields}
+            self._reports.append(Message(kind=kind, fields=told))
+            self._changed.notify_all()
+
+    def may_keep(self, step: int, *, seconds: float) -> bool:
+        """Ask whether a checkpoint may take its name: not where this one is given up.
+
+        Args:
+            step: of the checkpoint.
+            seconds: to wait for the answer.
+        """
+        end = time.monotonic() + seconds
+        ask_at = 0.0
+        while True:
+            with self._changed:
+                if step in self._kept:
+                    self._kept.discard(step)
+                    return True
+                if self._error is not None or time.monotonic() > end:
+                    return False
+            if time.monotonic() > ask_at:
+                ask_at = time.monotonic() + _ASK_SECONDS
+                self.post("written", step=step)
+            with self._changed:
+                if step not in self._kept:
+                    self._changed.wait(0.1)
+
+    def poll(self) -> Message | None:
+        """What the supervisor said next, or None.
+
+        Raises:
+            WhaleError: it is gone, or this member was refused.
+        """
+        with self._changed:
+            if self._heard:
+                return self._heard.popleft()
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def wait(self) -> Message | None:
+        """What the supervisor says next; None where it says nothing for a second."""
+        said = self.poll()
+        if said is not None:
+            return said
+        with self._changed:
+            if not self._heard and self._error is None:
+                self._changed.wait(_FIRST_BEAT_SECONDS)
+        return self.poll()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all is written down, at most so long."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while self._reports and self._error is None and time.monotonic() < end:
+                self._changed.wait(0.1)
+
+    def close(self) -> None:
+        """End the connection."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._channel is not None:
+            self._channel.close()
+
+    # Threads.
+
+    def _connect(self, end: float, *, first: bool) -> None:
+        while True:
+            try:
+                left = max(end - time.monotonic(), 0.1)
+                channel = dial(self._address, self.key, seconds=min(left, 10.0))
+                self._admitted(channel)
+                return
+            except Stopped:
+                raise
+            except WireError as error:
+                wrong_key = "key" in str(error) or "version" in str(error)
+                if wrong_key or time.monotonic() > end or self._closed:
+                    raise self._unreachable(error, first=first) from None
+            time.sleep(_AGAIN_SECONDS)
+
+    def _unreachable(self, error: WireError, *, first: bool) -> WhaleError:
+        if first:
+            return WhaleError(
+                f"no supervisor answers at {self._where} ({error}). See that "
+                "whalejax launch runs there, and that this host can reach it"
+            )
+        return WhaleError(
+            f"the supervisor at {self._where} is gone and did not come back in "
+            f"{self._seconds:.0f} s ({error}). Start it again with the same folder; "
+            "the run goes on from its last checkpoint"
+        )
+
+    def _admitted(self, channel: Channel) -> None:
+        fields = {
+            "name": self.name,
+            "machine": machine(),
+            "pid": os.getpid(),
+            "step": self.step,
+            "token": self._token,
+            **self._registers(),
+        }
+        channel.send(Message(kind="register", fields=fields))
+        while True:
+            said = checked(channel.receive(seconds=30.0), TO_MEMBER)
+            if said.kind in ("refused", "over"):
+                channel.close()
+                raise Stopped(
+                    f"the supervisor refused this member: {said.fields['why']}"
+                )
+            if said.kind == "welcome":
+                break
+            self._hear(said)  # Such as what it missed.
+        self.name = said.fields["name"]
+        self._beat_seconds = said.fields["beat_seconds"]
+        with self._changed:
+            self._channel, self._sent = channel, 0
+            self._changed.notify_all()
+
+    def _hear(self, said: Message) -> None:
+        if said.kind == "heard":
+            self.goodput = said.fields["goodput"]
+            self._acknowledged(said.fields["number"])
+            return
+        with self._changed:
+            if said.kind == "keep":
+                self._kept.add(said.fields["step"])
+            else:
+                self._heard.append(said)
+            self._changed.notify_all()
+
+    def _acknowledged(self, number: int) -> None:
+        with self._changed:
+            while self._reports and self._reports[0].fields["number"] <= number:
+                self._reports.popleft()
+                self._sent -= 1
+            self._changed.notify_all()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            channel = self._channel
+            assert channel is not None
+            try:
+                silent = _SILENT_BEATS * self._beat_seconds
+                self._hear(checked(channel.receive(seconds=silent), TO_MEMBER))
+            except WireError:
+                channel.close()
+                with self._changed:
+                    self._channel = None
+                if self._closed:
+                    return
+                try:
+                    self._connect(time.monotonic() + self._seconds, first=False)
+                except WhaleError as error:
+                    with self._changed:
+                        self._error = error
+                        self._changed.notify_all()
+                    return
+
+    def _speak(self) -> None:
+        beat_at = 0.0
+        while not self._closed and self._error is None:
+            with self._changed:
+                if self._sent >= len(self._reports) or self._channel is None:
+                    self._changed.wait(max(beat_at - time.monotonic(), 0.01))
+                channel, sent = self._channel, self._sent
+                said = self._reports[sent] if sent < len(self._reports) else None
+            if channel is None:
+                time.sleep(0.01)
+                continue
+            try:
+                if time.monotonic() >= beat_at:
+                    fields = {"phase": self.phase, "step": self.step, "done": self.done}
+                    channel.send(Message(kind="beat", fields=fields))
+                    beat_at = time.monotonic() + self._beat_seconds
+                if said is not None:
+                    channel.send(said)
+                    with self._changed:
+                        if channel is self._channel:
+                            self._sent += 1
+            except WireError:
+                channel.close()  # The other thread connects anew.
+                time.sleep(_AGAIN_SECONDS)

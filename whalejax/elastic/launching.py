@@ -1,0 +1,238 @@
+"""``whalejax launch --processes MIN:MAX`` and ``whalejax train --processes MIN:MAX``.
+
+The supervisor runs as a process of its own, and this one starts it again if it is
+killed: its members do not stop for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.elastic.supervisor.settings import Settings, least_and_most
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+_MOST_RESTARTS: Final = 1000
+_FIRST_PULSE_SECONDS: Final = 120.0
+_PULSE_SECONDS: Final = 1.0
+_ERROR_STATUS: Final = 2
+
+_NOT_ELASTIC: Final = (
+    "plan", "cluster", "mesh", "shares", "remat", "offload", "attention",
+    "loss_chunks", "compiler_options", "replay",
+)  # fmt: skip
+"""Options of training that say how all devices of one runtime are used."""
+
+
+def launch_elastic(command: LaunchCommand) -> int:
+    """Run a script as processes that may be lost and come back.
+
+    Args:
+        command: the options.
+
+    Returns:
+        0 where all steps were done, 143 where it was told to end, else 1 or 2.
+
+    Raises:
+        WhaleError: options contradict each other.
+    """
+    least, most = least_and_most(command.processes)
+    with Problems("whalejax launch") as problems:
+        if command.hosts != "localhost":
+            problems.add(
+                f"--hosts is {command.hosts}; MIN:MAX starts processes of this machine "
+                "only. Leave it out"
+            )
+        if command.cpu_quota:
+            problems.add(
+                f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
+                "Leave it out"
+            )
+    settings = Settings(least=least, most=most, spares=command.spares)
+    words = (sys.executable, str(command.script), *command.arguments)
+    return supervise(
+        words, command.logs, settings, port=command.port, seconds=command.exit_timeout
+    )
+
+
+def train_elastically(command: TrainCommand) -> int:
+    """Train a job with processes that may be lost and come back.
+
+    Args:
+        command: the options.
+
+    Returns:
+        As for ``launch_elastic``.
+
+    Raises:
+        WhaleError: options contradict each other.
+    """
+    assert command.processes is not None
+    least, most = least_and_most(command.processes)
+    with Problems("whalejax train --processes") as problems:
+        if command.save is None:
+            problems.add(
+                "--processes was given without --save DIR, where checkpoints and the "
+                "journal of the run go. Give it"
+            )
+        for name in _NOT_ELASTIC:
+            value = getattr(command, name)
+            if value:
+                problems.add(
+                    f"--{name.replace('_', '-')} was given, and each process runs the "
+                    "whole model as one replica. Leave it out, or leave out --processes"
+                )
+    assert command.save is not None
+    words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
+    settings = Settings(least=least, most=most, spares=command.spares)
+    return supervise(words, command.save, settings)
+
+
+def told(command: TrainCommand) -> str:
+    """The options of a command as one word, for the process that it starts."""
+    return json.dumps(dataclasses.asdict(command), default=str)
+
+
+def supervise(
+    words: Sequence[str],
+    folder: Path,
+    settings: Settings,
+    *,
+    port: int | None = None,
+    seconds: float = 300.0,
+) -> int:
+    """Run a supervisor to its end, again where it is killed.
+
+    Args:
+        words: of the processes that it starts.
+        folder: of the run.
+        settings: how it decides.
+        port: where it listens, or None for a free one.
+        seconds: for processes to end after the run has.
+
+    Returns:
+        Its status.
+    """
+    given = {
+        "command": list(words),
+        "folder": str(folder),
+        "settings": dataclasses.asdict(settings),
+        "port": port or 0,
+        "exit_seconds": seconds,
+    }
+    ends = _Ends()
+    for number in range(_MOST_RESTARTS):
+        again = {**given, "again": number > 0}
+        status = _run_once(again, ends, settings.lease_seconds)
+        if status >= 0:
+            return status
+        name = signal.Signals(-status).name
+        with contextlib.suppress(OSError, ValueError):  # Nobody reads it any more.
+            print(
+                f"whalejax: the supervisor ended by {name}; it is started again",
+                file=sys.stderr,
+                flush=True,
+            )
+    raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
+
+
+def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
+    """Start a supervisor and wait for its end, which a frozen one is brought to."""
+    read, write = os.pipe()
+    try:
+        said = json.dumps({**given, "pulse": write})
+        ends.hears = False
+        # Not in this one's group: Ctrl-C comes once, by way of this process.
+        child = ends.child = subprocess.Popen(
+            [sys.executable, "-m", "whalejax.elastic.launching", said],
+            start_new_session=True,
+            pass_fds=[write],
+        )
+    finally:
+        os.close(write)
+    with open(read, "rb", buffering=0) as pulse:
+        seconds = _FIRST_PULSE_SECONDS
+        while True:
+            ready, _, _ = select.select([pulse], [], [], seconds)
+            if not ready:
+                child.kill()
+            if not ready or not pulse.read(4096):
+                ends.hears = False
+                return child.wait()
+            ends.beats()
+            seconds = max(lease, _PULSE_SECONDS * 4)
+
+
+class _Ends:
+    """Passes on to the supervisor that this process is to end.
+
+    One that still starts, or is started again, does not hear it: it is told when it
+    beats for the first time.
+
+    Attributes:
+        child: the supervisor.
+        hears: it has beaten, so that signals do not end it.
+        told: this process is to end.
+    """
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self.hears = self.told = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+
+    def beats(self) -> None:
+        """The supervisor has beaten."""
+        first, self.hears = not self.hears, True
+        if first and self.told:
+            self._tell()
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self.told = True
+        if self.hears:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(signal.SIGTERM)
+
+
+def main(words: Sequence[str]) -> int:
+    """The supervisor's own process.
+
+    Args:
+        words: one, what ``supervise`` gives it.
+    """
+    from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+
+    given: dict[str, Any] = json.loads(words[0])
+    run = Supervised(
+        command=tuple(given["command"]),
+        folder=Path(given["folder"]),
+        settings=Settings(**given["settings"]),
+        port=given["port"],
+        exit_seconds=given["exit_seconds"],
+        pulse=given["pulse"],
+        again=given["again"],
+    )
+    try:
+        return Supervisor(run).run()
+    except WhaleError as error:
+        print(f"whalejax: {error}", file=sys.stderr, flush=True)
+        return _ERROR_STATUS
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,444 @@
+"""A member of an elastic run: its steps, and what it does when the world changes.
+
+It runs its micro-batches, adds gradients up with the others by messages, and updates
+its own copy of the state. Before the sum of a step is there, its state is whole, so a
+generation that ends in the middle of a step loses no step: micro-batches that are done
+are kept, and only those that were lost are run again, by others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whalejax.distributed.launch_env import split_address
+from whalejax.elastic.assignment import Node
+from whalejax.elastic.control import Control, Stopped
+from whalejax.elastic.exchange import exchanged
+from whalejax.elastic.peers import Peers
+from whalejax.elastic.phases import (
+    BETWEEN,
+    COMPILING,
+    COMPUTING,
+    CONNECTING,
+    FETCHING,
+    FINISHED,
+    HANDING_OVER,
+    RESTORING,
+    SAVING,
+    STOPPED,
+    WAITING,
+)
+from whalejax.elastic.programs import Buffers, Programs
+from whalejax.elastic.saving import Saver
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.runtime.state import TrainState
+
+
+_DRAINED_STATUS = 0
+_TERMINATED_STATUS = 143
+_FLUSH_SECONDS = 10.0
+_EACH_WEIGHT = 0.2
+_KEEP_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a member trains.
+
+    Attributes:
+        steps: of the whole run.
+        save: folder of checkpoints, or None.
+        save_every, keep: steps between checkpoints, and how many stay.
+    """
+
+    steps: int
+    save: Path | None
+    save_every: int
+    keep: int
+
+
+class _Regroup(Exception):
+    """The supervisor forms a generation: what is being done is to be left."""
+
+
+class Member:
+    """Takes part in a run until its last step."""
+
+    def __init__(
+        self, programs: Programs, training: Training, address: str, key_file: str
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            programs: what it computes.
+            training: how far, and where it is saved.
+            address: of the supervisor.
+            key_file: path of the key of the run.
+        """
+        self._programs, self._training = programs, training
+        self._control = Control(address, key_file, self._registers)
+        self._peers = Peers(self._control.key, local_host(address))
+        self._saver = Saver(
+            programs,
+            training.save,
+            training.save_every,
+            training.keep,
+            self._control.post,
+            may_keep=self._may_keep,
+        )
+        self._facts = programs.facts()
+        self._state: TrainState | None = None
+        self._held: dict[Node, Buffers] = {}
+        self._batch: tuple[int, list[Any]] = (-1, [])
+        self._generation = 0
+        self._names: list[str] = []
+        self._first: dict[str, list[Node]] = {}
+        self._later: dict[str, list[Node]] = {}
+        self._began_at = -1
+        self._asked: Message | None = None
+        self._suspected: set[str] = set()
+        self._seconds = 0.0
+        self._leaves = self._told_leaving = self._done = False
+
+    def _registers(self) -> dict[str, Any]:
+        """What it introduces itself with."""
+        training = self._training
+        return {
+            "host": self._peers.host,
+            "port": self._peers.port,
+            "generation": self._generation,
+            "micro_batches": self._programs.count,
+            "steps": training.steps,
+            "save": str(training.save.absolute()) if training.save else "",
+            "facts": self._facts,
+        }
+
+    def _may_keep(self, step: int) -> bool:
+        return self._control.may_keep(step, seconds=_KEEP_SECONDS)
+
+    @property
+    def _at(self) -> int:
+        """Steps that the state has behind it; -1 without a state."""
+        return self._control.step
+
+    def run(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+        """The states and metrics of steps, from the one where this member joined.
+
+        Raises:
+            WhaleError: the run cannot go on, or this member's part in it is over.
+            SystemExit: it was told to leave, or was a spare that nobody needed.
+        """
+        self._control.open()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            stack.enter_context(self._notice())
+            self._control.phase = COMPILING
+            self._programs.warm_up()
+            self._control.phase = STOPPED
+            self._control.post("ready")
+            while True:
+                try:
+                    yield from self._generations()
+                    return
+                except _Regroup:
+                    continue
+                except GeneratorExit:
+                    self._control.post("left", step=self._at)
+                    self._control.phase = SAVING
+                    self._saver.wait()
+                    raise
+                except Exception as error:
+                    self._control.post("failed", why=str(error)[-5000:])
+                    raise
+
+    def _generations(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+        """The steps of the next generation; returns at the end of the run."""
+        begin = self._await_begin()
+        if begin is None:
+            return
+        self._join(begin)
+        while self._at < self._training.steps:
+            self._stop_at_boundary()
+            metrics = self._step()
+            self._save_if_due()
+            assert self._state is not None
+            self._control.phase = BETWEEN
+            yield self._state, metrics
+        self._control.phase = SAVING
+        self._saver.wait(self._look)
+        self._control.phase = FINISHED
+        self._control.post("finished", step=self._at)
+        if self._asked is not None:  # A boundary that lies behind the last step.
+            raise _Regroup
+        while not self._done:
+            self._listen()
+
+    # What the supervisor says.
+
+    def _look(self) -> None:
+        """Take what was said meanwhile; raises where it ends what is being done."""
+        self._tell_leaving()
+        while (said := self._control.poll()) is not None:
+            self._hear(said)
+        if self._peers.generation == self._generation:
+            for name, why in self._peers.broken.items():
+                if name not in self._suspected:
+                    self._suspected.add(name)
+                    told = {"generation": self._generation, "name": name}
+                    self._control.post("suspect", **told, why=why[:500])
+
+    def _look_later(self) -> None:
+        """Take what was said; a generation that is asked for comes after the step."""
+        with contextlib.suppress(_Regroup):
+            self._look()
+
+    def _listen(self) -> None:
+        said = self._control.wait()
+        if said is not None:
+            self._hear(said)
+
+    def _tell_leaving(self) -> None:
+        if self._leaves and not self._told_leaving:
+            self._told_leaving = True
+            self._control.post("leaving", why="it was told to end (SIGTERM)")
+
+    def _hear(self, said: Message) -> None:
+        match said.kind:
+            case "prepare":
+                self._asked = said
+                if said.fields["after"] < 0 or self._at >= self._training.steps:
+                    raise _Regroup
+            case "stop":
+                self._stop(said)
+            case "over":
+                if said.fields["well"]:
+                    raise SystemExit(_DRAINED_STATUS)
+                raise Stopped(f"{self._control.name}: {said.fields['why']}")
+            case "done":
+                self._done = True
+
+    def _stop(self, said: Message) -> None:
+        """The run ends here."""
+        if said.fields["saves"] and self._state is not None and self._training.save:
+            self._control.phase = SAVING
+            self._saver.save(self._state, self._at)
+            self._saver.wait()
+        if said.fields["well"]:
+            raise SystemExit(_TERMINATED_STATUS)
+        raise Stopped(said.fields["why"])
+
+    def _stop_at_boundary(self) -> None:
+        self._look()
+        if self._asked is not None and self._at >= self._asked.fields["after"]:
+            raise _Regroup
+
+    def _await_begin(self) -> Message | None:
+        """Say what is held, and wait until a generation begins; None at the end."""
+        self._control.phase = STOPPED
+        while True:
+            if self._asked is not None:
+                self._answer(self._asked)
+                self._asked = None
+            if self._done:
+                return None
+            self._tell_leaving()
+            said = self._control.wait()
+            if said is None:
+                continue
+            if said.kind != "begin":
+                with contextlib.suppress(_Regroup):
+                    self._hear(said)
+            elif said.fields["generation"] == self._generation:
+                return said
+
+    def _answer(self, asked: Message) -> None:
+        self._generation = asked.fields["generation"]
+        self._control.post(
+            "prepared",
+            generation=self._generation,
+            step=self._at,
+            held=[list(node) for node in sorted(self._held)],
+        )
+
+    # A generation.
+
+    def _join(self, begin: Message) -> None:
+        """Connect to the others, and come to the state that they have."""
+        fields, name = begin.fields, self._control.name
+        self._suspected.clear()
+        members = [(m[0], m[1], m[2]) for m in fields["members"]]
+        self._names = [m[0] for m in members]
+        self._first, self._later = (
+            {n: [(a, b) for a, b in fields[which].get(n, [])] for n in self._names}
+            for which in ("first", "later")
+        )
+        self._control.phase = CONNECTING
+        self._connect(members)
+        sources = fields["sources"]
+        if name in sources:
+            self._fetch(sources[name])
+        elif self._state is None:
+            self._control.phase = RESTORING
+            self._set(self._programs.newest(self._training.save))
+        for other in self._names:
+            if sources.get(other) == name:
+                self._hand_over(other)
+        self._began_at = self._at
+        self._save_if_due()
+
+    def _connect(self, members: list[tuple[str, str, int]]) -> None:
+        while True:
+            with contextlib.suppress(WireError):
+                self._peers.connect(
+                    self._generation, self._control.name, members, self._look
+                )
+                return
+            # The supervisor knows who is gone, or that somebody cannot be reached.
+            self._pause()
+
+    def _pause(self) -> None:
+        self._control.phase = WAITING
+        while True:
+            self._look()
+            self._listen()
+
+    def _fetch(self, source: str) -> None:
+        self._control.phase = FETCHING
+
+        def take() -> Message:
+            self._control.done += 1
+            return self._peers.take(source, "state", -1, self._look)
+
+        self._set(self._programs.assembled(take, source))
+
+    def _hand_over(self, other: str) -> None:
+        assert self._state is not None
+        self._control.phase = HANDING_OVER
+        with contextlib.suppress(WireError):  # Who is gone needs none.
+            for piece in self._programs.pieces(self._state):
+                self._control.done += 1
+                self._peers.send(other, piece, self._look)
+
+    def _set(self, state: TrainState) -> None:
+        self._state, self._held = state, {}
+        self._control.step = int(state.step)
+
+    def _save_if_due(self) -> None:
+        """The first member saves; so a checkpoint that another began is made up for."""
+        assert self._state is not None
+        if self._names[0] == self._control.name:
+            if self._saver.is_due(self._at, self._training.steps):
+                self._control.phase = SAVING
+                # What was done is given to the user's loop before anything else.
+                self._saver.save(self._state, self._at, self._look_later)
+
+    # A step.
+
+    def _step(self) -> dict[str, Any]:
+        assert self._state is not None
+        step, programs, control = self._at, self._programs, self._control
+        given = self._first if step == self._began_at else self._later
+        control.phase = COMPUTING
+        if self._batch[0] != step:
+            self._batch = step, programs.batch(step)
+        self._add_up(given[control.name])
+        control.phase = WAITING
+        sums, came = self._exchanged(step)
+        control.phase = COMPUTING
+        self._state, metrics = programs.finish(self._state, sums)
+        self._held = {}
+        loss = float(metrics["loss"])
+        control.phase = BETWEEN  # Before the step: it has not begun the next one.
+        control.step = step + 1
+        control.post(
+            "committed",
+            generation=self._generation,
+            step=step + 1,
+            loss=loss,
+            seconds=self._seconds,
+            parts={name: [list(n) for n in nodes] for name, nodes in came.items()},
+        )
+        return {
+            **metrics,
+            "generation": self._generation,
+            "goodput": control.goodput,
+        }
+
+    def _add_up(self, nodes: list[Node]) -> None:
+        assert self._state is not None
+        began, before = time.monotonic(), self._control.done
+
+        def look() -> None:
+            self._control.done += 1
+            self._look()
+
+        self._programs.add_up(self._state, self._batch[1], nodes, self._held, look)
+        for node in [n for n in self._held if n not in nodes]:
+            del self._held[node]  # Others were given it.
+        ran = self._control.done - before
+        if ran:
+            each = (time.monotonic() - began) / ran
+            weight = _EACH_WEIGHT if self._seconds else 1.0
+            self._seconds += weight * (each - self._seconds)
+
+    def _exchanged(self, step: int) -> tuple[Buffers, dict[str, list[Node]]]:
+        with contextlib.suppress(WireError):
+            return exchanged(
+                self._peers,
+                self._names,
+                self._control.name,
+                step,
+                self._held,
+                self._programs.shapes,
+                self._programs.count,
+                self._look,
+            )
+        self._pause()
+        raise AssertionError  # ``_pause`` ends by an exception only.
+
+    # The end.
+
+    @contextlib.contextmanager
+    def _notice(self) -> Iterator[None]:
+        """SIGTERM is a notice: this member leaves at a step, and none is lost."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def told(number: int, _: object) -> None:
+            self._leaves = True
+
+        before = signal.signal(signal.SIGTERM, told)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _close(self) -> None:
+        # The connection stays until the process ends: the script goes on, perhaps for
+        # long, and who is silent is taken for frozen.
+        self._control.phase = FINISHED
+        self._control.flush(_FLUSH_SECONDS)
+        self._peers.close()
+
+
+def local_host(address: str) -> str:
+    """The address of this host from which the supervisor is reached.
+
+    >>> local_host("127.0.0.1:1")
+    '127.0.0.1'
+    """
+    host, port = split_address(address, "supervisor")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # Nothing is sent.
+        found: str = probe.getsockname()[0]
+        return found

@@ -1,0 +1,130 @@
+"""Who a process is in the generation of an ordinary script, as the supervisor says.
+
+Such a script knows nothing of members: its processes meet by the platform's
+collectives, and one that is lost ends the generation for all of them. The supervisor
+starts them again, and they go on from their newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import KEY_FILE, joined_address
+from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.phases import STOPPED, WAITING
+
+
+_FLUSH_SECONDS: Final = 5.0
+
+_held: list[object] = []
+"""The connection, which lasts as long as the process does."""
+
+
+def placed(
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and rank; None without a supervisor.
+
+    It returns when a generation begins. Until the process ends, a thread of its own
+    beats, and ends it when the supervisor says so.
+
+    Raises:
+        WhaleError: no supervisor answers, or it refuses this process.
+    """
+    address = environment.get(SUPERVISOR)
+    if address is None:
+        return None
+    from whalejax.elastic.control import Control
+    from whalejax.elastic.member import local_host
+
+    host = local_host(address)
+    # Free for the coordinator of a generation in which this is the first process.
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.bind((host, 0))
+        port = found.getsockname()[1]
+
+    def registers() -> dict[str, Any]:
+        return {
+            "host": host,
+            "port": port,
+            "generation": 0,
+            "micro_batches": 0,
+            "steps": 0,
+            "save": "",
+            "facts": _facts(),
+        }
+
+    control = Control(address, environment.get(KEY_FILE, ""), registers)
+    control.open()
+    control.phase = STOPPED
+    control.post("ready")
+    while True:
+        said = control.wait()
+        if said is None:
+            continue
+        if said.kind == "begin":
+            break
+        _obey(control, said)
+    control.phase = WAITING
+    _held.append(control)
+    atexit.register(_finished, control)
+    threading.Thread(target=_listen, args=(control,), daemon=True).start()
+    names = [m[0] for m in said.fields["members"]]
+    _, first_host, first_port = said.fields["members"][0]
+    return joined_address(first_host, first_port), len(names), names.index(control.name)
+
+
+def _facts() -> dict[str, str]:
+    import jax
+    import jaxlib.version
+
+    from whalejax._version import __version__
+    from whalejax.elastic.supervisor.run_state import COLLECTIVES, MODE
+
+    return {
+        MODE: COLLECTIVES,
+        "whalejax": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def _obey(control: Any, said: Any) -> None:
+    match said.kind:
+        case "prepare":
+            generation = said.fields["generation"]
+            control.post("prepared", generation=generation, step=-1, held=[])
+        case "over" | "stop":
+            if said.kind == "over" and said.fields["well"]:
+                control.flush(_FLUSH_SECONDS)
+                os._exit(0)  # Nobody needed it.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _finished(control: Any) -> None:
+    """Say that the script came to its end: a supervisor that was started again since
+    cannot ask for the status of a process that another one started."""
+    if not hasattr(sys, "last_value"):  # No exception ended it.
+        control.post("finished", step=-1)
+    control.flush(_FLUSH_SECONDS)
+
+
+def _listen(control: Any) -> None:
+    from whalejax.meshes.errors import WhaleError
+
+    while True:
+        try:
+            said = control.wait()
+        except WhaleError:
+            return  # Without a supervisor the script goes on to its end.
+        if said is not None:
+            _obey(control, said)

@@ -1,0 +1,322 @@
+"""What a member computes: a job as one replica, and its state as bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jaxlib.version
+import numpy as np
+
+from whalejax import jobs
+from whalejax._version import __version__
+from whalejax.adapters.leaves import is_key
+from whalejax.api.losses import Job
+from whalejax.cli import train_loop
+from whalejax.elastic.assignment import Node, halves
+from whalejax.elastic.wire.framing import Message
+from whalejax.lowering.global_arrays import impl_of
+from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.lowering.uneven.contributing_replica import Contributing
+from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.adopt_state import to_save
+from whalejax.runtime.checkpoint import save
+from whalejax.runtime.resume import resumed
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import compile as compile_step
+
+
+MICRO_BATCHES: Final = 16
+"""At most so many of a step, where the user names no number: enough for several
+members to share without one of them idle for long."""
+
+PIECE_BYTES: Final = 1 << 24
+"""Of a state, in one message."""
+
+Buffers = list[np.ndarray]
+
+
+class Programs:
+    """A job as one replica that runs some of the micro-batches of each step.
+
+    Attributes:
+        job: what is trained.
+        size: samples of a global batch.
+        step: the compiled step of the replica alone.
+        count: micro-batches of a step.
+        shapes: length and dtype of each buffer of a sum.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        batch: int | None,
+        micro_batches: int | None,
+        precision: Any,
+        seed: int,
+    ) -> None:
+        """Plan and trace; compile nothing yet.
+
+        Args:
+            job: what is trained.
+            batch: samples of the global batch; the job's own number if left out.
+            micro_batches: of a step; see ``MICRO_BATCHES``.
+            precision: as for ``wh.plan``.
+            seed: of the run.
+        """
+        self.job, self._seed = job, seed
+        first = jobs.first_batch(job, batch)
+        self.size = batch or job.batch_size or 0
+        count = micro_batches or most_micro_batches(self.size)
+        model = jobs.abstract_model(job)
+        plan = jobs.make_plan(
+            job,
+            model,
+            first,
+            local_cluster(),
+            precision=precision,
+            micro_batches=count,
+            shares=[count],
+        )
+        self.step = compile_step(
+            plan,
+            job.loss_fn,
+            model,
+            optimizer=job.optimizer,
+            batch=first,
+            devices=jax.local_devices()[: plan.cluster.num_devices],
+        )
+        runner = self.step._runner
+        assert isinstance(runner, Uneven)
+        self._runner = runner
+        self._contributing = Contributing(runner)
+        self.count, self.shapes = count, self._contributing.shapes
+        self._data = _digest(jax.tree.leaves(first))
+
+    def facts(self) -> dict[str, str]:
+        """What all members must have in common."""
+        captured = self._runner.program.captured
+        text = re.sub(r"0x[0-9a-f]+", "", str(captured.jaxpr))
+        return {
+            "code of the loss": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "plan": self.step.plan.hash,
+            "optimizer": fingerprint(self._runner.program),
+            "data of the first batch": self._data,
+            "seed": str(self._seed),
+            "whalejax": __version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        }
+
+    # The state.
+
+    def born(self) -> TrainState:
+        """A fresh state, the same in every member."""
+        key = jax.random.key(self._seed)
+        return self.step.init(self.job.make_model, rng=key)
+
+    def newest(self, save: Path | None) -> TrainState:
+        """The newest whole checkpoint of a folder, or a fresh state."""
+        found = resumed(self.step, train_loop.checkpoints(save) if save else [])
+        return self.born() if found is None else found.state
+
+    def pieces(self, state: TrainState) -> Iterator[Message]:
+        """A state as messages, with a hash of all in the last.
+
+        Args:
+            state: is kept.
+        """
+        leaves = [np.asarray(_raw(x)) for x in jax.tree.leaves(state)]
+        flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
+        data = np.concatenate(flat)
+        about = {
+            "sha256": hashlib.sha256(data.data).hexdigest(),
+            "samples": state.samples,
+        }
+        count = -(-data.size // PIECE_BYTES)
+        for place in range(count):
+            piece = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
+            text = json.dumps(about) if place == count - 1 else ""
+            fields = {"place": place, "count": count, "text": text}
+            yield Message(kind="state", fields=fields, arrays=(piece,))
+
+    def assembled(self, take: Callable[[], Message], whose: str) -> TrainState:
+        """A state of another member's messages.
+
+        Args:
+            take: gives the next one.
+            whose: the other's name.
+
+        Raises:
+            WhaleError: they are not those of a state of this job.
+        """
+        pieces: list[np.ndarray] = []
+        while True:
+            said = take()
+            pieces.extend(said.arrays)
+            if said.fields["place"] != len(pieces) - 1 or len(said.arrays) != 1:
+                raise WhaleError(f"{whose} sent the pieces of its state in disorder")
+            if len(pieces) == said.fields["count"]:
+                break
+        data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
+        about = json.loads(said.fields["text"])
+        if hashlib.sha256(data.data).hexdigest() != about["sha256"]:
+            raise WhaleError(f"the state that {whose} sent is not as it was sent")
+        return self._unpacked(data, about["samples"], whose)
+
+    def _unpacked(self, data: np.ndarray, samples: Any, whose: str) -> TrainState:
+        abstract = self.step.abstract_state()
+        leaves, place = [], 0
+        for aval in jax.tree.leaves(abstract):
+            raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
+            dtype = np.dtype(raw.dtype)
+            end = place + int(np.prod(raw.shape)) * dtype.itemsize
+            if end > data.size:
+                break
+            array = data[place:end].view(dtype).reshape(raw.shape)
+            leaves.append(_typed(array, aval))
+            place = end
+        tree: Any = jax.tree.structure(abstract)
+        if place != data.size or len(leaves) != tree.num_leaves:
+            raise WhaleError(
+                f"the state that {whose} sent has {data.size} bytes, which are not "
+                "those of this job's state. Run the same code in all members"
+            )
+        state: TrainState = tree.unflatten(leaves)
+        return dataclasses.replace(state, samples=samples)
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            path: where.
+            state: is kept.
+            before_it_appears: raises where it may not.
+        """
+        whole = to_save(state, self.step.abstract_state(), trains=True)
+        save(
+            path,
+            whole,
+            self.step.plan,
+            self.step._batch_size,
+            before_it_appears=before_it_appears,
+        )
+
+    def copied(self, state: TrainState) -> TrainState:
+        """A state of its own, which no later step takes."""
+        found: TrainState = jax.tree.map(
+            lambda x: _typed(np.array(_raw(x), copy=True), x), state
+        )
+        return dataclasses.replace(found, samples=state.samples)
+
+    # A step.
+
+    def batch(self, step: int) -> list[Any]:
+        """Flat leaves of the global batch of a step, counted from 0."""
+        return jax.tree.leaves(self.job.batch_at(step, self.size))
+
+    def add_up(
+        self,
+        state: TrainState,
+        batch: Sequence[Any],
+        nodes: Sequence[Node],
+        held: dict[Node, Buffers],
+        look: Callable[[], None],
+    ) -> None:
+        """Run micro-batches, and add up those of each subtree.
+
+        Args:
+            state: is kept.
+            batch: of the step.
+            nodes: subtrees of micro-batches.
+            held: what is there already, and what there is in the end or when ``look``
+                raises: nothing that was done is lost.
+            look: called before every micro-batch.
+        """
+
+        def value(node: Node) -> None:
+            if node in held:
+                return
+            if node[1] - node[0] == 1:
+                look()
+                held[node] = self._contributing.part(state, batch, node[0])
+                return
+            both = halves(node)
+            for half in both:
+                value(half)
+            left, right = (held.pop(half) for half in both)
+            held[node] = [x + y for x, y in zip(left, right, strict=True)]
+
+        for node in nodes:
+            value(node)
+
+    def finish(
+        self, state: TrainState, sums: Sequence[np.ndarray]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and metrics.
+
+        Args:
+            state: is consumed.
+            sums: of all micro-batches.
+        """
+        return self._contributing.finish(state, sums)
+
+    def warm_up(self) -> None:
+        """Compile what a step takes, with a state that is thrown away."""
+        state, batch = self.born(), self.batch(0)
+        sums = self._contributing.part(state, batch, 0)
+        state, metrics = self.finish(state, sums)
+        jax.block_until_ready((state, metrics))
+
+
+def most_micro_batches(size: int) -> int:
+    """The largest number up to ``MICRO_BATCHES`` that divides a batch.
+
+    >>> most_micro_batches(40), most_micro_batches(7)
+    (10, 7)
+    """
+    return max(n for n in range(1, MICRO_BATCHES + 1) if size % n == 0)
+
+
+def local_cluster() -> Cluster:
+    """What one replica runs on: this process's CPU, or all its accelerators."""
+    if jax.local_devices()[0].platform == "cpu":
+        return parse_cluster("cpu:1")  # Not measured: members are compared by steps.
+    return Cluster.detect()
+
+
+def _raw(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _typed(array: np.ndarray, like: Any) -> Any:
+    """A device's array of NumPy's, laid out and typed like another."""
+    found = jax.device_put(array, like.sharding)
+    # On CPUs a NumPy array may be taken as it is, and then be donated.
+    found = jax.numpy.array(found, copy=True)
+    if is_key(like):
+        found = jax.random.wrap_key_data(found, impl=impl_of(like))
+    return jax.device_put(found, like.sharding)
+
+
+def _digest(leaves: Sequence[Any]) -> str:
+    found = hashlib.sha256()
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:12]

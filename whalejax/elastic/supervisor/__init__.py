@@ -1,0 +1,1 @@
+"""The process that holds an elastic run together: members, generations, journal."""

@@ -1,0 +1,36 @@
+"""How a run, or a member's part in it, can end: each way has one meaning."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+
+class Ending(enum.StrEnum):
+    """How a run or a member has ended.
+
+    Attributes:
+        COMPLETE: all steps are done, or all members left their loops at one step.
+        DRAINED: it was told to end, and did so after a step, with its state saved or
+            held by others.
+        INTERRUPTED: it was told to end before it had a state that could be saved.
+        FAILED: an error of its own ended it.
+        LOST: it was killed, frozen or out of reach; a run, that too few were left.
+    """
+
+    COMPLETE = "complete"
+    DRAINED = "drained"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+STATUS: Final[Mapping[Ending, int]] = {
+    Ending.COMPLETE: 0,
+    Ending.DRAINED: 143,
+    Ending.INTERRUPTED: 143,
+    Ending.FAILED: 1,
+    Ending.LOST: 1,
+}
+"""Exit status of the launcher."""

@@ -1,0 +1,157 @@
+"""What the events of a journal tell of a run: one pure function of their list.
+
+A supervisor that was killed goes on from this, and a living one must agree with it at
+any time, so that it does not matter behind which event it is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.member_record import Status
+
+
+Phase = Literal["gathering", "preparing", "running", "draining", "ending"]
+
+
+@dataclass(slots=True, kw_only=True)
+class MemberHistory:
+    """A member, as events tell of it; see ``Member`` for what these are."""
+
+    slot: int | None
+    pid: int = 0
+    began: str = ""
+    token: str = ""
+    status: Status = "starting"
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The end of a run.
+
+    Attributes:
+        how: it ended.
+        text: for a user.
+        saver: the member that writes a last checkpoint; empty for none.
+    """
+
+    how: Ending
+    text: str
+    saver: str
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """A run so far.
+
+    Attributes:
+        generation: the newest that members were asked to form.
+        phase: what the run does; see ``RunState``.
+        members: all that ever were, by name.
+        active: of the newest generation that began, by rank.
+        target, after: who was asked to form the newest one, and behind which step.
+        step: at which the newest generation began.
+        facts: that all members have in common.
+        checkpoint: the newest.
+        formed: a generation has begun.
+        draining: the run was told to end.
+        well: who has done its work, in a generation by collectives.
+        over: how it ended; None before.
+        failed: time, name and reason of each failure that counts.
+    """
+
+    generation: int = 0
+    phase: Phase = "gathering"
+    members: dict[str, MemberHistory] = field(default_factory=dict)
+    active: list[str] = field(default_factory=list)
+    target: list[str] = field(default_factory=list)
+    after: int = -1
+    step: int = -1
+    facts: dict[str, str] = field(default_factory=dict)
+    checkpoint: str = ""
+    formed: bool = False
+    draining: bool = False
+    well: set[str] = field(default_factory=set)
+    over: Over | None = None
+    failed: list[tuple[float, str, str]] = field(default_factory=list, compare=False)
+
+
+def history(events: Iterable[Mapping[str, Any]]) -> History:
+    """The state of a run behind these events.
+
+    Args:
+        events: of one run, in order.
+
+    >>> told = [{"event": "started", "name": "m1", "slot": 0, "pid": 7, "began": "1"}]
+    >>> history(told).members["m1"].status
+    'starting'
+    """
+    found = History()
+    for said in events:
+        if "name" in said:
+            _take_of_member(found, said["name"], said)
+        else:
+            _take(found, said)
+    return found
+
+
+def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
+    """An event of one member."""
+    match said["event"]:
+        case "started":
+            found.members[name] = MemberHistory(
+                slot=said["slot"], pid=said["pid"], began=said["began"]
+            )
+        case "registered":
+            known = found.members.setdefault(name, MemberHistory(slot=None))
+            if known.status == "starting":  # Else it came back.
+                known.status = "registered"
+            known.token = said.get("token", "")
+            found.generation = max(found.generation, said.get("generation", 0))
+        case _ if name not in found.members:
+            pass
+        case "ready" | "finished" | "left" as status:
+            found.members[name].status = status
+        case "lost" | "ended" as event:
+            found.members[name].status = "gone"
+            if said.get("counts"):
+                found.failed.append((said.get("time", 0.0), name, said["why"]))
+            if event == "ended" and said.get("well"):
+                found.well.add(name)
+        case "leaving":
+            found.members[name].leaving = True
+        case "saved":
+            found.checkpoint = said["path"]
+
+
+def _take(found: History, said: Mapping[str, Any]) -> None:
+    """An event of the run."""
+    match said["event"]:
+        case "preparing":
+            found.generation = said["generation"]
+            found.phase = said.get("phase", "gathering")
+            found.target, found.after = list(said["members"]), said["after"]
+            found.well = set()
+        case "begun":
+            found.active, found.step = list(said["members"]), said["step"]
+            found.phase, found.formed = "running", True
+            found.target, found.after = [], -1
+            found.well = set()
+            for name in found.active:
+                if found.members[name].status != "finished":
+                    found.members[name].status = "active"
+        case "restarting":
+            found.phase = "gathering"
+        case "facts":
+            found.facts = {k: v for k, v in said.items() if k not in ("time", "event")}
+        case "draining":
+            found.draining = True
+        case "ending":
+            found.phase = "ending"
+            found.over = Over(
+                how=Ending(said["how"]), text=said["why"], saver=said["saver"]
+            )

@@ -1,0 +1,72 @@
+"""Members that are given up: what follows, and what is started in their place."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.member_record import Kill, Member, Start
+from whalejax.elastic.supervisor.roster import Roster
+
+
+_LASTING_SECONDS: Final = 60.0
+"""A generation by collectives that lasted so long did something."""
+
+
+class Losing(Roster):
+    """Members that can be lost."""
+
+    def _lose(self, now: float, member: Member, why: str, said: str = "") -> None:
+        """Give a member up, and end it before its work is given to others."""
+        if not member.is_there:
+            return
+        over = self.phase in ("draining", "ending")
+        counts = not member.leaving and not over
+        member.becomes("gone", now)
+        self._record(
+            "lost", name=member.name, why=why, step=self.pace.step, counts=counts
+        )
+        if member.pid:
+            self._effects.append(Kill(name=member.name, pid=member.pid))
+        self._say(member.name, "over", why=f"it was given up: {why}", well=False)
+        if over:
+            return
+        if counts:
+            self.failures.count(now, member.name, why, said)
+            self._check_budget(now)
+        if member.slot is not None:
+            self.failures.due[member.slot] = now + self.failures.hold(now, member.slot)
+        if self.restarts and self.phase == "running" and member.name in self.active:
+            self._restart_world(now)
+
+    def _restart_world(self, now: float) -> None:
+        """End those that are left of a generation by collectives, to start anew."""
+        if now - self.pace.at > _LASTING_SECONDS:
+            self.failures.progressed()
+        self.phase, self._short_since = "gathering", now
+        self._record("restarting", members=list(self.active))
+        for name in self.active:
+            member = self.members[name]
+            if member.is_there:
+                member.becomes("gone", now)
+                why = "the world starts again"
+                self._record("ended", name=name, why=why, how=Ending.DRAINED)
+                self._effects.append(Kill(name=name, pid=member.pid))
+            if member.slot is not None:
+                self.failures.due.setdefault(member.slot, now)
+
+    def _check_budget(self, now: float) -> None:
+        why = self.failures.exceeded(now)
+        if why:
+            self._end(now, Ending.FAILED, f"{why}{self._where()}")
+
+    def _start_due(self, now: float) -> None:
+        if self.phase in ("draining", "ending") or self._is_finishing():
+            return
+        left = self._well or any(m.status == "left" for m in self._taking_part())
+        if left and not self.restarts:
+            return
+        for slot, due in [*self.failures.due.items()]:
+            if due <= now:
+                del self.failures.due[slot]
+                self._effects.append(Start(slot=slot))

@@ -1,0 +1,87 @@
+"""How fast steps are committed: when one is stuck, where a boundary is, goodput."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Final
+
+from whalejax.elastic.supervisor.settings import Settings
+
+
+_BOUNDARY_SECONDS: Final = 0.5
+"""How far ahead a boundary is agreed on, so that all hear of it before it comes."""
+
+_MOST_AHEAD: Final = 1000
+_STEPS_REMEMBERED: Final = 50
+_FIRST_STEP_SECONDS: Final = 120.0
+
+
+class Pace:
+    """The steps of a run in time.
+
+    Attributes:
+        step: the newest that a member has committed; -1 before there is a state.
+        at: when that was, or when its generation began.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.step, self.at = -1, 0.0
+        self._settings = settings
+        self._took: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._counts = False
+        self._first: tuple[int, float] | None = None
+        self._redone = 0
+
+    def begun(self, step: int, now: float) -> None:
+        """A generation began with the state of a step."""
+        if 0 <= step < self.step:
+            self._redone += self.step - step
+        self.step, self.at, self._counts = step, now, False
+
+    def committed(self, step: int, now: float) -> None:
+        """A step that is newer than all before was committed."""
+        # The first of a generation connects, and may compile.
+        if self._counts:
+            self._took.append((now - self.at) / (step - self.step))
+        self.step, self.at, self._counts = step, now, True
+        if self._first is None:
+            self._first = step, now
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step; 0 where none was measured."""
+        return statistics.median(self._took) if self._took else 0.0
+
+    def limit(self) -> float:
+        """Seconds after which a step is stuck."""
+        settings = self._settings
+        if not self._took:
+            return settings.compile_seconds
+        limit = max(settings.step_seconds, settings.step_factor * self.median)
+        # The first step of a generation connects, and may fetch or read a state.
+        return limit if self._counts else max(_FIRST_STEP_SECONDS, 3 * limit)
+
+    def boundary(self, newest: int) -> int:
+        """A step that is far enough ahead for all to hear of it before.
+
+        Args:
+            newest: step that a member is known to have come to.
+        """
+        median = self.median or _BOUNDARY_SECONDS
+        ahead = min(int(_BOUNDARY_SECONDS / max(median, 1e-6)), _MOST_AHEAD)
+        return max(newest, 0) + 2 + ahead
+
+    def patience(self, after: int) -> float:
+        """How long the step ``after`` may take to come."""
+        steps = max(after - self.step, 0) + 3
+        most = self._settings.prepare_seconds / 2
+        return min(2.0 + 2 * steps * (self.median or 5.0), most)
+
+    def goodput(self, now: float) -> float:
+        """Committed steps times what one takes undisturbed, over the time since."""
+        if not self._took or self._first is None:
+            return 1.0
+        step, began = self._first
+        useful = (self.step - step) * self.median
+        return min(max(useful / max(now - began, 1e-9), 0.0), 1.0)

@@ -1,0 +1,205 @@
+"""Processes of this machine that a supervisor starts, watches and ends.
+
+They outlive it: one that was started again takes them over by their number and the time
+at which they began, so that no other process is taken for one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+_MOST_OF_A_LOG: Final = 8000
+
+_WAITING: Final = (
+    "/bin/sh",
+    "-c",
+    'read -r _ || exit 1; exec "$@" </dev/null',
+    "whalejax",
+)
+"""Becomes the program that follows, with the same number, as soon as it may."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Process:
+    pid: int
+    began: str
+    watched: int
+    child: subprocess.Popen[bytes] | None
+
+
+class Processes:
+    """Local processes by the names of their members."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        logs: Path,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            command: words of the program.
+            environment: variables that are added to those of this process.
+            logs: folder of one log for each process.
+            selector: is told of the end of each, with its name as data.
+        """
+        self._command = list(command)
+        self._environment = environment
+        self._logs, self._selector = logs, selector
+        self._there: dict[str, _Process] = {}
+        self._held: dict[str, int] = {}
+
+    def start(self, name: str) -> tuple[int, str]:
+        """Start a process, which waits for ``release``; its number and when it began.
+
+        Args:
+            name: of the member that it will be.
+
+        Raises:
+            WhaleError: there is no such program.
+            OSError: the system has no room for it now.
+        """
+        if shutil.which(self._command[0]) is None:
+            raise WhaleError(
+                f"{self._command[0]} cannot be started: there is no such program. "
+                "Correct the command"
+            )
+        read, write = os.pipe()
+        try:
+            with self.log(name).open("ab") as log:
+                child = subprocess.Popen(
+                    [*_WAITING, *self._command],
+                    env={**os.environ, **self._environment},
+                    stdin=read,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(write)
+            raise
+        finally:
+            os.close(read)
+        began = began_at(child.pid)
+        try:
+            self._watch(name, child.pid, began, child)
+        except OSError:
+            os.close(write)
+            child.kill()
+            child.wait()
+            raise
+        self._held[name] = write
+        return child.pid, began
+
+    def release(self, name: str) -> None:
+        """Let a process run that was started; where this one is killed, it ends."""
+        held = self._held.pop(name, None)
+        if held is not None:
+            with contextlib.suppress(OSError):
+                os.write(held, b"\n")
+            os.close(held)
+
+    def adopt(self, name: str, pid: int, began: str) -> bool:
+        """Watch a process that another supervisor started; whether it is there."""
+        if not pid or not began or began_at(pid) != began:
+            return False
+        try:
+            self._watch(name, pid, began, None)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _watch(
+        self, name: str, pid: int, began: str, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        watched = os.pidfd_open(pid)
+        self._there[name] = _Process(pid=pid, began=began, watched=watched, child=child)
+        self._selector.register(watched, selectors.EVENT_READ, name)
+
+    def ended(self, name: str) -> int | None:
+        """Take the status of a process that has ended; None where it is not known."""
+        found = self._there.pop(name)
+        self._selector.unregister(found.watched)
+        self._end_group(found)  # What it started itself.
+        os.close(found.watched)
+        if name in self._held:
+            os.close(self._held.pop(name))
+        return None if found.child is None else found.child.wait()
+
+    def kill(self, name: str) -> None:
+        """End a process at once; that it has ended is told like any other end."""
+        found = self._there.get(name)
+        if found is not None:
+            self._end_group(found)
+
+    def terminate(self, name: str) -> None:
+        """Ask a process to end."""
+        found = self._there.get(name)
+        if found is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found.pid, signal.SIGTERM)
+
+    def end_all(self) -> None:
+        """End all at once, where nobody will watch over them any more."""
+        for name in self.names:
+            self.ended(name)
+
+    def _end_group(self, found: _Process) -> None:
+        # By a descriptor, which is of no other process, also when the number is used
+        # again. Each leads a group of its own, and nobody else has the number while one
+        # of the group is there; but behind the last one somebody may.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(found.watched, signal.SIGKILL)
+        if began_at(found.pid) in ("", found.began):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(found.pid, signal.SIGKILL)
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that have not ended."""
+        return [*self._there]
+
+    def log(self, name: str) -> Path:
+        """Where a process writes to."""
+        return self._logs / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        """The end of what a process wrote."""
+        try:
+            with self.log(name).open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(log.tell() - _MOST_OF_A_LOG, 0))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def began_at(pid: int) -> str:
+    """When a process began, in ticks since the machine did; empty where it is gone."""
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return said.rpartition(")")[2].split()[19]
+
+
+def machine() -> str:
+    """What tells this machine, as it was started, from any other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

@@ -1,0 +1,201 @@
+"""The state of a run as its supervisor knows it, and how it goes on from a journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from whalejax.elastic.phases import DEADLINES, STEP
+from whalejax.elastic.supervisor.failures import Failures
+from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Phase
+from whalejax.elastic.supervisor.member_record import Effect, Member, Record, Send
+from whalejax.elastic.supervisor.pace import Pace
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.framing import Message
+
+
+MODE = "mode"
+COLLECTIVES = "collectives in generations"
+"""The fact of members that meet by the platform's collectives: one that is lost ends
+the generation for all, and they start again from a checkpoint."""
+
+
+class RunState:
+    """The members of a run, by what they and the journal told.
+
+    Attributes:
+        settings: how it decides.
+        generation: its number; a new one is formed when members are lost or come.
+        phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
+            ``"draining"`` where it was told to end, ``"ending"``.
+        members: all that ever were, by name.
+        active: those that take part, by rank.
+        pace: the steps that were committed.
+        steps: of the whole run; 0 until a member has said.
+        micro_batches: of a step.
+        checkpoint: the newest that was written.
+        restarts: a loss ends all members, which start again from a checkpoint.
+        over: how the run has ended; None before.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.generation = 0
+        self.phase: Phase = "gathering"
+        self.members: dict[str, Member] = {}
+        self.active: list[str] = []
+        self.pace = Pace(settings)
+        self.steps = self.micro_batches = 0
+        self.failures = Failures(settings)
+        self.checkpoint = ""
+        self.restarts = False
+        self.over: Over | None = None
+        self._facts: Mapping[str, str] = {}
+        self._formed = self._draining = False
+        self._step = -1
+        self._target: list[str] = []
+        self._after = -1
+        self._asked_at = 0.0
+        self._short_since: float | None = None
+        self._well: set[str] = set()
+        self._suspected_at: float | None = None
+        self._suspects: Counter[str] = Counter()
+        self._reconnected = 0
+        self._effects: list[Effect] = []
+        self._losses: dict[int, tuple[int, float]] = {}
+        self._ticked_at: float | None = None
+
+    def effects(self) -> list[Effect]:
+        """What is to be done, in this order; each is given once."""
+        found, self._effects = self._effects, []
+        return found
+
+    # What a journal tells.
+
+    def know(self, facts: Mapping[str, str]) -> None:
+        """Take what all members must have in common."""
+        self._facts = facts
+        if facts:
+            self.steps = int(facts["steps"])
+            self.micro_batches = int(facts["micro-batches"])
+        self.restarts = facts.get(MODE) == COLLECTIVES
+
+    def history(self) -> History:
+        """What a journal must tell of this run by now."""
+        return History(
+            generation=self.generation,
+            phase=self.phase,
+            members={
+                m.name: MemberHistory(
+                    slot=m.slot,
+                    pid=m.pid,
+                    began=m.began,
+                    token=m.token,
+                    status=m.status,
+                    leaving=m.leaving,
+                )
+                for m in self.members.values()
+            },
+            active=self.active,
+            target=self._target,
+            after=self._after,
+            step=self._step,
+            facts=dict(self._facts),
+            checkpoint=self.checkpoint,
+            formed=self._formed,
+            draining=self._draining,
+            well=self._well,
+            over=self.over,
+        )
+
+    def resume(
+        self,
+        now: float,
+        told: History,
+        losses: Mapping[int, tuple[int, float]],
+        *,
+        wall: float = 0.0,
+        committed_at: float = 0.0,
+    ) -> None:
+        """Go on where a supervisor that was killed has left the run.
+
+        Its members are given time to come back.
+
+        Args:
+            now: the time.
+            told: what its journal tells.
+            losses: generation and loss of the steps that were written down.
+            wall: the time by which failures in the journal are told.
+            committed_at: when the newest step was, by the same.
+        """
+        settings = self.settings
+        # A lease that ends when the time to come back does.
+        heard_at = now + settings.rejoin_seconds - settings.lease_seconds
+        for name, one in told.members.items():
+            self.members[name] = Member(
+                name=name,
+                slot=one.slot,
+                pid=one.pid,
+                began=one.began,
+                token=one.token,
+                status=one.status,
+                leaving=one.leaving,
+                since=now,
+                heard_at=heard_at,
+                moved_at=now,
+            )
+        self.generation = max(self.generation, told.generation)
+        self.phase, self.active = told.phase, told.active
+        self._target, self._after, self._asked_at = told.target, told.after, now
+        self._step, self._formed, self._well = told.step, told.formed, told.well
+        self._draining, self.over = told.draining, told.over
+        self.checkpoint = told.checkpoint
+        self.know(told.facts)
+        self._losses = dict(losses)
+        since = [s for s, (g, _) in losses.items() if g >= told.generation]
+        self.pace.begun(max([told.step, *since]), now)
+        for at, name, why in told.failed:
+            if at < committed_at:
+                self.failures.progressed()
+            self.failures.count(now - (wall - at), name, why, "")
+        if told.failed and told.failed[-1][0] < committed_at:
+            self.failures.progressed()
+        if self.phase not in ("draining", "ending"):
+            taken = {m.slot for m in self.members.values() if m.is_there}
+            for slot in range(settings.most + settings.spares):
+                if slot not in taken:
+                    self.failures.due[slot] = now
+
+    # What is known.
+
+    def _there(self) -> list[Member]:
+        return [m for m in self.members.values() if m.is_there]
+
+    def _taking_part(self) -> list[Member]:
+        """Members of the generation that are there."""
+        found = [self.members[name] for name in self.active]
+        return [m for m in found if m.is_there]
+
+    def _is_finishing(self) -> bool:
+        return any(m.status == "finished" for m in self.members.values())
+
+    def _where(self) -> str:
+        if self.checkpoint:
+            return f". The last checkpoint is {self.checkpoint}"
+        return ". No checkpoint was written"
+
+    def _limit(self, member: Member) -> float | None:
+        """How long what a member does may take; None where it waits for others."""
+        name = DEADLINES.get(member.phase, STEP)
+        if name == STEP:
+            return self.pace.limit()
+        return None if name is None else float(getattr(self.settings, name))
+
+    # What is to be done.
+
+    def _say(self, name: str, kind: str, **fields: Any) -> None:
+        self._effects.append(Send(name=name, message=Message(kind=kind, fields=fields)))
+
+    def _record(self, event: str, **fields: object) -> None:
+        self._effects.append(Record(event=event, fields=fields))

@@ -1,0 +1,101 @@
+"""How a supervisor decides: how many members, and how long anything may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Numbers of an elastic run; every wait in it has one of these as its deadline.
+
+    Attributes:
+        least, most: members that take part in a step.
+        spares: further ones, which have compiled everything and wait.
+        lease_seconds: a member that is silent for so long is given up.
+        start_seconds: from a process's start to its first word.
+        compile_seconds: from there until it is ready for steps; also the first step.
+        restore_seconds: to read a checkpoint.
+        body_seconds: for the body of the user's loop, such as an evaluation.
+        save_seconds: to copy a state, and to write a checkpoint.
+        finish_seconds: for a process to end after its part in the run has.
+        prepare_seconds: for members to stop at a boundary.
+        gather_seconds: with ``least`` members ready, to wait for those that start.
+        wait_seconds: below ``least``, before the run ends.
+        rejoin_seconds: for members to come back to a supervisor that was restarted.
+        step_factor, step_seconds: a step that takes longer than both so many times the
+            median and so many seconds is stuck.
+        restarts, window_seconds: so many failures in such a time end the run.
+        fruitless: as many without a step between them do.
+        hold_seconds: a process that fails again is held out for so long, twice as long
+            each further time, and at most ``most_hold_seconds``.
+    """
+
+    least: int
+    most: int
+    spares: int = 0
+    lease_seconds: float = 10.0
+    start_seconds: float = 300.0
+    compile_seconds: float = 900.0
+    restore_seconds: float = 900.0
+    body_seconds: float = 900.0
+    save_seconds: float = 900.0
+    finish_seconds: float = 300.0
+    prepare_seconds: float = 60.0
+    gather_seconds: float = 60.0
+    wait_seconds: float = 300.0
+    rejoin_seconds: float = 20.0
+    step_factor: float = 20.0
+    step_seconds: float = 30.0
+    restarts: int = 100
+    window_seconds: float = 3600.0
+    fruitless: int = 8
+    hold_seconds: float = 1.0
+    most_hold_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        with Problems("elastic run") as problems:
+            if self.least < 1:
+                problems.add(f"MIN is {self.least}; expected at least 1 process")
+            if self.least > self.most:
+                problems.add(
+                    f"MIN is {self.least} and MAX is {self.most}; expected MIN:MAX "
+                    f"with MIN at most MAX, such as {self.most}:{self.least}"
+                )
+            if self.spares < 0:
+                problems.add(f"--spares is {self.spares}; expected 0 or more")
+            for name in self.__slots__:
+                value = getattr(self, name)
+                if name.endswith("_seconds") and not 0 < value < float("inf"):
+                    problems.add(
+                        f"{name} is {value}; expected a positive number of seconds"
+                    )
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between beats of a member."""
+        return self.lease_seconds / 8
+
+
+def least_and_most(text: str) -> tuple[int, int]:
+    """MIN and MAX of ``MIN:MAX``; one number is both.
+
+    Args:
+        text: of the command line.
+
+    Raises:
+        WhaleError: it is not of that form.
+
+    >>> least_and_most("2:4"), least_and_most("3")
+    ((2, 4), (3, 3))
+    """
+    first, colon, second = text.partition(":")
+    parts = (first, second) if colon else (first, first)
+    with Problems("--processes") as problems:
+        if not all(p.isascii() and p.isdigit() and len(p) < 6 for p in parts):
+            problems.add(
+                f"it is {text[:40]!r}; expected MIN:MAX, such as 2:4, or one number"
+            )
+    return int(parts[0]), int(parts[1])

@@ -1,0 +1,568 @@
+"""The process outside the workers that holds a run together.
+
+It does what ``Membership`` decides: it starts and ends processes, carries messages and
+writes the journal. Killed and started again in the same folder, it takes its members
+back, and they do not stop for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import KEY_FILE, joined_address
+from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.history import history
+from whalejax.elastic.supervisor.member_record import (
+    Commit,
+    Effect,
+    End,
+    Kill,
+    Record,
+    Release,
+    Send,
+    Start,
+)
+from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.processes import Processes, began_at, machine
+from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.wire.connection import Channel, TooLate, accept, listen
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.elastic.wire.messages import TO_SUPERVISOR, checked
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import FolderLock
+
+
+FOLDER: Final = "elastic"
+"""Folder of a run's journal, key and logs, inside that of the run."""
+
+ADDRESS: Final = "supervisor.json"
+KEY: Final = "key"
+
+_TICK_SECONDS: Final = 0.1
+_PULSE_SECONDS: Final = 1.0
+_SEND_SECONDS: Final = 2.0
+_MOST_CONNECTIONS: Final = 1024
+_SILENT_SECONDS: Final = 600.0
+_FULL_SECONDS: Final = 1.0
+_UNFINISHED: Final = re.compile(r"step_\d{6,}\.(unfinished|deleted)")
+
+
+_CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
+_LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
+
+def _compilation_cache(folder: Path) -> dict[str, str]:
+    """Where members find the programs that others have compiled, unless it is said."""
+    if _CACHE in os.environ:
+        return {}
+    return {_CACHE: str((folder / "compiled").absolute()), _LEAST_CACHED: "0"}
+
+
+def _shown(event: str, fields: Mapping[str, Any]) -> str:
+    """What a user is told of an event, if anything."""
+    match event:
+        case "begun":
+            names = ", ".join(fields["members"])
+            step = max(fields["step"], 0)
+            return f"generation {fields['generation']} from step {step}: {names}"
+        case "lost":
+            return f"{fields['name']} is lost: {fields['why']}"
+        case "refused" | "leaving":
+            return f"{fields['name']}: {fields['why']}"
+        case "left":
+            return f"{fields['name']}: its loop was left at step {fields['step']}"
+        case "not_started":
+            return f"a process could not be started: {fields['why']}"
+        case "saved":
+            return f"checkpoint {fields['path']}"
+        case "not_saved":
+            return (
+                f"no checkpoint after step {fields['step']}, and the run goes on: "
+                f"{fields['why']}"
+            )
+        case "short":
+            return (
+                f"{len(fields['members'])} members are left, of at least "
+                f"{fields['least']}; waiting for others"
+            )
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervised:
+    """What a supervisor runs.
+
+    Attributes:
+        command: words of the program; none waits for members that others start.
+        folder: of the run.
+        settings: how it decides.
+        host, port: where it listens; a free port if 0.
+        exit_seconds: for processes to end after the run has.
+        environment: variables for the processes.
+        pulse: a file that is written to while the supervisor is not frozen, or None.
+        again: an earlier supervisor of this run was ended by a signal: go on from its
+            journal, also where the run is over or nobody is left.
+    """
+
+    command: tuple[str, ...]
+    folder: Path
+    settings: Settings
+    host: str = "127.0.0.1"
+    port: int = 0
+    exit_seconds: float = 300.0
+    environment: Mapping[str, str] | None = None
+    pulse: int | None = None
+    again: bool = False
+
+
+def _tell_user(text: str) -> None:
+    """Print a line, where somebody still reads it."""
+    if text:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"whalejax: {text}", file=sys.stderr, flush=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what was being written or removed by members that were killed then."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class Supervisor:
+    """Runs until all members have done their steps, or the run cannot go on."""
+
+    def __init__(self, run: Supervised) -> None:
+        """Nothing is started yet.
+
+        Args:
+            run: what it runs.
+        """
+        self._run = run
+        self._folder = run.folder / FOLDER
+        self._membership = Membership(run.settings)
+        self._held = contextlib.ExitStack()
+        self._selector = self._held.enter_context(selectors.DefaultSelector())
+        self._events: queue.SimpleQueue[tuple[str, Channel, Message | None]]
+        self._events = queue.SimpleQueue()
+        self._wakes, self._woken = map(self._held.enter_context, socket.socketpair())
+        self._channels: dict[str, Channel] = {}
+        self._names: dict[Channel, str] = {}
+        self._open = threading.Semaphore(_MOST_CONNECTIONS)
+        self._processes: Processes | None = None
+        self._save: Path | None = None
+        self._is_full = False
+        self._terminated = False
+        self._end: End | None = None
+        self._ends_at = float("inf")
+        self._pulse_at = 0.0
+
+    def run(self) -> int:
+        """Supervise until the end.
+
+        Returns:
+            0 where all steps were done; 143 where the run was told to end; else 1.
+
+        Raises:
+            WhaleError: another supervisor runs there, or it cannot be written.
+        """
+        with self._held, self._signals():
+            try:
+                self._open_folder()
+                self._loop()
+            except BaseException:
+                # Nobody would watch over them any more.
+                if self._processes is not None:
+                    self._processes.end_all()
+                raise
+            assert self._end is not None
+            if self._save is not None:
+                _remove_unfinished(self._save)
+            _tell_user(self._end.text)
+            return self._end.status
+
+    # Starting.
+
+    def _open_folder(self) -> None:
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._held.enter_context(FolderLock(self._folder))
+        make_key(self._folder / KEY)
+        self._key = load_key(self._folder / KEY)
+        events = journal.read(self._folder / journal.EVENTS)
+        # A number is never used again in a folder, also by a later run in it.
+        numbers = [e["generation"] for e in events if e["event"] == "preparing"]
+        self._membership.generation = max(numbers, default=0)
+        self._count = sum(said["event"] == "started" for said in events)
+        opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
+        run = events[opened[-1] :] if opened else []
+        before = run[0] if run and self._goes_on(run) else None
+        self._journal = journal.Lines(self._folder / journal.EVENTS, durable=True)
+        self._held.callback(self._journal.close)
+        self._commits = journal.Lines(self._folder / journal.COMMITS, durable=False)
+        self._held.callback(self._commits.close)
+        self._listen(before)
+        environment = {
+            **_compilation_cache(self._folder),
+            **(self._run.environment or {}),
+            SUPERVISOR: joined_address(*self._address),
+            KEY_FILE: str((self._folder / KEY).absolute()),
+        }
+        self._processes = Processes(
+            self._run.command, environment, self._folder, self._selector
+        )
+        if before is not None:
+            self._take_back(run)
+        else:
+            host, port = self._address
+            told = {"host": host, "port": port, "machine": machine()}
+            self._journal.write("opened", told)
+            if self._run.command:
+                self._membership.begin(time.monotonic())
+        self._do_all()
+
+    def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the run of these events is this one.
+
+        A run whose processes are all gone, as after a restart of the machine, is over,
+        whatever its journal tells: what follows in its folder is another one.
+        """
+        if self._run.again:
+            return True
+        if journal.is_over(run):
+            return False
+        there = [m for m in history(run).members.values() if m.status != "gone"]
+        here = run[0].get("machine", machine()) == machine()
+        if any(m.slot is None for m in there):
+            return here and not self._run.command
+        return here and any(began_at(m.pid) == m.began for m in there if m.pid)
+
+    def _listen(self, before: Mapping[str, Any] | None) -> None:
+        host, port = self._run.host, self._run.port
+        if before is not None:  # Where its members look for it.
+            host, port = before["host"], before["port"]
+        try:
+            self._listening = listen(host, port)
+        except OSError as error:
+            raise WhaleError(
+                f"the supervisor cannot listen at {host}:{port} "
+                f"({error.strerror or error}). Stop what holds the port; members of "
+                "this run look for their supervisor there"
+                if before is not None
+                else f"the supervisor cannot listen at {host}:{port} "
+                f"({error.strerror or error}). Give another --port, or leave it out"
+            ) from error
+        self._held.enter_context(self._listening)
+        self._held.callback(self._close_channels)
+        name = self._listening.getsockname()
+        self._address = (name[0], name[1])
+        draft = self._folder / f".{ADDRESS}"
+        draft.write_text(json.dumps({"address": joined_address(*self._address)}))
+        draft.replace(self._folder / ADDRESS)
+        self._selector.register(self._listening, selectors.EVENT_READ, self)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._events)
+
+    def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where a supervisor that was killed has left its members."""
+        now = time.monotonic()
+        self._journal.write("restarted", {})
+        commits = journal.read(self._folder / journal.COMMITS)
+        since = [said for said in commits if said["time"] >= events[0]["time"]]
+        told = history(events)
+        if told.over is None and told.facts:
+            self._lock_save(told.facts["save"])
+        self._membership.go_on(
+            now,
+            told,
+            journal.losses(since),
+            wall=time.time(),
+            committed_at=since[-1]["time"] if since else 0.0,
+        )
+        assert self._processes is not None
+        for name, member in [*self._membership.members.items()]:
+            if member.is_there and member.slot is not None:
+                if not self._processes.adopt(name, member.pid, member.began):
+                    log = self._processes.said(name)
+                    self._membership.exited(now, name, None, log)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def told(number: int, _: object) -> None:
+            self._terminated = True
+
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {
+            number: signal.signal(number, told)
+            for number in numbers
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # The loop.
+
+    def _loop(self) -> None:
+        while not self._is_over():
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                if key.data is self:
+                    self._accept()
+                elif key.data is self._events:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                else:
+                    self._ended(key.data)
+            self._take_events()
+            now = time.monotonic()
+            self._beat(now)
+            self._write_kept()
+            if self._terminated:
+                self._membership.terminate(now)
+            self._membership.tick(now)
+            self._do_all()
+
+    def _beat(self, now: float) -> None:
+        if self._run.pulse is not None and now >= self._pulse_at:
+            self._pulse_at = now + _PULSE_SECONDS
+            with contextlib.suppress(OSError):  # Who started this one is gone.
+                os.write(self._run.pulse, b"x")
+
+    def _write_kept(self) -> None:
+        """Write what a full disk kept from being written, and say so."""
+        was_full, self._is_full = self._is_full, not self._is_written()
+        problem = self._journal.problem or self._commits.problem
+        if self._is_full and not was_full:
+            _tell_user(
+                f"events of this run cannot be written ({problem}); the run goes on, "
+                "and no process is started until there is space. A supervisor that is "
+                "killed now may not take all its members back"
+            )
+        elif was_full and not self._is_full:
+            _tell_user("events of this run can be written again")
+
+    def _is_written(self) -> bool:
+        written = self._journal.flush()
+        return self._commits.flush() and written
+
+    def _is_over(self) -> bool:
+        if self._end is None or self._processes is None:
+            return False
+        there = self._processes.names
+        late = time.monotonic() > self._ends_at
+        if there and late:
+            for name in there:
+                self._processes.kill(name)
+        return not there
+
+    def _ended(self, name: str) -> None:
+        assert self._processes is not None
+        status = self._processes.ended(name)
+        now = time.monotonic()
+        self._take_events()  # What it said before it ended.
+        self._membership.exited(now, name, status, self._processes.said(name))
+        self._do_all()
+
+    def _close_channels(self) -> None:
+        for channel in [*self._names]:
+            channel.close()
+        (self._folder / ADDRESS).unlink(missing_ok=True)
+
+    # Connections.
+
+    def _accept(self) -> None:
+        link, _ = self._listening.accept()
+        if not self._open.acquire(blocking=False):
+            link.close()
+            return
+        threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        """A connection's thread: messages become events of the loop."""
+        try:
+            try:
+                channel = accept(link, self._key)
+            except WireError as error:
+                self._tell("refused", None, Message(kind=str(error), fields={}))
+                return
+            try:
+                while True:
+                    said = channel.receive(seconds=_SILENT_SECONDS)
+                    self._tell("said", channel, checked(said, TO_SUPERVISOR))
+            except WireError as error:
+                self._tell("closed", channel, Message(kind=str(error), fields={}))
+                channel.close()
+        finally:
+            self._open.release()
+
+    def _tell(self, what: str, channel: Any, message: Message | None) -> None:
+        self._events.put((what, channel, message))
+        with contextlib.suppress(OSError):
+            self._wakes.send(b"x")
+
+    def _take_events(self) -> None:
+        now = time.monotonic()
+        while True:
+            try:
+                what, channel, message = self._events.get_nowait()
+            except queue.Empty:
+                return
+            assert message is not None
+            if what == "refused":
+                self._journal.write("stranger", {"why": message.kind})
+            elif what == "closed":
+                name = self._names.pop(channel, None)
+                if name is not None and self._channels.get(name) is channel:
+                    del self._channels[name]
+                    self._membership.disconnected(now, name)
+            elif message.kind == "register":
+                self._register(now, channel, message)
+            elif channel in self._names:
+                self._heard(now, channel, message)
+            self._do_all()
+
+    def _heard(self, now: float, channel: Channel, message: Message) -> None:
+        name = self._names[channel]
+        self._membership.heard(now, name, message)
+        self._do_all()
+        if message.kind != "committed":  # Of those there are many.
+            self._acknowledge(now, name, channel)
+
+    def _acknowledge(self, now: float, name: str, channel: Channel) -> None:
+        """Tell a member which of its reports it need not repeat: what is written."""
+        member = self._membership.members.get(name)
+        if member is None:
+            return
+        number = member.reported if self._is_written() else 0
+        goodput = self._membership.pace.goodput(now)
+        fields = {"goodput": goodput, "number": number}
+        self._send(channel, Message(kind="heard", fields=fields))
+
+    def _register(self, now: float, channel: Channel, message: Message) -> None:
+        name, slot = self._named(message.fields)
+        # Only the folder of a member that is one is held.
+        why = self._membership.refusal(name, message)
+        why = why or self._lock_save(message.fields["save"])
+        if why:
+            self._do(Record(event="refused", fields={"name": name, "why": why}))
+            self._send(channel, Message(kind="refused", fields={"why": why}))
+            return
+        self._membership.register(now, message, name, slot)
+        old = self._channels.get(name)
+        if old is not None and old is not channel:
+            self._names.pop(old, None)
+            old.close()
+        self._channels[name], self._names[channel] = channel, name
+        beats = self._run.settings.beat_seconds
+        welcome = {"name": name, "beat_seconds": beats}
+        self._send(channel, Message(kind="welcome", fields=welcome))
+
+    def _named(self, fields: Mapping[str, Any]) -> tuple[str, int | None]:
+        """The name under which a member goes, and its slot if it was started here."""
+        members = self._membership.members
+        if fields["name"]:
+            known = members.get(fields["name"])
+            return fields["name"], None if known is None else known.slot
+        for member in members.values():
+            # It may not have heard its name before its connection ended.
+            if member.token and member.token == fields["token"] and member.is_there:
+                return member.name, member.slot
+        if fields["machine"] == machine():
+            for member in members.values():
+                if member.status == "starting" and member.pid == fields["pid"]:
+                    return member.name, member.slot
+        self._count += 1
+        return f"x{self._count}", None
+
+    def _lock_save(self, save: str) -> str:
+        """Hold the folder of checkpoints; why it cannot be, or nothing."""
+        if not save or self._save is not None:
+            return ""
+        try:
+            self._held.enter_context(FolderLock(Path(save)))
+            pointer = Path(save) / f"{FOLDER}.json"
+            pointer.write_text(json.dumps({"folder": str(self._folder.absolute())}))
+        except WhaleError as error:
+            return str(error)
+        except OSError as error:
+            return f"{save} cannot be written ({error.strerror or error})"
+        self._save = Path(save)
+        return ""
+
+    def _send(self, channel: Channel, message: Message) -> None:
+        try:
+            channel.send(message, seconds=_SEND_SECONDS)
+        except WireError as error:
+            if isinstance(error, TooLate):  # Half a frame may be under way.
+                channel.close()
+
+    # Effects.
+
+    def _do_all(self) -> None:
+        while effects := self._membership.effects():
+            for effect in effects:
+                self._do(effect)
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Record(event=event, fields=fields):
+                self._journal.write(event, fields)
+                _tell_user(_shown(event, fields))
+            case Commit(step=step, generation=generation, loss=loss, parts=parts):
+                fields = {"step": step, "generation": generation, "loss": loss}
+                self._commits.write("committed", {**fields, "parts": parts})
+            case Send(name=name, message=message):
+                channel = self._channels.get(name)
+                if channel is not None:
+                    self._send(channel, message)
+            case Kill(name=name) if self._processes is not None:
+                self._processes.kill(name)
+            case Release(name=name) if self._processes is not None:
+                self._processes.release(name)
+            case Start(slot=slot):
+                self._start(slot)
+            case End():
+                self._end = self._end or effect
+                seconds = self._run.exit_seconds
+                self._ends_at = min(self._ends_at, time.monotonic() + seconds)
+
+    def _start(self, slot: int) -> None:
+        if not self._run.command or self._processes is None:
+            return
+        now = time.monotonic()
+        if not self._is_written():
+            self._membership.failures.due[slot] = now + _FULL_SECONDS
+            return
+        self._count += 1
+        name = f"m{self._count}"
+        try:
+            pid, began = self._processes.start(name)
+        except OSError as error:  # Too many processes or files, or no memory.
+            why = error.strerror or str(error)
+            self._membership.not_started(now, slot, why)
+            return
+        self._membership.started(now, name, slot, pid, began)

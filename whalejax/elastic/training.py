@@ -1,0 +1,116 @@
+"""``wh.train_elastic``: a training loop whose members may come and go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from whalejax.api.losses import Job
+from whalejax.distributed.launch_env import KEY_FILE
+from whalejax.elastic.environment import SUPERVISOR
+from whalejax.meshes.checks import Arguments
+from whalejax.runtime.state import TrainState
+
+
+def train_elastic(
+    job: Job,
+    *,
+    steps: int,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+    keep: int = 3,
+    batch: int | None = None,
+    num_micro_batches: int | None = None,
+    precision: Any = None,
+    seed: int = 0,
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """Train a job with whoever is there, under ``whalejax launch --processes MIN:MAX``.
+
+    Each process runs some of the micro-batches of every step and adds its gradients up
+    with those of the others by messages. When one is lost, the others run what it had
+    not done and go on; when one joins, it gets the state from them. The global batch,
+    its micro-batches, their random keys and the order of the sum depend on the step
+    alone, so that losses are those of an undisturbed run. Without a launcher, this
+    process trains alone, to the same losses.
+
+    Args:
+        job: what is trained; the same in all processes.
+        steps: to be done in all, those of a checkpoint counted.
+        save: folder of checkpoints, in which a run that begins goes on from the newest.
+        save_every: steps between checkpoints; there is one after the last step too.
+        keep: how many checkpoints stay, the newest ones.
+        batch: samples of the global batch; the job's own number if left out.
+        num_micro_batches: of a step, which is what members share; the largest number
+            up to 16 that divides the batch if left out.
+        precision: as for ``wh.plan``.
+        seed: of the model's and the run's random keys.
+
+    Yields:
+        The state after each step from where this process joined, and its metrics:
+        ``loss``, what the loss reports, ``generation`` and ``goodput``. The next step
+        consumes the state.
+
+    Raises:
+        WhaleError: an argument cannot be used, no supervisor answers, this process
+            differs from the others, or the run cannot go on.
+    """
+    from whalejax.elastic.member import Member, Training
+    from whalejax.elastic.programs import Programs
+
+    problems = Arguments("wh.train_elastic")
+    if not isinstance(job, Job):
+        problems.refuse("job", job, "a wh.Job")
+    problems.whole("steps", steps, least=1)
+    if save is not None:
+        problems.path("save", save, "the path of a folder, or None")
+    problems.whole("save_every", save_every, least=1)
+    problems.whole("keep", keep, least=1)
+    problems.whole("batch", batch, least=1, none=True)
+    problems.whole("num_micro_batches", num_micro_batches, least=1, none=True)
+    problems.whole("seed", seed)
+    problems.raise_if_any()
+    programs = Programs(
+        job,
+        batch=batch,
+        micro_batches=num_micro_batches,
+        precision=precision,
+        seed=seed,
+    )
+    training = Training(
+        steps=steps,
+        save=None if save is None else Path(save),
+        save_every=save_every,
+        keep=keep,
+    )
+    address = os.environ.get(SUPERVISOR)
+    if address is None:
+        return _alone(programs, training)
+    return Member(programs, training, address, os.environ.get(KEY_FILE, "")).run()
+
+
+def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """The same steps in one process."""
+    from whalejax.elastic.saving import Saver
+    from whalejax.meshes.errors import warn
+    from whalejax.runtime.resume import held
+
+    def tell(kind: str, *, step: int, path: str = "", why: str = "") -> None:
+        if kind == "not_saved":
+            warn(f"no checkpoint was written after step {step}: {why}")
+
+    with held(training.save):
+        saver = Saver(programs, training.save, training.save_every, training.keep, tell)
+        state = programs.newest(training.save)
+        try:
+            for done in range(int(state.step), training.steps):
+                parts: dict[Any, Any] = {}
+                nodes = [(0, programs.count)]
+                programs.add_up(state, programs.batch(done), nodes, parts, lambda: None)
+                state, metrics = programs.finish(state, parts[nodes[0]])
+                if saver.is_due(done + 1, training.steps):
+                    saver.save(state, done + 1)
+                yield state, {**metrics, "generation": 0, "goodput": 1.0}
+        finally:
+            saver.wait()  # Also where the loop was left.

@@ -1,0 +1,1 @@
+"""Messages between the processes of an elastic run: framed, authenticated, checked."""

@@ -1,0 +1,332 @@
+"""Authenticated connections that carry messages, with a deadline on every wait.
+
+Both sides prove that they know the key of the run (HMAC-SHA256 over what each drew at
+random), nothing but bytes of fixed length is read before that, and every frame carries
+a MAC over its number, so that none can be forged, changed, repeated or left out. What
+is sent is not encrypted: whoever can listen on the network can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from whalejax.elastic.wire.framing import (
+    MOST_ARRAY_BYTES,
+    MOST_TEXT_BYTES,
+    Message,
+    WireError,
+    decode,
+    encode,
+)
+
+
+HANDSHAKE_SECONDS: Final = 10.0
+FRAME_SECONDS: Final = 60.0
+"""A frame that has begun must be whole, or one that is sent be taken, so soon."""
+
+_MAGIC: Final = b"WHALEJAX-ELASTIC-1\n"
+_NONCE_BYTES: Final = 32
+_MAC_BYTES: Final = 32
+_HEADER: Final = struct.Struct(">IQ")
+_COUNTER: Final = struct.Struct(">Q")
+_TICK_SECONDS: Final = 0.2
+
+
+class Closed(WireError):
+    """The other side has ended the connection."""
+
+
+class TooLate(WireError):
+    """Something did not come in time."""
+
+
+class Channel:
+    """An authenticated connection; one thread may receive while others send.
+
+    Attributes:
+        peer: host and port of the other side, for messages to a reader.
+    """
+
+    def __init__(self, link: socket.socket, sends: bytes, takes: bytes) -> None:
+        """Use ``accept`` or ``dial``.
+
+        Args:
+            link: the socket; closed by ``close``.
+            sends, takes: keys of frames in each direction.
+        """
+        self._link = link
+        self._link.setblocking(False)
+        self._sends, self._takes = sends, takes
+        self._sent = self._taken = 0
+        self._lock = threading.Lock()
+        self.peer = _peer(link)
+
+    def send(
+        self,
+        message: Message,
+        *,
+        seconds: float = FRAME_SECONDS,
+        gives_up: Callable[[], bool] = bool,
+    ) -> None:
+        """Send a message.
+
+        Args:
+            message: what to send.
+            seconds: in which the other side must take it.
+            gives_up: asked now and then while the other side takes nothing.
+
+        Raises:
+            Closed: the other side is gone.
+            TooLate: it did not take it, or ``gives_up`` says so; the connection is of
+                no use any more.
+        """
+        text, views = encode(message)
+        header = _HEADER.pack(len(text), sum(view.nbytes for view in views))
+        with self._lock:
+            parts: list[bytes | memoryview] = [header, text, *views]
+            parts.append(_mac(self._sends, self._sent, parts))
+            self._sent += 1
+            end = time.monotonic() + seconds
+            for part in parts:
+                self._write(memoryview(part), end, gives_up)
+
+    def _write(
+        self, view: memoryview, end: float, gives_up: Callable[[], bool]
+    ) -> None:
+        while view.nbytes:
+            try:
+                view = view[self._link.send(view) :]
+            except (BlockingIOError, InterruptedError):
+                self._wait(end, writes=True, gives_up=gives_up)
+            except (OSError, ValueError) as error:
+                raise Closed(f"{self.peer} is gone ({error})") from None
+
+    def receive(self, *, seconds: float) -> Message:
+        """The next message.
+
+        Args:
+            seconds: to wait for its beginning.
+
+        Raises:
+            TooLate: none began in that time, or it was not whole soon after.
+            Closed: the other side is gone.
+            WireError: what came is no message; the connection is of no use any more.
+        """
+        self._wait(time.monotonic() + seconds)
+        end = time.monotonic() + FRAME_SECONDS
+        header = self._read(_HEADER.size, end)
+        text_bytes, array_bytes = _HEADER.unpack(header)
+        if text_bytes > MOST_TEXT_BYTES or array_bytes > MOST_ARRAY_BYTES:
+            raise WireError(f"{self.peer} announces a message that is too large")
+        text, data = self._read(text_bytes, end), self._read(array_bytes, end)
+        mac = self._read(_MAC_BYTES, end)
+        expected = _mac(self._takes, self._taken, [header, text, data])
+        if not hmac.compare_digest(bytes(mac), expected):
+            raise WireError(f"{self.peer} sent a message with a wrong MAC")
+        self._taken += 1
+        return decode(memoryview(text), data)
+
+    def _read(self, size: int, end: float) -> bytearray:
+        found = bytearray()
+        # What is announced is not believed before it comes.
+        while len(found) < size:
+            place = len(found)
+            found.extend(bytes(min(size - place, 1 << 20)))
+            view = memoryview(found)
+            try:
+                while place < len(view):
+                    place += self._read_some(view[place:], end)
+            finally:
+                view.release()
+        return found
+
+    def _read_some(self, view: memoryview, end: float) -> int:
+        try:
+            count = self._link.recv_into(view)
+        except (BlockingIOError, InterruptedError):
+            self._wait(end)
+            return 0
+        except (OSError, ValueError) as error:
+            raise Closed(f"{self.peer} is gone ({error})") from None
+        if not count:
+            raise Closed(f"{self.peer} has ended the connection")
+        return count
+
+    def _wait(
+        self,
+        end: float,
+        *,
+        writes: bool = False,
+        gives_up: Callable[[], bool] = bool,
+    ) -> None:
+        """Until the socket is ready."""
+        while True:
+            left = end - time.monotonic()
+            if left <= 0 or gives_up():
+                what = "took nothing" if writes else "sent nothing"
+                raise TooLate(f"{self.peer} {what} in time")
+            try:
+                poll = select.poll()
+                poll.register(self._link, select.POLLOUT if writes else select.POLLIN)
+                if poll.poll(1000 * min(left, _TICK_SECONDS)):
+                    return
+            except (OSError, ValueError) as error:
+                raise Closed(f"{self.peer} is gone ({error})") from None
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in it raises ``Closed``."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._link.close()
+
+
+def accept(link: socket.socket, key: bytes) -> Channel:
+    """Authenticate who dialled.
+
+    Args:
+        link: an accepted socket; closed where this fails.
+        key: of the run.
+
+    Raises:
+        WireError: the other side does not know the key, or is too slow.
+    """
+    end = time.monotonic() + HANDSHAKE_SECONDS
+    try:
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        _push(link, _MAGIC + mine, end)
+        size = len(_MAGIC) + _NONCE_BYTES + _MAC_BYTES
+        said = _pull(link, size, end)
+        theirs = said[len(_MAGIC) : len(_MAGIC) + _NONCE_BYTES]
+        proof = _proof(key, b"dialler", mine, theirs)
+        if not said.startswith(_MAGIC) or not hmac.compare_digest(
+            said[-_MAC_BYTES:], proof
+        ):
+            raise WireError(f"{_peer(link)} does not have the key of this run")
+        _push(link, _proof(key, b"listener", mine, theirs), end)
+        return Channel(
+            link,
+            sends=_proof(key, b"from listener", mine, theirs),
+            takes=_proof(key, b"from dialler", mine, theirs),
+        )
+    except (OSError, WireError) as error:
+        link.close()
+        if isinstance(error, WireError):
+            raise
+        raise Closed(f"a connection ended before it was one ({error})") from None
+
+
+def dial(
+    address: tuple[str, int], key: bytes, *, seconds: float = HANDSHAKE_SECONDS
+) -> Channel:
+    """Connect to a process and authenticate each other.
+
+    Args:
+        address: host and port.
+        key: of the run.
+        seconds: for all of it.
+
+    Raises:
+        Closed: nothing listens there.
+        TooLate: it answers nothing.
+        WireError: it does not have the key.
+    """
+    end = time.monotonic() + seconds
+    where = f"{address[0]}:{address[1]}"
+    try:
+        link = socket.create_connection(address, timeout=max(seconds, 0.01))
+    except TimeoutError:
+        raise TooLate(f"{where} answered nothing in {seconds:.0f} s") from None
+    except OSError as error:
+        raise Closed(f"{where}: {error.strerror or error}") from None
+    try:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)
+        theirs = said[len(_MAGIC) :]
+        if not said.startswith(_MAGIC):
+            raise WireError(f"{where} is no process of a run of this version")
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        _push(link, _MAGIC + mine + _proof(key, b"dialler", theirs, mine), end)
+        try:
+            proof = _pull(link, _MAC_BYTES, end)
+        except Closed:
+            raise WireError(f"{where} refused the key of this process") from None
+        if not hmac.compare_digest(proof, _proof(key, b"listener", theirs, mine)):
+            raise WireError(f"{where} does not have the key of this run")
+        return Channel(
+            link,
+            sends=_proof(key, b"from dialler", theirs, mine),
+            takes=_proof(key, b"from listener", theirs, mine),
+        )
+    except (OSError, WireError) as error:
+        link.close()
+        if isinstance(error, WireError):
+            raise
+        raise Closed(f"{where}: {error}") from None
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket that listens, at a free port where none is given."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(64)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def _proof(key: bytes, role: bytes, listener: bytes, dialler: bytes) -> bytes:
+    """What only who knows the key can say, of what both drew; each role another."""
+    said = b"%s|%s|%s|%s" % (_MAGIC, role, listener, dialler)
+    return hmac.digest(key, said, "sha256")
+
+
+def _mac(
+    key: bytes, number: int, parts: Sequence[bytes | bytearray | memoryview]
+) -> bytes:
+    found = hmac.new(key, _COUNTER.pack(number), hashlib.sha256)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def _push(link: socket.socket, data: bytes, end: float) -> None:
+    link.settimeout(max(end - time.monotonic(), 0.01))
+    try:
+        link.sendall(data)
+    except TimeoutError:
+        raise TooLate(f"{_peer(link)} took nothing in time") from None
+
+
+def _pull(link: socket.socket, size: int, end: float) -> bytes:
+    found = b""
+    while len(found) < size:
+        link.settimeout(max(end - time.monotonic(), 0.01))
+        try:
+            some = link.recv(size - len(found))
+        except TimeoutError:
+            raise TooLate(f"{_peer(link)} answered nothing in time") from None
+        if not some:
+            raise Closed(f"{_peer(link)} has ended the connection")
+        found += some
+    return found
+
+
+def _peer(link: socket.socket) -> str:
+    try:
+        name = link.getpeername()
+    except OSError:
+        return "a process that is gone"
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local process"

@@ -1,0 +1,165 @@
+"""Which messages there are, and what each must hold; anything else is refused.
+
+Checked once, where a message arrives: what reads it then needs no further care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import printable
+from whalejax.elastic.wire.framing import Message, WireError
+
+
+_LONGEST_TEXT: Final = 20_000
+_MOST_MEMBERS: Final = 4096
+
+
+def _is_int(x: Any) -> bool:
+    return type(x) is int and -1 <= x < 1 << 53
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str) and len(x) <= _LONGEST_TEXT
+
+
+def _is_flag(x: Any) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_nodes(x: Any) -> bool:
+    return isinstance(x, list | tuple) and all(
+        isinstance(n, list | tuple) and len(n) == 2 and all(map(_is_int, n)) for n in x
+    )
+
+
+def _is_texts(x: Any) -> bool:
+    return isinstance(x, dict) and all(_is_text(k) and _is_text(x[k]) for k in x)
+
+
+def _is_shares(x: Any) -> bool:
+    return isinstance(x, dict) and all(_is_text(k) and _is_nodes(x[k]) for k in x)
+
+
+def _is_members(x: Any) -> bool:
+    return (
+        isinstance(x, list)
+        and len(x) <= _MOST_MEMBERS
+        and all(
+            isinstance(m, list)
+            and len(m) == 3
+            and _is_text(m[0])
+            and _is_text(m[1])
+            and _is_int(m[2])
+            for m in x
+        )
+    )
+
+
+Fields = Mapping[str, Callable[[Any], bool]]
+
+_REPORT: Final[Fields] = {"number": _is_int}
+"""Counted by each member: it repeats what was not acknowledged by its number."""
+
+TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
+    "register": {
+        "name": _is_text,
+        "machine": _is_text,
+        "pid": _is_int,
+        "host": _is_text,
+        "port": _is_int,
+        "generation": _is_int,
+        "step": _is_int,
+        "micro_batches": _is_int,
+        "steps": _is_int,
+        "save": _is_text,
+        "facts": _is_texts,
+        "token": _is_text,
+    },
+    "beat": {"phase": _is_text, "step": _is_int, "done": _is_int},
+    "ready": _REPORT,
+    "prepared": {
+        **_REPORT,
+        "generation": _is_int,
+        "step": _is_int,
+        "held": _is_nodes,
+    },
+    "committed": {
+        **_REPORT,
+        "generation": _is_int,
+        "step": _is_int,
+        "loss": _is_number,
+        "seconds": _is_number,
+        "parts": _is_shares,
+    },
+    "suspect": {**_REPORT, "generation": _is_int, "name": _is_text, "why": _is_text},
+    "leaving": {**_REPORT, "why": _is_text},
+    "left": {**_REPORT, "step": _is_int},
+    "written": {**_REPORT, "step": _is_int},
+    "finished": {**_REPORT, "step": _is_int},
+    "saved": {**_REPORT, "step": _is_int, "path": _is_text},
+    "not_saved": {**_REPORT, "step": _is_int, "why": _is_text},
+    "failed": {**_REPORT, "why": _is_text},
+}
+"""What members say, with a check of each field."""
+
+TO_MEMBER: Final[Mapping[str, Fields]] = {
+    "welcome": {"name": _is_text, "beat_seconds": _is_number},
+    "refused": {"why": _is_text},
+    "heard": {"goodput": _is_number, "number": _is_int},
+    "prepare": {"generation": _is_int, "after": _is_int},
+    "begin": {
+        "generation": _is_int,
+        "members": _is_members,
+        "step": _is_int,
+        "sources": _is_texts,
+        "first": _is_shares,
+        "later": _is_shares,
+    },
+    "stop": {"why": _is_text, "saves": _is_flag, "well": _is_flag},
+    "over": {"why": _is_text, "well": _is_flag},
+    "keep": {"step": _is_int},
+    "done": {},
+}
+"""What the supervisor says."""
+
+TO_PEER: Final[Mapping[str, Fields]] = {
+    "hello": {"generation": _is_int, "name": _is_text},
+    "part": {"generation": _is_int, "step": _is_int, "nodes": _is_nodes},
+    "total": {"generation": _is_int, "step": _is_int},
+    "state": {"place": _is_int, "count": _is_int, "text": _is_text},
+}
+"""What members say to each other."""
+
+
+def checked(message: Message, allowed: Mapping[str, Fields]) -> Message:
+    """The message, if it is one of those that may come here.
+
+    Args:
+        message: from the wire.
+        allowed: one of the tables of this module.
+
+    Raises:
+        WireError: it is not, with what is wrong.
+    """
+    fields = allowed.get(message.kind)
+    if fields is None:
+        raise WireError(f"a message of kind {printable(message.kind)[:40]!r} came")
+    if message.fields.keys() != fields.keys():
+        raise WireError(
+            f"a message {message.kind!r} has the fields "
+            f"{sorted(map(printable, message.fields))!s:.200}; expected "
+            f"{sorted(fields)}"
+        )
+    for name, is_good in fields.items():
+        if not is_good(message.fields[name]):
+            raise WireError(
+                f"a message {message.kind!r} has {name} "
+                f"{printable(repr(message.fields[name])[:80])}"
+            )
+    return message

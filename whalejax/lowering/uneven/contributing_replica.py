@@ -1,0 +1,124 @@
+"""One replica of a run whose others are elsewhere: its parts of a sum, and the update.
+
+The programs are those of replicas with shares, which do not know how many there are.
+Each micro-batch starts from the state that the step began with and gives one flat
+buffer for each dtype; who adds the buffers up, and where, is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax.lowering.global_arrays import placed
+from whalejax.lowering.uneven.adaptive_shares import told_size
+from whalejax.lowering.uneven.replica import inputs_of
+from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.runtime.runner import Metrics
+from whalejax.runtime.state import TrainState, consuming
+
+
+class Contributing:
+    """Micro-batches and the update of one replica.
+
+    Attributes:
+        count: micro-batches of a step.
+    """
+
+    def __init__(self, runner: Uneven) -> None:
+        """Compile nothing yet.
+
+        Args:
+            runner: of a plan with one replica.
+        """
+        assert len(runner.shares) == 1
+        self._runner = runner
+        self._replica = runner._replicas[0]
+        self.count = runner.program.plan.num_micro_batches
+        self._one = jax.jit(self._contributed)
+
+    @property
+    def shapes(self) -> list[tuple[int, Any]]:
+        """Length and dtype of each buffer."""
+        return [
+            (aval.shape[0], np.dtype(aval.dtype)) for aval in self._replica.avals[0]
+        ]
+
+    def part(
+        self, state: TrainState, batch: Sequence[Any], number: int
+    ) -> list[np.ndarray]:
+        """What a micro-batch adds to the sum of a step.
+
+        Args:
+            state: is kept.
+            batch: flat leaves of the global batch.
+            number: of the micro-batch.
+        """
+        runner = self._runner
+        seen = runner._seen(state, 0)
+        leaves = runner._placed(0, self._cut(batch, number))
+        found = self._one(
+            seen.rest,
+            inputs_of(runner.program, seen),
+            leaves,
+            runner._numbers[0][number],
+            self._later[number],
+        )
+        return [np.asarray(x) for x in found]
+
+    def _contributed(
+        self, rest: Any, inputs: Any, leaves: Any, number: Any, later: Any
+    ) -> list[Any]:
+        replica = self._replica
+        sums, after = replica.add(replica.begin(), rest, *inputs, leaves, number)
+        paces = jax.numpy.zeros((1, told_size(1)), "float32")
+        buffers, _ = replica.pack(sums, rest, after, np.float32(1), later, paces)
+        return buffers
+
+    def _cut(self, batch: Sequence[Any], number: int) -> list[Any]:
+        """The samples of a micro-batch: every ``count``-th, as in all executors."""
+        found = []
+        for leaf, axis in zip(batch, self._runner.program.batch_axes, strict=True):
+            if axis is not None:
+                place = [slice(None)] * axis + [slice(number, None, self.count)]
+                leaf = leaf[tuple(place)]
+            found.append(leaf)
+        return found
+
+    @functools.cached_property
+    def _later(self) -> list[Any]:
+        """For each micro-batch, how many come after it."""
+        whole = self._runner._wholes[0]
+        return [
+            placed(np.float32(self.count - 1 - n), whole) for n in range(self.count)
+        ]
+
+    def finish(
+        self, state: TrainState, buffers: Sequence[np.ndarray]
+    ) -> tuple[TrainState, Metrics]:
+        """The next state, and metrics, of the sum of all micro-batches.
+
+        Args:
+            state: is consumed.
+            buffers: the sum.
+        """
+        runner = self._runner
+        seen = runner._seen(state, 0)
+        with consuming(state):
+            new, metrics, _ = self._replica.finish(seen, list(buffers))
+        found = runner._joined({0: new})
+        if state.samples is not None:
+            size = self._samples
+            found = dataclasses.replace(found, samples=state.samples + size)
+        return found, runner._agreed({0: metrics})
+
+    @property
+    def _samples(self) -> int:
+        plan, axes = self._runner.program.plan, self._runner.program.batch_axes
+        sizes = zip(plan.batch, axes, strict=True)
+        return next((x.shape[a] for x, a in sizes if a is not None), 1)
