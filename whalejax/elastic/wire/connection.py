@@ -1,9 +1,10 @@
 """Authenticated connections that carry messages, with a deadline on every wait.
 
 Both sides prove that they know the key of the run (HMAC-SHA256 over what each drew at
-random), nothing but bytes of fixed length is read before that, and every frame carries
-a MAC over its number, so that none can be forged, changed, repeated or left out. What
-is sent is not encrypted: whoever can listen on the network can read it.
+random), and nothing but bytes of fixed length is read before that. Every frame carries
+a MAC over its number and sizes, which is checked before what follows is read, and one
+over all of it, so that none can be forged, changed, repeated or left out. What is sent
+is not encrypted: whoever can listen on the network can read it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from whalejax.elastic.wire.framing import (
-    MOST_ARRAY_BYTES,
-    MOST_TEXT_BYTES,
+    CONTROL_BYTES,
     Message,
     WireError,
     decode,
     encode,
+    too_large,
 )
 
 
@@ -34,11 +35,12 @@ HANDSHAKE_SECONDS: Final = 10.0
 FRAME_SECONDS: Final = 60.0
 """A frame that has begun must be whole, or one that is sent be taken, so soon."""
 
-_MAGIC: Final = b"WHALEJAX-ELASTIC-1\n"
+_MAGIC: Final = b"WHALEJAX-ELASTIC-2\n"
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
 _HEADER: Final = struct.Struct(">IQ")
 _COUNTER: Final = struct.Struct(">Q")
+_OF_HEADER: Final = b"header"
 _TICK_SECONDS: Final = 0.2
 
 
@@ -57,14 +59,21 @@ class Channel:
         peer: host and port of the other side, for messages to a reader.
     """
 
-    def __init__(self, link: socket.socket, sends: bytes, takes: bytes) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        sends: bytes,
+        takes: bytes,
+        most_bytes: int = CONTROL_BYTES,
+    ) -> None:
         """Use ``accept`` or ``dial``.
 
         Args:
             link: the socket; closed by ``close``.
             sends, takes: keys of frames in each direction.
+            most_bytes: of a message, either way.
         """
-        self._link = link
+        self._link, self._most_bytes = link, most_bytes
         self._link.setblocking(False)
         self._sends, self._takes = sends, takes
         self._sent = self._taken = 0
@@ -90,15 +99,19 @@ class Channel:
             TooLate: it did not take it, or ``gives_up`` says so; the connection is of
                 no use any more.
         """
-        text, views = encode(message)
-        header = _HEADER.pack(len(text), sum(view.nbytes for view in views))
+        text, views = encode(message, self._most_bytes)
         with self._lock:
+            header = self._header(len(text), sum(view.nbytes for view in views))
             parts: list[bytes | memoryview] = [header, text, *views]
             parts.append(_mac(self._sends, self._sent, parts))
             self._sent += 1
             end = time.monotonic() + seconds
             for part in parts:
                 self._write(memoryview(part), end, gives_up)
+
+    def _header(self, text_bytes: int, array_bytes: int) -> bytes:
+        sizes = _HEADER.pack(text_bytes, array_bytes)
+        return sizes + _mac(self._sends, self._sent, [_OF_HEADER, sizes])
 
     def _write(
         self, view: memoryview, end: float, gives_up: Callable[[], bool]
@@ -124,17 +137,20 @@ class Channel:
         """
         self._wait(time.monotonic() + seconds)
         end = time.monotonic() + FRAME_SECONDS
-        header = self._read(_HEADER.size, end)
-        text_bytes, array_bytes = _HEADER.unpack(header)
-        if text_bytes > MOST_TEXT_BYTES or array_bytes > MOST_ARRAY_BYTES:
-            raise WireError(f"{self.peer} announces a message that is too large")
+        header = self._read(_HEADER.size + _MAC_BYTES, end)
+        sizes = header[: _HEADER.size]
+        self._check_mac([_OF_HEADER, sizes], header[_HEADER.size :])
+        text_bytes, array_bytes = _HEADER.unpack(sizes)
+        if why := too_large(text_bytes, array_bytes, self._most_bytes):
+            raise WireError(f"{self.peer} announces a message that is too large: {why}")
         text, data = self._read(text_bytes, end), self._read(array_bytes, end)
-        mac = self._read(_MAC_BYTES, end)
-        expected = _mac(self._takes, self._taken, [header, text, data])
-        if not hmac.compare_digest(bytes(mac), expected):
-            raise WireError(f"{self.peer} sent a message with a wrong MAC")
+        self._check_mac([header, text, data], self._read(_MAC_BYTES, end))
         self._taken += 1
         return decode(memoryview(text), data)
+
+    def _check_mac(self, parts: Sequence[bytes | bytearray], mac: bytearray) -> None:
+        if not hmac.compare_digest(mac, _mac(self._takes, self._taken, parts)):
+            raise WireError(f"{self.peer} sent a message with a wrong MAC")
 
     def _read(self, size: int, end: float) -> bytearray:
         found = bytearray()
@@ -190,12 +206,15 @@ class Channel:
         self._link.close()
 
 
-def accept(link: socket.socket, key: bytes) -> Channel:
+def accept(
+    link: socket.socket, key: bytes, *, most_bytes: int = CONTROL_BYTES
+) -> Channel:
     """Authenticate who dialled.
 
     Args:
         link: an accepted socket; closed where this fails.
         key: of the run.
+        most_bytes: of a message.
 
     Raises:
         WireError: the other side does not know the key, or is too slow.
@@ -217,6 +236,7 @@ def accept(link: socket.socket, key: bytes) -> Channel:
             link,
             sends=_proof(key, b"from listener", mine, theirs),
             takes=_proof(key, b"from dialler", mine, theirs),
+            most_bytes=most_bytes,
         )
     except (OSError, WireError) as error:
         link.close()
@@ -226,7 +246,11 @@ def accept(link: socket.socket, key: bytes) -> Channel:
 
 
 def dial(
-    address: tuple[str, int], key: bytes, *, seconds: float = HANDSHAKE_SECONDS
+    address: tuple[str, int],
+    key: bytes,
+    *,
+    seconds: float = HANDSHAKE_SECONDS,
+    most_bytes: int = CONTROL_BYTES,
 ) -> Channel:
     """Connect to a process and authenticate each other.
 
@@ -234,6 +258,7 @@ def dial(
         address: host and port.
         key: of the run.
         seconds: for all of it.
+        most_bytes: of a message.
 
     Raises:
         Closed: nothing listens there.
@@ -266,6 +291,7 @@ def dial(
             link,
             sends=_proof(key, b"from dialler", theirs, mine),
             takes=_proof(key, b"from listener", theirs, mine),
+            most_bytes=most_bytes,
         )
     except (OSError, WireError) as error:
         link.close()
