@@ -41,6 +41,9 @@ _MAC_BYTES: Final = 32
 _HEADER: Final = struct.Struct(">IQ")
 _COUNTER: Final = struct.Struct(">Q")
 _OF_HEADER: Final = b"header"
+_REFUSAL: Final = bytes(_MAC_BYTES)
+"""Said in place of a proof: the key is wrong. A connection that merely ends says less,
+such as that the listener was killed."""
 _TICK_SECONDS: Final = 0.2
 
 
@@ -50,6 +53,14 @@ class Closed(WireError):
 
 class TooLate(WireError):
     """Something did not come in time."""
+
+
+class WrongKey(WireError):
+    """The two sides do not share a key; to dial again is of no use."""
+
+
+class OtherProtocol(WireError):
+    """What listens there is no process of a run, or one of another version."""
 
 
 class Channel:
@@ -217,7 +228,8 @@ def accept(
         most_bytes: of a message.
 
     Raises:
-        WireError: the other side does not know the key, or is too slow.
+        WrongKey: the other side does not know the key.
+        WireError: it is too slow, or gone.
     """
     end = time.monotonic() + HANDSHAKE_SECONDS
     try:
@@ -230,7 +242,8 @@ def accept(
         if not said.startswith(_MAGIC) or not hmac.compare_digest(
             said[-_MAC_BYTES:], proof
         ):
-            raise WireError(f"{_peer(link)} does not have the key of this run")
+            _push(link, _REFUSAL, end)
+            raise WrongKey(f"{_peer(link)} does not have the key of this run")
         _push(link, _proof(key, b"listener", mine, theirs), end)
         return Channel(
             link,
@@ -261,9 +274,10 @@ def dial(
         most_bytes: of a message.
 
     Raises:
-        Closed: nothing listens there.
+        Closed: nothing listens there, or it ended the connection.
         TooLate: it answers nothing.
-        WireError: it does not have the key.
+        WrongKey: it does not have the key, or refused that of this process.
+        OtherProtocol: it says something else.
     """
     end = time.monotonic() + seconds
     where = f"{address[0]}:{address[1]}"
@@ -278,15 +292,14 @@ def dial(
         said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)
         theirs = said[len(_MAGIC) :]
         if not said.startswith(_MAGIC):
-            raise WireError(f"{where} is no process of a run of this version")
+            raise OtherProtocol(f"{where} is no process of a run of this version")
         mine = secrets.token_bytes(_NONCE_BYTES)
         _push(link, _MAGIC + mine + _proof(key, b"dialler", theirs, mine), end)
-        try:
-            proof = _pull(link, _MAC_BYTES, end)
-        except Closed:
-            raise WireError(f"{where} refused the key of this process") from None
+        proof = _pull(link, _MAC_BYTES, end)
+        if proof == _REFUSAL:
+            raise WrongKey(f"{where} refused the key of this process")
         if not hmac.compare_digest(proof, _proof(key, b"listener", theirs, mine)):
-            raise WireError(f"{where} does not have the key of this run")
+            raise WrongKey(f"{where} does not have the key of this run")
         return Channel(
             link,
             sends=_proof(key, b"from dialler", theirs, mine),
