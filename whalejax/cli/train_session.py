@@ -116,6 +116,11 @@ def check_options(options: TrainCommand) -> None:
                     f"{name} {given} was given with --plan {options.plan}, which "
                     "decides it. Leave it out, or make another plan with whalejax plan"
                 )
+    if options.spares and options.processes is None:
+        problems.add(
+            f"--spares is {options.spares} without --processes MIN:MAX, of which they "
+            "step in for lost ones. Give both, or leave it out"
+        )
     _check_save(options, problems)
     problems.raise_if_any()
 

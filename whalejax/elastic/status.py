@@ -81,7 +81,9 @@ class RunStatus:
             ``"failed"``.
         why: of an end that was not complete.
         step, steps: done, and to be done in all.
-        loss: of the newest step.
+        steps_done: in this run; those of a checkpoint that it began with are not.
+        loss_first, loss: of its first and its newest step.
+        step_seconds: median time of a step; None before there are enough.
         generations: in order.
         members: all processes, by name.
         lost: who was given up.
@@ -96,7 +98,10 @@ class RunStatus:
     why: str
     step: int
     steps: int
+    steps_done: int
+    loss_first: float | None
     loss: float | None
+    step_seconds: float | None
     generations: tuple[Generation, ...]
     members: Mapping[str, MemberStatus]
     lost: tuple[Lost, ...]
@@ -130,11 +135,12 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
     ends = [*places[1:], len(events)]
     runs = []
     for first, end in zip(places, ends, strict=True):
-        until = events[end]["time"] if end < len(events) else float("inf")
-        began = events[first]["time"]
-        mine = [said for said in commits if began <= said["time"] < until]
+        run = events[first:end]
+        # No two runs of a folder share the number of a generation.
+        numbers = {e["generation"] for e in run if e["event"] == "begun"}
+        mine = [said for said in commits if said["generation"] in numbers]
         goes_on = end == len(events) and is_held(home)
-        runs.append(_run_of(events[first:end], mine, has_supervisor=goes_on))
+        runs.append(_run_of(run, mine, has_supervisor=goes_on))
     return tuple(runs)
 
 
@@ -146,6 +152,7 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
     saved = [said["path"] for said in events if said["event"] == "saved"]
     status = ends[-1]["status"] if ends else None
     state = _end_of(status) if ends else "running"
+    _, took = _times(commits)
     if not ends and not has_supervisor:
         state = "without supervisor"
     return RunStatus(
@@ -153,6 +160,9 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
         why=ends[-1].get("why", "") if ends and status else "",
         step=max((c["step"] for c in commits), default=0),
         steps=int(facts.get("steps", 0)),
+        steps_done=len({c["step"] for c in commits}),
+        loss_first=commits[0]["loss"] if commits else None,
+        step_seconds=statistics.median(took) if took else None,
         loss=commits[-1]["loss"] if commits else None,
         generations=tuple(
             Generation(
@@ -258,14 +268,19 @@ def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
     Args:
         commits: of a run, in order.
     """
+    times, took = _times(commits)
+    if len(took) < 3:
+        return None
+    return min(len(took) * statistics.median(took) / (times[-1] - times[0]), 1.0)
+
+
+def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """When steps were committed, and the seconds from one to the next."""
     newest: dict[int, float] = {}
     for said in commits:
         newest[said["step"]] = said["time"]
     times = [newest[step] for step in sorted(newest)]
-    took = [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
-    if len(took) < 3:
-        return None
-    return min(len(took) * statistics.median(took) / (times[-1] - times[0]), 1.0)
+    return times, [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
 
 
 def document(runs: Sequence[RunStatus]) -> dict[str, Any]:

@@ -52,10 +52,10 @@ class Journal:
     def lose(self, name: str, why: str) -> None:
         self.tell(("lost", {"name": name, "why": why, "step": 3}))
 
-    def commit(self, *steps: int) -> None:
+    def commit(self, generation: int, *steps: int) -> None:
         lines = journal.Lines(self.home / journal.COMMITS, durable=False)
         for step in steps:
-            fields = {"step": step, "generation": 1, "loss": 1 / step}
+            fields = {"step": step, "generation": generation, "loss": 1 / step}
             lines.write("committed", fields)
         lines.close()
 
@@ -69,7 +69,8 @@ def written(folder: Path) -> Journal:
     found.begin(3, ["m3", "m2"], 3)
     path = "runs/mine/step_000004"
     found.tell(("saved", {"name": "m3", "step": 4, "path": path}))
-    found.commit(1, 2, 3, 4)
+    found.commit(1, 1, 2, 3)
+    found.commit(3, 4)
     return found
 
 
@@ -115,7 +116,7 @@ def test_earlier_runs_of_a_folder_are_shown_too(
     found.lose("m2", "its process ended with status 1")
     found.open("m4")
     found.begin(4, ["m4"], 4)
-    found.commit(5)
+    found.commit(4, 5)
     first, second = status_of(tmp_path)
     assert (first.state, first.step, first.ended) == ("failed", 4, 1)
     assert first.why == "8 failures without a step between them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import socket
@@ -38,6 +39,7 @@ from whalejax.elastic.wire.messages import TO_PEER, TO_SUPERVISOR
 
 KEY = b"k" * 32
 SECONDS = 120.0
+NUMBERS = itertools.count(1)
 
 
 def until(true: Callable[[], object]) -> None:
@@ -46,6 +48,12 @@ def until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def report(kind: str, **fields: Any) -> Message:
+    """What a member says, with a number where such messages have one."""
+    numbers = {"number": next(NUMBERS)} if "number" in TO_SUPERVISOR[kind] else {}
+    return Message(kind=kind, fields={**numbers, **fields})
 
 
 def descriptors() -> int:
@@ -230,7 +238,7 @@ def test_malformed_frames_change_nothing_in_a_supervisor(
     drawn = random.Random(count)
     with live(tmp_path, lease_seconds=600.0) as there:
         one, _ = there.join()
-        one.send(Message(kind="ready", fields={}))
+        one.send(report("ready"))
         asked = until_kind(one, "prepare")
         membership, before = there.supervisor._membership, descriptors()
         was = membership.generation, membership.phase, [*membership.members]
@@ -245,10 +253,9 @@ def test_malformed_frames_change_nothing_in_a_supervisor(
         until(lambda: descriptors() <= before)
         assert was == (membership.generation, membership.phase, [*membership.members])
         generation = asked.fields["generation"]
-        told = {"generation": generation, "step": -1, "held": []}
-        one.send(Message(kind="prepared", fields=told))
+        one.send(report("prepared", generation=generation, step=-1, held=[]))
         assert until_kind(one, "begin").fields["generation"] == generation
-        one.send(Message(kind="finished", fields={"step": 10}))
+        one.send(report("finished", step=10))
         until_kind(one, "done")
         one.close()
 

@@ -60,6 +60,9 @@ _MOST_EVENTS: Final = 4096
 _SILENT_SECONDS: Final = 600.0
 
 
+_PROGRESS: Final = frozenset({"begun", "leaving", "saved"})
+"""Events of a run that goes well."""
+
 _CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
 _LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
@@ -71,8 +74,10 @@ def _compilation_cache(folder: Path) -> dict[str, str]:
     return {_CACHE: str((folder / "compiled").absolute()), _LEAST_CACHED: "0"}
 
 
-def _shown(event: str, fields: Mapping[str, Any]) -> str:
+def _shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
     """What a user is told of an event, if anything."""
+    if quiet and event in _PROGRESS:
+        return ""
     match event:
         case "begun":
             names = ", ".join(fields["members"])
@@ -109,6 +114,7 @@ class Supervised:
         exit_seconds: for processes to end after the run has.
         environment: variables for the processes.
         pulse: a file that is written to while the supervisor is not frozen, or None.
+        quiet: say what goes wrong, and no progress.
     """
 
     command: tuple[str, ...]
@@ -119,6 +125,7 @@ class Supervised:
     exit_seconds: float = 300.0
     environment: Mapping[str, str] | None = None
     pulse: int | None = None
+    quiet: bool = False
 
 
 class Supervisor:
@@ -426,7 +433,7 @@ class Supervisor:
         match effect:
             case Record(event=event, fields=fields):
                 self._journal.write(event, fields)
-                if text := _shown(event, fields):
+                if text := _shown(event, fields, quiet=self._run.quiet):
                     print(f"whalejax: {text}", file=sys.stderr, flush=True)
             case Commit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
