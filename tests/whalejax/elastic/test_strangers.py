@@ -34,7 +34,8 @@ from whalejax.elastic.wire.connection import (
 )
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.elastic.wire.keys import make_key
-from whalejax.elastic.wire.messages import TO_PEER, TO_SUPERVISOR
+from whalejax.elastic.wire.messages import TO_PEER, TO_SUPERVISOR, checked
+from whalejax.meshes.errors import WhaleError
 
 
 KEY = b"k" * 32
@@ -374,3 +375,76 @@ def test_a_refused_key_is_told_by_type() -> None:
     with accepting(listen(), echo) as (_, address):
         with pytest.raises(WrongKey, match="refused the key of this process"):
             dial(address, b"other" * 8, seconds=SECONDS)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [("127.0.0.1", 1 << 20), ("a\0b", 1), ("a" * 300, 1), ("127.0.0.1", -1)],
+)
+def test_what_is_no_address_is_said(address: tuple[str, int]) -> None:
+    with pytest.raises(Closed, match=f"{address[1]}"):
+        dial(address, KEY, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (b"", "answered nothing in time"),
+        (b"HTTP/1.1 400 Bad Request\r\n" + bytes(99), "is no process of a run"),
+    ],
+)
+def test_what_is_no_supervisor_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bytes, why: str
+) -> None:
+    make_key(tmp_path / "key")
+    monkeypatch.setattr("whalejax.elastic.control.FIRST_SECONDS", 0.2)
+    with listen() as listening:
+        host, port = listening.getsockname()
+        links: list[socket.socket] = []
+
+        def serves() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    links.append(listening.accept()[0])
+                    links[-1].sendall(says)
+
+        thread = threading.Thread(target=serves)
+        thread.start()
+        control = Control(f"{host}:{port}", str(tmp_path / "key"), register)
+        with pytest.raises(WhaleError, match=f"no supervisor answers at .*{why}"):
+            control.open()
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for link in links:
+            link.close()
+    with pytest.raises(WhaleError, match="supervisor is 'x'; expected HOST:PORT"):
+        Control("x", str(tmp_path / "key"), register)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("committed", {"seconds": float("nan")}),
+        ("committed", {"seconds": float("inf")}),
+        ("committed", {"seconds": -1.0}),
+        ("register", {"port": 1 << 20}),
+        ("register", {"port": -1}),
+        ("register", {"host": "h" * 30_000}),
+        ("beat", {"step": 1 << 60}),
+        ("beat", {"step": True}),
+    ],
+)
+def test_numbers_that_would_spread_are_refused(
+    kind: str, changed: dict[str, Any]
+) -> None:
+    good: dict[str, Any] = {
+        "register": register(),
+        "beat": {"phase": "x", "step": 1, "done": 1},
+        "committed": report(
+            "committed", generation=1, step=1, loss=float("nan"), seconds=0.1, parts={}
+        ).fields,
+    }[kind]
+    checked(Message(kind=kind, fields=good), TO_SUPERVISOR)  # A loss may be NaN.
+    (name,) = changed
+    with pytest.raises(WireError, match=f"{kind!r} has {name} "):
+        checked(Message(kind=kind, fields={**good, **changed}), TO_SUPERVISOR)

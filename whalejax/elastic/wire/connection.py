@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from whalejax.distributed.launch_env import printable
 from whalejax.elastic.wire.framing import (
     CONTROL_BYTES,
     Message,
@@ -287,6 +288,8 @@ def dial(
         raise TooLate(f"{where} answered nothing in {seconds:.0f} s") from None
     except OSError as error:
         raise Closed(f"{where}: {error.strerror or error}") from None
+    except (ValueError, OverflowError) as error:  # No name of a host, or no port.
+        raise Closed(f"{printable(where)[:80]} is no address ({error})") from None
     try:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)
