@@ -151,10 +151,10 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
     facts = next((said for said in events if said["event"] == "facts"), {})
     saved = [said["path"] for said in events if said["event"] == "saved"]
     status = ends[-1]["status"] if ends else None
-    state = _end_of(status) if ends else "running"
+    state = "running" if has_supervisor else "without supervisor"
+    if status is not None:
+        state = _end_of(status)
     _, took = _times(commits)
-    if not ends and not has_supervisor:
-        state = "without supervisor"
     return RunStatus(
         state=state,
         why=ends[-1].get("why", "") if ends and status else "",

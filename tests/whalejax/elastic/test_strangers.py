@@ -379,11 +379,12 @@ def test_a_refused_key_is_told_by_type() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    [("127.0.0.1", 1 << 20), ("a\0b", 1), ("a" * 300, 1), ("127.0.0.1", -1)],
+    [("127.0.0.1", 1 << 20), ("ab\0cd", 1), ("a" * 300, 1), ("127.0.0.1", -1)],
 )
 def test_what_is_no_address_is_said(address: tuple[str, int]) -> None:
-    with pytest.raises(Closed, match=f"{address[1]}"):
+    with pytest.raises(Closed, match=address[0][:2]) as raised:
         dial(address, KEY, seconds=1.0)
+    assert len(str(raised.value)) < 200 and "\0" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
