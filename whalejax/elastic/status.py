@@ -26,6 +26,8 @@ _STATE_OF: Final = {
     "ready": "standing by",
     "finished": "finished",
     "leaving": "leaving",
+    "left": "left its loop",
+    "failed": "failed",
 }
 """What a member does after an event; ``"begun"`` and its end are looked at closer."""
 
@@ -56,10 +58,10 @@ class MemberStatus:
 
     Attributes:
         state: ``"starting"``, ``"compiling"``, ``"standing by"``, ``"training"``,
-            ``"leaving"`` or ``"finished"``; of one that has ended ``"complete"``,
-            ``"drained"`` (it was told to leave), ``"interrupted"`` (the run was told to
-            end), ``"ended"`` (the world started again, or the run failed) or
-            ``"lost"``.
+            ``"leaving"``, ``"left its loop"`` or ``"finished"``; of one that has ended
+            ``"complete"``, ``"drained"`` (it was told to leave), ``"interrupted"`` (the
+            run was told to end), ``"ended"`` (as the run was given up), ``"failed"``
+            (by an error of its own) or ``"lost"`` (it was given up).
         rank: in the newest generation that it was in, or None.
         pid: its process, or None where the supervisor did not start it.
         host: where the others reach it, or None where it has not said.
@@ -77,8 +79,8 @@ class RunStatus:
 
     Attributes:
         state: ``"running"``, ``"without supervisor"`` (which was killed, and goes on
-            where it is started again), ``"complete"``, ``"interrupted"`` or
-            ``"failed"``.
+            where it is started again), ``"complete"``, ``"drained"`` or
+            ``"interrupted"`` (it was told to end), ``"failed"`` or ``"lost"``.
         why: of an end that was not complete.
         step, steps: done, and to be done in all.
         steps_done: in this run; those of a checkpoint that it began with are not.
@@ -152,8 +154,8 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
     saved = [said["path"] for said in events if said["event"] == "saved"]
     status = ends[-1]["status"] if ends else None
     state = "running" if has_supervisor else "without supervisor"
-    if status is not None:
-        state = _end_of(status)
+    if ends:
+        state = _end_of(ends[-1])
     _, took = _times(commits)
     return RunStatus(
         state=state,
@@ -209,9 +211,10 @@ def _before_end(events: Events) -> Events:
     return events
 
 
-def _end_of(status: int) -> str:
-    """How a run ended, by its exit status."""
-    return {0: "complete", _INTERRUPTED_STATUS: "interrupted"}.get(status, "failed")
+def _end_of(ending: Mapping[str, Any]) -> str:
+    """How a run ended: as the event says, or by its exit status."""
+    by_status = {0: "complete", _INTERRUPTED_STATUS: "interrupted"}
+    return str(ending.get("how") or by_status.get(ending["status"], "failed"))
 
 
 def _members(events: Events) -> dict[str, MemberStatus]:
@@ -241,7 +244,7 @@ def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
 
 
 def _still_there(found: Mapping[str, MemberStatus]) -> list[str]:
-    there = {*_STATE_OF.values(), "training"}
+    there = {*_STATE_OF.values(), "training"} - {"failed"}
     return [name for name, member in found.items() if member.state in there]
 
 
@@ -249,17 +252,19 @@ def _state_at_end(
     said: Mapping[str, Any], was: str, after: bool, ending: Mapping[str, Any] | None
 ) -> str:
     """How a member ended: what it did before, and whether the run was over."""
+    if said["event"] == "ended" and "how" in said:
+        return str(said["how"])
     if after and ending is not None:
         return "drained" if was == "leaving" else _over(ending)
     if said["event"] == "lost":
-        return "lost"
+        return "failed" if was == "failed" else "lost"
     return {"leaving": "drained", "finished": "complete"}.get(was, "ended")
 
 
 def _over(ending: Mapping[str, Any]) -> str:
     """What a member is whose run has ended."""
-    found = _end_of(ending["status"])
-    return "ended" if found == "failed" else found
+    found = _end_of(ending)
+    return found if found in ("complete", "drained", "interrupted") else "ended"
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:

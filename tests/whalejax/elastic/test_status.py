@@ -46,8 +46,8 @@ class Journal:
         fields = {"generation": generation, "members": members, "step": step}
         self.tell(("begun", fields))
 
-    def end(self, status: int, why: str = "") -> None:
-        self.tell(("ending", {"status": status, "why": why}))
+    def end(self, status: int, why: str = "", **fields: Any) -> None:
+        self.tell(("ending", {"status": status, "why": why, **fields}))
 
     def lose(self, name: str, why: str) -> None:
         self.tell(("lost", {"name": name, "why": why, "step": 3}))
@@ -163,6 +163,34 @@ def test_who_ends_in_order_is_not_lost(
         "m5": "lost",
     }
     assert [one.name for one in told.lost] == ["m5"]
+
+
+def test_how_runs_and_members_end_is_taken_from_events_that_say_so(
+    tmp_path: Path,
+) -> None:
+    found = Journal(tmp_path)
+    found.open("m1", "m2", "m3", "m4")
+    found.begin(1, ["m1", "m2", "m3", "m4"], -1)
+    found.tell(("left", {"name": "m1", "step": 7}))
+    found.tell(("failed", {"name": "m2", "why": "ValueError"}))
+    (told,) = status_of(tmp_path)
+    assert told.members["m1"].state == "left its loop"
+    found.lose("m2", "its process ended with status 1")
+    found.end(143, how="drained", saver="m1")
+    found.tell(("ended", {"name": "m1", "status": 143, "how": "complete"}))
+    (told,) = status_of(tmp_path)
+    assert told.state == "drained"
+    states = {name: member.state for name, member in told.members.items()}
+    assert states == {
+        "m1": "complete",
+        "m2": "failed",
+        "m3": "drained",
+        "m4": "drained",
+    }
+    found.open("m5")
+    found.end(1, "1 of at least 2 members are there", how="lost", saver="")
+    assert status_of(tmp_path)[-1].state == "lost"
+    assert status_of(tmp_path)[-1].members["m5"].state == "ended"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
