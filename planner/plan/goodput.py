@@ -24,6 +24,7 @@ from whalejax.planner.plan.fault_traces import (
     read_trace,
     simulated,
 )
+from whalejax.planner.plan.report.pictures import PicturedGoodput
 
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
+class Goodput(PicturedGoodput):
     """Useful time over wall time, by how a run goes on after a failure.
 
     Attributes:
@@ -89,12 +90,17 @@ class Goodput:
     lost_elastic: float
     trace: Replayed | None = None
 
+    def ways(self) -> list[tuple[str, float]]:
+        """Each way to go on and its goodput; of a trace too, where there is one."""
+        names = ("restart the world", "elastic", f"elastic, {self.num_spares} spares")
+        found = zip(names, (self.restart, self.elastic, self.spares), strict=True)
+        if self.trace is None:
+            return [*found]
+        of_trace = (self.trace.restart, self.trace.elastic, self.trace.spares)
+        traced = (f"trace: {name}" for name in names)
+        return [*found, *zip(traced, of_trace, strict=True)]
+
     def __str__(self) -> str:
-        rows = [
-            ("restart the world", self.restart),
-            ("elastic", self.elastic),
-            (f"elastic, {self.num_spares} spares", self.spares),
-        ]
         lines = [
             f"{self.nodes} nodes, a failure every {self.failure_seconds:,.0f} s, steps "
             f"of {self.step_seconds:.3g} s",
@@ -102,7 +108,7 @@ class Goodput:
             f"{self.best_snapshot_seconds:,.0f} s (Daly; Young "
             f"{self.young_seconds:,.0f} s)",
         ]
-        lines += [f"goodput  {value:.4f}  {name}" for name, value in rows]
+        lines += [f"goodput  {value:.4f}  {name}" for name, value in self.ways()[:3]]
         if self.trace is not None:
             t = self.trace
             lines.append(

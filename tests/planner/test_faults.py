@@ -258,3 +258,26 @@ def test_wrong_numbers_are_refused_all_at_once() -> None:
         WhaleError, match=r"(?s)3 problems.*mtbf is 0;.*restart is -1.*spares is -1"
     ):
         goodput_of(1.0, nodes=4, mtbf=0, restart=-1, spares=-1)
+
+
+def test_an_estimate_is_drawn_in_notebooks(tmp_path: Path) -> None:
+    path = trace(tmp_path, "time,node,event\n100,a,down\n150,a,up\n900,b,down\n")
+    found = goodput_of(0.5, nodes=8, mtbf=4000, restart=60, spares=2, trace=path)
+    drawn = found.chart()
+    assert [*drawn.bars] == [
+        "restart the world",
+        "elastic",
+        "elastic, 2 spares",
+        "trace: restart the world",
+        "trace: elastic",
+        "trace: elastic, 2 spares",
+    ]
+    assert drawn.bars["elastic"] == found.elastic
+    bundle = found._repr_mimebundle_()
+    assert bundle["text/plain"] == str(found)
+    html = bundle["text/html"]
+    assert html.count("<title>") == 6 and f"{found.elastic:.4f}</text>" in html
+    assert "trace    2 failures in 900 s" in html
+    drawn.save(tmp_path / "goodput.svg")
+    assert (tmp_path / "goodput.svg").read_text().startswith("<svg")
+    assert len(goodput_of(0.5, nodes=8, mtbf=4000, restart=60).chart().bars) == 3
