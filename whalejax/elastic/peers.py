@@ -95,7 +95,8 @@ class Peers:
 
     def _dial(self, address: tuple[str, int], look: Look) -> Channel:
         """Connect to a member; again where the connection ends, as under load."""
-        for left in reversed(range(_DIALS)):
+        left = _DIALS
+        while True:
             try:
                 channel = dial(
                     address,
@@ -105,6 +106,7 @@ class Peers:
                 )
                 break
             except Closed:
+                left -= 1
                 if not left:
                     raise
             look()

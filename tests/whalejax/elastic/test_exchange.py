@@ -15,6 +15,12 @@ from whalejax.meshes.errors import WhaleError
 
 
 KEY = b"k" * 32
+
+
+def look() -> None:
+    """What a member does while it waits."""
+
+
 F32, F64 = np.dtype("f4"), np.dtype("f8")
 
 
@@ -36,9 +42,9 @@ def test_all_members_come_to_the_same_sums(size: int) -> None:
     found: dict[str, Any] = {}
 
     def run(peers: Peers, name: str) -> None:
-        peers.connect(1, name, members, bool)
+        peers.connect(1, name, members, look)
         found[name] = exchanged(
-            peers, ["a", "b"], name, 7, parts[name], shapes, 4, bool
+            peers, ["a", "b"], name, 7, parts[name], shapes, 4, look
         )
 
     thread = threading.Thread(target=run, args=(one, "a"))
