@@ -12,7 +12,8 @@ import socket
 from typing import Final
 
 
-_held: Final[dict[int, socket.socket]] = {}
+_held: Final[dict[int, int]] = {}
+"""Ports to the descriptors of their sockets, which end with the process alone."""
 
 
 def reserve_port(host: str) -> int:
@@ -35,7 +36,7 @@ def reserve_port(host: str) -> int:
         found.close()
         raise
     port: int = found.getsockname()[1]
-    _held[port] = found
+    _held[port] = found.detach()
     return port
 
 
