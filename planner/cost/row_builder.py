@@ -376,7 +376,7 @@ class Views:
             home=home,
             uses=tuple((_number(use, self._use_numbers), index) for use, index in uses),
             calm=flow.still,
-            trip=self._moves(maker, readers) if around else 0,
+            trip=self._moves(maker, readers),
             scope=around[0].scope if around else "",
         )
 
@@ -418,7 +418,8 @@ class Views:
     def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
         """How often a value moves: as often as its readers take it.
 
-        What closes a loop stands outside and takes the value in every turn.
+        What closes a loop stands outside and takes the value in every turn. One that is
+        given and handed back as it is moves once.
         """
         ops = self.graph.ops
         made = ops[maker].trip if maker is not None else 1

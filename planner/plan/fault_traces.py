@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.read_file import Unreadable, read_text
 
 
-COLUMNS = ("time", "node", "event")
+COLUMNS: Final = ("time", "node", "event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,21 @@ def _event(row: dict[str, str | None], number: int, problems: Problems) -> Event
     return None
 
 
+def nodes_of(events: Sequence[Event]) -> list[str]:
+    """The nodes of a trace, by name, numbers in names by their value.
+
+    >>> names = ["n10", "n2", "n10"]
+    >>> nodes_of([Event(time=0.0, node=n, is_down=True) for n in names])
+    ['n2', 'n10']
+    """
+
+    def key(name: str) -> list[tuple[int, str]]:
+        parts = re.findall(r"[0-9]{1,18}|[^0-9]+|[0-9]+", name)
+        return [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in parts]
+
+    return sorted({event.node for event in events}, key=key)
+
+
 def simulated(
     policy: Policy, events: Sequence[Event], seconds: float, *, how: str, spares: int
 ) -> float:
@@ -121,31 +138,39 @@ def simulated(
     """
     if seconds <= 0:
         return 1.0
-    changes = _usable(policy, events, seconds, policy.nodes + spares)
-    run = _restarted if how == "restart" else _elastic
-    return run(policy, changes) / seconds
+    changes = _changes(policy, events, seconds)
+    if how == "restart":
+        spans = _spans(changes, seconds, policy.nodes + spares)
+        return _restarted(policy, spans) / seconds
+    names = nodes_of(events)
+    return _elastic(policy, changes, seconds, names, spares) / seconds
 
 
-def _usable(
-    policy: Policy, events: Sequence[Event], seconds: float, everyone: int
-) -> list[tuple[float, float, int]]:
-    """Spans of time with the number of nodes that are up and started again."""
-    steps: list[tuple[float, int]] = []
-    back: dict[str, tuple[float, int]] = {}
+def _changes(
+    policy: Policy, events: Sequence[Event], seconds: float
+) -> list[tuple[float, int, str]]:
+    """When nodes went, and were started again, in order of time."""
+    found: list[tuple[float, int, str]] = []
+    back: dict[str, tuple[float, int, str]] = {}
     for event in events:
         if event.is_down:
             planned = back.pop(event.node, None)
             if planned is not None and planned[0] > event.time:
-                steps.remove(planned)  # It failed again before it was started.
+                found.remove(planned)  # It failed again before it was started.
                 continue
-            steps.append((event.time, -1))
+            found.append((event.time, -1, event.node))
         else:
-            back[event.node] = (event.time + policy.restart, 1)
-            steps.append(back[event.node])
+            back[event.node] = (event.time + policy.restart, 1, event.node)
+            found.append(back[event.node])
+    return sorted(change for change in found if change[0] <= seconds)
+
+
+def _spans(
+    changes: Sequence[tuple[float, int, str]], seconds: float, everyone: int
+) -> list[tuple[float, float, int]]:
+    """Spans of time with the number of nodes that are there."""
     spans, now, count = [], 0.0, everyone
-    for time, change in sorted(steps):
-        if time > seconds:
-            break
+    for time, change, _ in changes:
         if time > now:
             spans.append((now, time, count))
         now, count = time, count + change
@@ -174,13 +199,37 @@ def _restarted(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> flo
     return useful
 
 
-def _elastic(policy: Policy, spans: Sequence[tuple[float, float, int]]) -> float:
-    """Useful seconds where the others go on."""
-    useful, before = 0.0, spans[0][2] if spans else 0
-    for begin, end, count in spans:
-        takes_part = max(min(count, policy.nodes), 0)
-        changed = takes_part != min(before, policy.nodes) or count < before
-        stall = policy.recovery if changed else 0.0
-        useful += max(end - begin - stall, 0.0) * policy.speeds[takes_part]
-        before = count
+def _elastic(
+    policy: Policy,
+    changes: Sequence[tuple[float, int, str]],
+    seconds: float,
+    names: Sequence[str],
+    spares: int,
+) -> float:
+    """Useful seconds where the others go on; a spare that is lost stalls nobody.
+
+    Nodes and spares beyond those that have names never fail.
+    """
+    takes_part, count = set(names[: policy.nodes]), policy.nodes
+    standing_by = [*names[policy.nodes :]]
+    standing_by += [""] * (spares - len(standing_by))
+    useful = now = stall = 0.0
+    for time, change, node in [*changes, (seconds, 0, "")]:
+        stalled = min(stall, time - now)
+        useful += (time - now - stalled) * policy.speeds[count]
+        stall, now = stall - stalled, time
+        if change > 0 and count < policy.nodes:
+            takes_part.add(node)
+            count, stall = count + 1, stall + policy.recovery
+        elif change > 0:
+            standing_by.append(node)
+        elif change < 0 and node in standing_by:
+            standing_by.remove(node)
+        elif change < 0:
+            takes_part.remove(node)
+            stall += policy.recovery
+            if standing_by:
+                takes_part.add(standing_by.pop(0))
+            else:
+                count -= 1
     return useful

@@ -11,18 +11,32 @@ the other two the nodes that are away are independent, so their number is binomi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.meshes.checks import Arguments
+from whalejax.meshes.checks import Arguments, is_number
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.fault_traces import Policy, read_trace, simulated
+from whalejax.planner.plan.fault_traces import (
+    Policy,
+    nodes_of,
+    read_trace,
+    simulated,
+)
+from whalejax.planner.plan.report.pictures import PicturedGoodput
 
 
 if TYPE_CHECKING:
     from whalejax.planner.plan.plan import Plan
+
+
+MOST_NODES: Final = 1_000_000
+"""Of a run, and as many spares; each is a term of a sum."""
+
+_LEAST_SECONDS: Final = 1e-9
+_MOST_SECONDS: Final = 1e15
+_MOST_SNAPSHOT_STEPS: Final = 10**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +51,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
+class Goodput(PicturedGoodput):
     """Useful time over wall time, by how a run goes on after a failure.
 
     Attributes:
@@ -76,12 +90,17 @@ class Goodput:
     lost_elastic: float
     trace: Replayed | None = None
 
+    def ways(self) -> list[tuple[str, float]]:
+        """Each way to go on and its goodput; of a trace too, where there is one."""
+        names = ("restart the world", "elastic", f"elastic, {self.num_spares} spares")
+        found = zip(names, (self.restart, self.elastic, self.spares), strict=True)
+        if self.trace is None:
+            return [*found]
+        of_trace = (self.trace.restart, self.trace.elastic, self.trace.spares)
+        traced = (f"trace: {name}" for name in names)
+        return [*found, *zip(traced, of_trace, strict=True)]
+
     def __str__(self) -> str:
-        rows = [
-            ("restart the world", self.restart),
-            ("elastic", self.elastic),
-            (f"elastic, {self.num_spares} spares", self.spares),
-        ]
         lines = [
             f"{self.nodes} nodes, a failure every {self.failure_seconds:,.0f} s, steps "
             f"of {self.step_seconds:.3g} s",
@@ -89,7 +108,7 @@ class Goodput:
             f"{self.best_snapshot_seconds:,.0f} s (Daly; Young "
             f"{self.young_seconds:,.0f} s)",
         ]
-        lines += [f"goodput  {value:.4f}  {name}" for name, value in rows]
+        lines += [f"goodput  {value:.4f}  {name}" for name, value in self.ways()[:3]]
         if self.trace is not None:
             t = self.trace
             lines.append(
@@ -129,7 +148,8 @@ def goodput(
             only crashed.
         nodes: that fail one by one; those of the plan's cluster if left out.
         trace: a CSV file with columns ``time,node,event``, where an event is ``down``
-            or ``up``.
+            or ``up``. Of the nodes that it names, in the order n1, n2, … n10, the
+            first are those of the run, and what is left are its spares.
 
     Raises:
         WhaleError: every argument that cannot be used, or the trace cannot be.
@@ -177,15 +197,16 @@ def goodput_of(
         recovery, repair, trace: as for ``goodput``.
     """
     problems = Arguments("wh.goodput")
-    problems.number("step_seconds", step_seconds, above=0)
-    problems.whole("nodes", nodes, least=1)
-    problems.number("mtbf", mtbf, above=0)
-    problems.number("restart", restart, least=0)
-    problems.whole("snapshot_every", snapshot_every, least=1, none=True)
-    problems.whole("spares", spares)
-    problems.number("snapshot", snapshot, least=0)
-    problems.number("recovery", recovery, least=0)
-    problems.number("repair", repair, least=0)
+    _check_seconds(problems, "step_seconds", step_seconds, least=_LEAST_SECONDS)
+    problems.whole("nodes", nodes, least=1, most=MOST_NODES)
+    _check_seconds(problems, "mtbf", mtbf, least=_LEAST_SECONDS)
+    _check_seconds(problems, "restart", restart)
+    most = _MOST_SNAPSHOT_STEPS
+    problems.whole("snapshot_every", snapshot_every, least=1, most=most, none=True)
+    problems.whole("spares", spares, most=MOST_NODES)
+    _check_seconds(problems, "snapshot", snapshot)
+    _check_seconds(problems, "recovery", recovery)
+    _check_seconds(problems, "repair", repair)
     problems.whole("micro_batches", micro_batches, least=1, none=True)
     problems.raise_if_any()
     between = mtbf / nodes
@@ -214,11 +235,21 @@ def goodput_of(
         failure_seconds=between,
         snapshot_every=every,
         best_snapshot_seconds=best,
-        young_seconds=math.sqrt(2 * snapshot * between),
+        young_seconds=math.sqrt(2 * snapshot) * math.sqrt(between),
         lost_restart=away + every * step_seconds / 2,
         lost_elastic=2 * recovery + away / nodes,
         trace=None if trace is None else _replayed(policy, spares, Path(trace)),
     )
+
+
+def _check_seconds(
+    problems: Arguments, name: str, value: object, *, least: float = 0.0
+) -> None:
+    """Seconds with which all that follows is finite."""
+    known: Any = value
+    if not is_number(value) or not least <= known <= _MOST_SECONDS:
+        limits = f"{least:g} to {_MOST_SECONDS:g}"
+        problems.refuse(name, value, f"a number of seconds, {limits}")
 
 
 def daly_seconds(cost: float, between: float) -> float:
@@ -271,21 +302,40 @@ def elastic_goodput(
     0.99
     """
     nodes = len(speeds) - 1
-    everyone = nodes + spares
-    there = mtbf / (mtbf + away)
     total = 0.0
-    for alive in range(everyone + 1):
-        part = (
-            math.comb(everyone, alive)
-            * there**alive
-            * (1 - there) ** (everyone - alive)
-        )
+    for alive, part in enumerate(alive_parts(nodes + spares, mtbf, away)):
         takes_part = min(alive, nodes)
         # Who comes back as a spare stalls nobody.
         times = 1 if alive > nodes else 2
         stalls = times * recovery * takes_part / mtbf
         total += part * speeds[takes_part] * max(1.0 - stalls, 0.0)
-    return total
+    return min(total, 1.0)
+
+
+def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
+    """The parts of the time in which 0, 1, … nodes are there, which add up to 1.
+
+    They are binomial, each node being there for mtbf / (mtbf + away) of the time; in
+    logarithms, because neither the coefficients of a thousand nodes nor the powers are
+    numbers of 64 bits: ln C(n, k) = lnΓ(n + 1) - lnΓ(k + 1) - lnΓ(n - k + 1)
+    (Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 6.1.5 and 6.1.21).
+
+    Args:
+        nodes: how many there could be.
+        mtbf: mean time between failures of one of them.
+        away: that a lost one is.
+
+    >>> [round(part, 4) for part in alive_parts(2, 90.0, 10.0)]
+    [0.01, 0.18, 0.81]
+    """
+    if away <= 0:
+        yield from (float(alive == nodes) for alive in range(nodes + 1))
+        return
+    there, gone = -math.log1p(away / mtbf), -math.log1p(mtbf / away)
+    whole = math.lgamma(nodes + 1)
+    for alive in range(nodes + 1):
+        ways = whole - math.lgamma(alive + 1) - math.lgamma(nodes - alive + 1)
+        yield math.exp(min(ways + alive * there + (nodes - alive) * gone, 0.0))
 
 
 def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
@@ -308,21 +358,19 @@ def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
 
 def _replayed(policy: Policy, spares: int, path: Path) -> Replayed:
     events = read_trace(path)
-    names = list(dict.fromkeys(event.node for event in events))
+    names = nodes_of(events)
     if len(names) > policy.nodes + spares:
         raise WhaleError(
             f"{path} names {len(names)} nodes; the run has {policy.nodes} and {spares} "
             "spares. Give nodes= and spares= as in the trace"
         )
     seconds = events[-1].time
-
-    def of(how: str, more: int) -> float:
-        return simulated(policy, events, seconds, how=how, spares=more)
-
+    # Spares that a run does not have do not fail in it.
+    own = [event for event in events if event.node in names[: policy.nodes]]
     return Replayed(
         seconds=seconds,
         failures=sum(event.is_down for event in events),
-        restart=of("restart", 0),
-        elastic=of("elastic", 0),
-        spares=of("elastic", spares),
+        restart=simulated(policy, own, seconds, how="restart", spares=0),
+        elastic=simulated(policy, own, seconds, how="elastic", spares=0),
+        spares=simulated(policy, events, seconds, how="elastic", spares=spares),
     )

@@ -201,6 +201,38 @@ def test_example_of_many_processes_trains(tmp_path: Path) -> None:
     assert said and float(said[1]) < 0.5  # it is 1 where nothing is learned
 
 
+@pytest.mark.slow
+def test_elastic_commands_of_the_readme_run(tmp_path: Path) -> None:
+    (block,) = (
+        block
+        for block in blocks("bash")
+        if block.path.name == "README.md" and "--processes 1:2" in block.text
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)  # one device in each process
+    said = []
+    for program, *words in commands_of(block):
+        assert program == "whalejax"
+        done = subprocess.run(
+            [sys.executable, "-m", "whalejax", *words],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(done.stdout)
+    trained, status = said
+    assert re.match(r"complete, loss \d.* in 30 steps, ", trained)
+    assert re.match(r"run +complete, ", status)
+    assert re.search(r"^step +30 of 30, loss \d", status, re.MULTILINE)
+    # Lost members, if the machine was slow, have others in their place.
+    assert re.search(
+        r"^member +m\d+  complete, rank 0, pid \d+, host", status, re.MULTILINE
+    )
+
+
 def test_variables_of_the_documents_are_read() -> None:
     named = {
         name

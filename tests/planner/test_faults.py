@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.fault_traces import Event, Policy, read_trace, simulated
 from whalejax.planner.plan.goodput import (
+    alive_parts,
     daly_seconds,
     elastic_goodput,
     goodput_of,
@@ -113,6 +116,60 @@ def test_without_failures_nothing_is_lost() -> None:
     assert goodput_of(1.0, nodes=4, mtbf=1e-3, restart=60).restart == 0.0
 
 
+@pytest.mark.parametrize("nodes", [2000, 100_000])
+def test_thousands_of_nodes_are_as_they_are_on_average(nodes: int) -> None:
+    # Far from both ends the number that is there is close to its mean.
+    found = goodput_of(1.0, nodes=nodes, mtbf=900.0, restart=100.0, recovery=0.0)
+    assert found.elastic == pytest.approx(0.9, rel=1e-9)
+    assert sum(alive_parts(nodes, 900.0, 100.0)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_logarithms_give_what_binomials_do() -> None:
+    found = [*alive_parts(30, 90.0, 10.0)]
+    expected = [math.comb(30, k) * 0.9**k * 0.1 ** (30 - k) for k in range(31)]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert [*alive_parts(3, 90.0, 0.0)] == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("step", [1e-9, 1.0, 1e15])
+@pytest.mark.parametrize("mtbf", [1e-9, 1.0, 1e15])
+@pytest.mark.parametrize("nodes", [1, 3000])
+def test_every_number_is_finite(step: float, mtbf: float, nodes: int) -> None:
+    for seconds in (0.0, 1e-9, 1.0, 1e15):
+        found = goodput_of(
+            step,
+            nodes=nodes,
+            mtbf=mtbf,
+            restart=seconds,
+            spares=nodes,
+            snapshot=seconds,
+            recovery=seconds,
+            repair=seconds,
+            micro_batches=8,
+        )
+        numbers = {k: v for k, v in dataclasses.asdict(found).items() if k != "trace"}
+        assert all(map(math.isfinite, numbers.values())), numbers
+        for name in ("restart", "elastic", "spares"):
+            assert 0 <= numbers[name] <= 1, (name, numbers)
+        assert str(found)
+
+
+def test_numbers_that_are_too_large_are_refused() -> None:
+    with pytest.raises(
+        WhaleError,
+        match=r"(?s)5 problems.*step_seconds is 1e-300; expected a number of seconds, "
+        r"1e-09 to 1e\+15.*nodes is 2000000; .*1 to 1000000.*mtbf is 1e\+300.*"
+        r"restart is inf.*snapshot_every is 10000000000000000",
+    ):
+        goodput_of(
+            1e-300,
+            nodes=2_000_000,
+            mtbf=1e300,
+            restart=float("inf"),
+            snapshot_every=10**16,
+        )
+
+
 def trace(folder: Path, text: str) -> Path:
     path = folder / "trace.csv"
     path.write_text(text)
@@ -142,6 +199,34 @@ def test_a_trace_is_played_through(tmp_path: Path) -> None:
     assert found.spares == 1.0
 
 
+def test_a_spare_that_fails_costs_runs_without_spares_nothing(tmp_path: Path) -> None:
+    # n10 comes behind n1, n2 and n3, so that it is the spare.
+    path = trace(
+        tmp_path,
+        "time,node,event\n100,n10,down\n200,n10,up\n300,n1,down\n400,n1,up\n"
+        "500,n10,down\n600,n10,up\n700,n2,down\n900,n2,up\n1000,n3,down\n",
+    )
+    found = goodput_of(
+        1.0,
+        nodes=3,
+        mtbf=1000,
+        restart=0,
+        snapshot_every=10,
+        snapshot=0.0,
+        recovery=10.0,
+        spares=1,
+        trace=path,
+    ).trace
+    assert found is not None and found.failures == 5
+    # Without spares: n1 for 100 s, n2 for 200 s; each stalls the others twice.
+    assert found.restart == pytest.approx(0.7)
+    lost = 300 / 3 + 2 * 10 * 2 / 3 + 2 * 10
+    assert found.elastic == pytest.approx((1000 - lost) / 1000)
+    # n10 steps in for n1 at 300, and n1, back at 400, for n10 at 500; n10, back at
+    # 600, for n2 at 700. Nobody else stalls.
+    assert found.spares == pytest.approx((1000 - 3 * 10) / 1000)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -169,5 +254,30 @@ def test_too_many_nodes_in_a_trace_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_are_refused_all_at_once() -> None:
-    with pytest.raises(WhaleError, match=r"(?s)3 problems.*mtbf is 0.*spares is -1"):
+    with pytest.raises(
+        WhaleError, match=r"(?s)3 problems.*mtbf is 0;.*restart is -1.*spares is -1"
+    ):
         goodput_of(1.0, nodes=4, mtbf=0, restart=-1, spares=-1)
+
+
+def test_an_estimate_is_drawn_in_notebooks(tmp_path: Path) -> None:
+    path = trace(tmp_path, "time,node,event\n100,a,down\n150,a,up\n900,b,down\n")
+    found = goodput_of(0.5, nodes=8, mtbf=4000, restart=60, spares=2, trace=path)
+    drawn = found.chart()
+    assert [*drawn.bars] == [
+        "restart the world",
+        "elastic",
+        "elastic, 2 spares",
+        "trace: restart the world",
+        "trace: elastic",
+        "trace: elastic, 2 spares",
+    ]
+    assert drawn.bars["elastic"] == found.elastic
+    bundle = found._repr_mimebundle_()
+    assert bundle["text/plain"] == str(found)
+    html = bundle["text/html"]
+    assert html.count("<title>") == 6 and f"{found.elastic:.4f}</text>" in html
+    assert "trace    2 failures in 900 s" in html
+    drawn.save(tmp_path / "goodput.svg")
+    assert (tmp_path / "goodput.svg").read_text().startswith("<svg")
+    assert len(goodput_of(0.5, nodes=8, mtbf=4000, restart=60).chart().bars) == 3

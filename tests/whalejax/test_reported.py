@@ -133,6 +133,36 @@ def test_stages_with_programs_of_their_own() -> None:
         np.testing.assert_allclose(found["least"], z.min(), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [
+        ("cpu:2", {"mesh": {"data": 2}}),
+        ("cpu:8", {"shares": [8]}),
+        ("cpu:8", {"shares": [8, 0]}),
+        ("h100:8", {}),
+    ],
+)
+def test_what_is_reported_as_it_was_given_has_a_price(
+    cluster: str, options: dict[str, Any]
+) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        each = (jnp.tanh(batch["x"] @ model["w"]) ** 2).sum(-1)
+        return each.mean(), wh.Aux(samples={"number": batch["number"]})
+
+    model = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    batch = {
+        "x": jax.ShapeDtypeStruct((BATCH, 8), jnp.float32),
+        "number": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+    }
+    plan = wh.plan(loss, model, batch, cluster=cluster, **options)
+    assert plan.time.step_seconds > 0
+    if options == {"mesh": {"data": 2}}:
+        (gathered,) = (c for c in plan.collectives if c.what == "border")
+        # All numbers of the batch, once in each micro-batch, nowhere but at its end.
+        assert (gathered.kind, gathered.axes) == ("all-gather", ("data",))
+        assert (gathered.payload_bytes, gathered.count) == (4 * BATCH, 1)
+
+
 def test_wrong_reports_are_said() -> None:
     def scalar(model: Any, x: Any) -> Any:
         return (x @ model).mean(), wh.Aux(samples={"mean": x.mean()})

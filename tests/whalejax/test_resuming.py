@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -30,7 +31,8 @@ from tests.whalejax.runs import (
 from tests.whalejax.test_checkpoint import data_files, without_hashes
 from whalejax.cli import train_loop, train_session
 from whalejax.cli.options import TrainCommand
-from whalejax.runtime import folder_lock
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime import folder_lock, resume
 from whalejax.runtime.folder_lock import LOCK, FolderLock
 from whalejax.runtime.resume import batches_from, resumed
 from whalejax.runtime.train_step import TrainState, TrainStep
@@ -464,3 +466,60 @@ def test_checkpoints_that_cannot_be_listed_or_removed(
     with pytest.raises(wh.WhaleError, match="older checkpoints cannot be removed"):
         train_loop.train(step, state, batches, steps=4, save_dir=run, keep=1)
     assert train_loop.latest(run) == run / "step_000004"
+
+
+# Several processes.
+
+
+class Others:
+    """What the other processes tell, where this one is of two."""
+
+    def __init__(self, first: str, here: int) -> None:
+        self.first, self.here = first, here
+        self.said: list[str] = []
+
+    def told_by_all(self, mine: str, _: str) -> list[str]:
+        self.said.append(mine)
+        return [mine, ""] if self.here == 0 else [self.first, mine]
+
+    def fail_together(self, error: str, _: str) -> None:
+        self.said.append(error)
+        if error:
+            raise WhaleError(error)
+
+
+def seen_by(monkeypatch: pytest.MonkeyPatch, here: int, first: str = "") -> Others:
+    others = Others(first, here)
+    monkeypatch.setattr(resume.jax, "process_index", lambda: here)
+    monkeypatch.setattr(resume, "told_by_all", others.told_by_all)
+    monkeypatch.setattr(resume, "fail_together", others.fail_together)
+    return others
+
+
+def test_the_first_process_says_which_checkpoints_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"step_00000{number}").mkdir()
+    with monkeypatch.context() as patch:
+        others = seen_by(patch, 0)
+        found = [path.name for path in resume.agreed_checkpoints(tmp_path)]
+        assert found == ["step_000003", "step_000002", "step_000001"]
+    # The other one would take the third, which was written since.
+    with monkeypatch.context() as patch:
+        seen_by(patch, 1, json.dumps([["step_000002", "step_000001"], ""]))
+        found = [path.name for path in resume.agreed_checkpoints(tmp_path)]
+        assert found == ["step_000002", "step_000001"]
+    with monkeypatch.context() as patch:
+        others = seen_by(patch, 1, json.dumps([["step_000009"], ""]))
+        with pytest.raises(
+            WhaleError,
+            match=r"process 1 does not see .*step_000009, from which process 0 goes "
+            r"on. Keep checkpoints in a folder that all hosts share",
+        ):
+            resume.agreed_checkpoints(tmp_path)
+        assert len(others.said) == 2  # All hear of it.
+    with monkeypatch.context() as patch:
+        seen_by(patch, 1, json.dumps([[], "it cannot be listed"]))
+        with pytest.raises(WhaleError, match="it cannot be listed"):
+            resume.agreed_checkpoints(tmp_path)

@@ -27,6 +27,9 @@ def launch(command: LaunchCommand) -> int:
             f"SCRIPT.py is {str(command.script)!r}; there is no such file "
             f"({command.script.absolute()})"
         )
+    from whalejax.elastic.supervisor.settings import least_and_most
+
+    least, _ = least_and_most(command.processes)
     if ":" in command.processes or command.spares:
         from whalejax.elastic.launching import launch_elastic
 
@@ -34,7 +37,7 @@ def launch(command: LaunchCommand) -> int:
     return launcher.run(
         launcher.Launch(
             command=(sys.executable, str(command.script), *command.arguments),
-            processes=int(command.processes),
+            processes=least,
             hosts=tuple(command.hosts.split(",")),
             quotas=_percents(command.cpu_quota),
             logs=command.logs,

@@ -27,6 +27,9 @@ LONGEST_WORD: Final = 4096
 """Characters of one word; the longest path that Linux takes."""
 
 LONGEST_SECONDS: Final = 10**6
+MOST_MEMBERS: Final = 4096
+"""Of an elastic run; a message to each names all."""
+
 
 _WHOLE: Final = {
     "batch": (1, MOST_SAMPLES),
@@ -145,6 +148,8 @@ def _wrong_range(text: str) -> str:
     good = len(parts) < 3 and all(p.isascii() and p.isdigit() for p in parts)
     numbers = [int(p) for p in parts if len(p) < 9] if good else []
     if len(numbers) == len(parts) and all(1 <= n <= 2**20 for n in numbers):
+        if len(numbers) == 2 and numbers[1] > MOST_MEMBERS:
+            return f"{text}; expected a MAX of at most {MOST_MEMBERS}"
         if numbers[0] <= numbers[-1]:
             return ""
         return f"{text}, whose MIN is over its MAX; expected {numbers[-1]}:{numbers[0]}"

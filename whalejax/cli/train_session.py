@@ -34,7 +34,7 @@ from whalejax.cli.train_report import TrainReport, units_of, words_of
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.resume import batches_from, held, resumed
+from whalejax.runtime.resume import agreed_checkpoints, batches_from, held, resumed
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
@@ -101,6 +101,11 @@ def check_options(options: TrainCommand) -> None:
                 f"{name} {words} was given with --plan {options.plan}, which "
                 "decides it. Leave it out, or make another plan with whalejax plan"
             )
+    if options.spares and options.processes is None:
+        problems.add(
+            f"--spares is {options.spares} without --processes MIN:MAX, of which they "
+            "step in for lost ones. Give both, or leave it out"
+        )
     _check_save(options, problems)
     problems.raise_if_any()
 
@@ -259,8 +264,8 @@ class _Session:
     def _resumed(self, step: TrainStep) -> tuple[TrainState, Path | None]:
         """The state to begin with, and the checkpoint it is from; says which."""
         options = self.options
-        there = train_loop.checkpoints(options.save) if options.save else []
-        found = resumed(step, there if options.resume else [])
+        folder = options.save if options.resume else None
+        found = resumed(step, [] if folder is None else agreed_checkpoints(folder))
         for note in found.notes if found else ():
             self._warn(note)
         if found:

@@ -21,6 +21,7 @@ import time
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import is_loopback
+from whalejax.distributed.reserved_port import is_reserved
 
 
 MOST_DEPTH: Final = 8
@@ -219,14 +220,16 @@ def listener(host: str, port: int) -> socket.socket:
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     )[0]
+    # Where this process holds the port, it shares it with itself.
+    option = socket.SO_REUSEPORT if is_reserved(port) else socket.SO_REUSEADDR
     with socket.socket(family, kind, proto) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.setsockopt(socket.SOL_SOCKET, option, 1)
         tried.bind(address)  # whether it is of this machine
     if not is_loopback(host):
         address = ("" if family == socket.AF_INET else "::", port, *address[2:])
     found = socket.socket(family, kind, proto)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, option, 1)
         found.bind(address)
         found.listen(128)
     except OSError:

@@ -17,7 +17,12 @@ from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.supervisor.processes import machine
-from whalejax.elastic.wire.connection import Channel, dial
+from whalejax.elastic.wire.connection import (
+    Channel,
+    OtherProtocol,
+    WrongKey,
+    dial,
+)
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
@@ -183,8 +188,8 @@ class Control:
             except Stopped:
                 raise
             except WireError as error:
-                wrong_key = "key" in str(error) or "version" in str(error)
-                if wrong_key or time.monotonic() > end or self._closed:
+                hopeless = isinstance(error, WrongKey | OtherProtocol)
+                if hopeless or time.monotonic() > end or self._closed:
                     raise self._unreachable(error, first=first) from None
             time.sleep(_AGAIN_SECONDS)
 

@@ -26,6 +26,9 @@ BLOCK_ELEMENTS: Final = 1 << 24
 """Elements that are under way at once, of each buffer."""
 
 Buffers = Sequence[np.ndarray]
+Expected = tuple[int, np.dtype[Any]]
+"""Length and dtype of an array."""
+
 Parts = Mapping[Node, Buffers]
 """Flat buffers, one for each dtype, by the micro-batches that they are the sum of."""
 
@@ -66,7 +69,8 @@ def exchanged(
         spans = [
             (min(first, size), min(first + BLOCK_ELEMENTS, size)) for size, _ in shapes
         ]
-        block = _Block(peers, names, me, step, count, look)
+        dtypes = [np.dtype(dtype) for _, dtype in shapes]
+        block = _Block(peers, names, me, step, count, dtypes, look)
         came = block.run(parts, spans, found, whole=small)
     return found, came
 
@@ -81,8 +85,10 @@ class _Block:
         me: str,
         step: int,
         count: int,
+        dtypes: Sequence[np.dtype[Any]],
         look: Look,
     ) -> None:
+        self._dtypes = dtypes
         self._peers, self._names, self._me = peers, list(names), me
         self._step, self._count, self._look = step, count, look
         self._others = [name for name in names if name != me]
@@ -129,7 +135,7 @@ class _Block:
     ) -> list[Node]:
         said = self._peers.take(other, "part", self._step, self._look)
         nodes = [(first, end) for first, end in said.fields["nodes"]]
-        check_arrays(said, [b - a for a, b in mine] * len(nodes), other)
+        check_arrays(said, self._expected(mine) * len(nodes), other)
         for place, node in enumerate(nodes):
             if node not in came:  # Else ``check_tiles`` finds it doubled.
                 start = place * len(mine)
@@ -147,7 +153,7 @@ class _Block:
         for other in self._others:
             said = self._peers.take(other, "total", self._step, self._look)
             theirs = self._spans(spans, other, whole=False)
-            check_arrays(said, [b - a for a, b in theirs], other)
+            check_arrays(said, self._expected(theirs), other)
             for (a, b), buffer, one in zip(theirs, found, said.arrays, strict=True):
                 buffer[a:b] = one
 
@@ -163,6 +169,11 @@ class _Block:
             for a, b in spans
         ]
 
+    def _expected(self, spans: Sequence[tuple[int, int]]) -> list[Expected]:
+        """Lengths and dtypes of the arrays that hold some elements."""
+        pairs = zip(spans, self._dtypes, strict=True)
+        return [(b - a, dtype) for (a, b), dtype in pairs]
+
     def _send(
         self, kind: str, other: str, arrays: Sequence[np.ndarray], **fields: Any
     ) -> None:
@@ -171,17 +182,24 @@ class _Block:
         self._peers.send(other, message, self._look)
 
 
-def check_arrays(said: Message, sizes: Sequence[int], other: str) -> None:
-    """Refuse arrays of other sizes than those that were agreed on.
+def check_arrays(said: Message, expected: Sequence[Expected], other: str) -> None:
+    """Refuse arrays of another form than was agreed on.
+
+    Args:
+        said: what holds them.
+        expected: length and dtype of each; they have one dimension.
+        other: who sent it.
 
     Raises:
         WhaleError: which came, from whom.
     """
-    there = [x.size for x in said.arrays]
-    if there != list(sizes):
+    there = [(x.shape, x.dtype) for x in said.arrays]
+    if there != [((size,), dtype) for size, dtype in expected]:
+        found = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in there[:8])
+        wanted = ", ".join(f"{dtype}[{size}]" for size, dtype in expected[:8])
         raise WhaleError(
-            f"{other} sent arrays of {there[:8]} elements for {said.kind}; expected "
-            f"{list(sizes)[:8]}. Run the same code in all members"
+            f"{other} sent {len(there)} arrays for {said.kind} ({found or 'none'}); "
+            f"expected {len(expected)} ({wanted}). Run the same code in all members"
         )
 
 

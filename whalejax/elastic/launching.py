@@ -14,11 +14,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.elastic import outcome
 from whalejax.elastic.supervisor.settings import Settings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
 
@@ -27,6 +29,8 @@ _MOST_RESTARTS: Final = 1000
 _FIRST_PULSE_SECONDS: Final = 120.0
 _PULSE_SECONDS: Final = 1.0
 _ERROR_STATUS: Final = 2
+
+_REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 
 _NOT_ELASTIC: Final = (
     "plan", "cluster", "mesh", "shares", "remat", "offload", "attention",
@@ -59,11 +63,24 @@ def launch_elastic(command: LaunchCommand) -> int:
                 f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
                 "Leave it out"
             )
+        if command.remote_shell != _REMOTE_SHELL:
+            problems.add(
+                f"--remote-shell is {command.remote_shell}; MIN:MAX starts processes "
+                "of this machine only. Leave it out"
+            )
     settings = Settings(least=least, most=most, spares=command.spares)
     words = (sys.executable, str(command.script), *command.arguments)
-    return supervise(
-        words, command.logs, settings, port=command.port, seconds=command.exit_timeout
+    status = supervise(
+        words,
+        command.logs,
+        settings,
+        port=command.port,
+        seconds=command.exit_timeout,
+        quiet=command.json,
     )
+    if command.json:
+        outcome.print_launched(command, status)
+    return status
 
 
 def train_elastically(command: TrainCommand) -> int:
@@ -96,7 +113,10 @@ def train_elastically(command: TrainCommand) -> int:
     assert command.save is not None
     words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
     settings = Settings(least=least, most=most, spares=command.spares)
-    return supervise(words, command.save, settings)
+    began = time.monotonic()
+    status = supervise(words, command.save, settings, quiet=command.quiet)
+    outcome.print_trained(command, status, time.monotonic() - began)
+    return status
 
 
 def told(command: TrainCommand) -> str:
@@ -111,6 +131,7 @@ def supervise(
     *,
     port: int | None = None,
     seconds: float = 300.0,
+    quiet: bool = False,
 ) -> int:
     """Run a supervisor to its end, again where it is killed.
 
@@ -120,6 +141,7 @@ def supervise(
         settings: how it decides.
         port: where it listens, or None for a free one.
         seconds: for processes to end after the run has.
+        quiet: say what goes wrong, and no progress.
 
     Returns:
         Its status.
@@ -130,6 +152,7 @@ def supervise(
         "settings": dataclasses.asdict(settings),
         "port": port or 0,
         "exit_seconds": seconds,
+        "quiet": quiet,
     }
     ends = _Ends()
     for number in range(_MOST_RESTARTS):
@@ -226,6 +249,7 @@ def main(words: Sequence[str]) -> int:
         exit_seconds=given["exit_seconds"],
         pulse=given["pulse"],
         again=given["again"],
+        quiet=given["quiet"],
     )
     try:
         return Supervisor(run).run()

@@ -6,14 +6,14 @@ with them, and cannot be taken for a part of this one.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from whalejax.elastic.wire.connection import Channel, Closed, accept, dial, listen
-from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.acceptor import Acceptor
+from whalejax.elastic.wire.connection import Channel, Closed, dial, listen
+from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.elastic.wire.messages import TO_PEER, checked
 
 
@@ -21,7 +21,11 @@ CONNECT_SECONDS: Final = 30.0
 """For members of a generation to find each other; then the supervisor is told."""
 
 _TICK_SECONDS: Final = 0.05
-_MOST_GREETED: Final = 256
+_DIALS: Final = 3
+_AGAIN_SECONDS: Final = 0.2
+_CLOSED: Final = 1 << 60
+"""A generation that never comes."""
+
 _SILENT_SECONDS: Final = 86_400.0
 
 Look = Callable[[], None]
@@ -44,15 +48,14 @@ class Peers:
             host: address that the other members reach.
         """
         self._key, self.host = key, host
-        self._listening = listen(host)
-        self.port: int = self._listening.getsockname()[1]
-        self.generation, self._name = -1, ""
-        self._open = threading.Semaphore(_MOST_GREETED)
+        listening = listen(host)
+        self.port: int = listening.getsockname()[1]
+        self.generation, self._least, self._name = -1, -1, ""
         self._changed = threading.Condition()
         self._channels: dict[tuple[int, str], Channel] = {}
         self._inbox: dict[tuple[int, str, str, int], list[Message]] = {}
         self._broken: dict[str, str] = {}
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = Acceptor(listening, key, self._greet, most_bytes=DATA_BYTES)
 
     def connect(
         self,
@@ -79,15 +82,42 @@ class Peers:
         for other, host, port in members[:rank]:
             look()
             try:
-                channel = dial((host, port), self._key, seconds=CONNECT_SECONDS / 3)
-                fields = {"generation": generation, "name": name}
-                channel.send(Message(kind="hello", fields=fields))
+                channel = self._dial((host, port), look)
             except WireError as error:
                 self._breaks(generation, other, str(error))
                 raise
             self._take(generation, other, channel)
+            threading.Thread(
+                target=self._read, args=(generation, other, channel), daemon=True
+            ).start()
         for other, _, _ in members[rank + 1 :]:
             self._await(generation, other, end, look)
+
+    def _dial(self, address: tuple[str, int], look: Look) -> Channel:
+        """Connect to a member; again where the connection ends, as under load."""
+        left = _DIALS
+        while True:
+            try:
+                channel = dial(
+                    address,
+                    self._key,
+                    seconds=CONNECT_SECONDS / 3,
+                    most_bytes=DATA_BYTES,
+                )
+                break
+            except Closed:
+                left -= 1
+                if not left:
+                    raise
+            look()
+            time.sleep(_AGAIN_SECONDS)
+        fields = {"generation": self.generation, "name": self._name}
+        try:
+            channel.send(Message(kind="hello", fields=fields))
+        except WireError:
+            channel.close()
+            raise
+        return channel
 
     def _await(self, generation: int, other: str, end: float, look: Look) -> None:
         while True:
@@ -157,14 +187,15 @@ class Peers:
 
     def close(self) -> None:
         """End all connections."""
-        self._listening.close()
-        self._leave(1 << 60)
+        self._leave(_CLOSED)
+        self._acceptor.close()
 
     # Threads.
 
     def _leave(self, generation: int) -> None:
         """End the connections of generations before this one."""
         with self._changed:
+            self._least = generation
             old = [key for key in self._channels if key[0] < generation]
             channels = [self._channels.pop(key) for key in old]
             for key in [key for key in self._inbox if key[0] < generation]:
@@ -173,38 +204,28 @@ class Peers:
         for channel in channels:
             channel.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, _ = self._listening.accept()
-            except OSError:
-                return  # Closed.
-            if self._open.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(link,), daemon=True).start()
-            else:
-                link.close()
-
-    def _greet(self, link: socket.socket) -> None:
+    def _greet(self, channel: Channel) -> None:
+        """A connection that another member made, until its end."""
         try:
-            channel = accept(link, self._key)
             said = checked(channel.receive(seconds=CONNECT_SECONDS), TO_PEER)
         except WireError:
             return
-        finally:
-            self._open.release()
         generation, other = said.fields.get("generation", -1), said.fields.get("name")
-        if said.kind != "hello" or generation < self.generation or not other:
-            channel.close()  # Of a generation that is over.
-            return
-        self._take(generation, other, channel)
+        if said.kind == "hello" and other and self._take(generation, other, channel):
+            self._read(generation, other, channel)
 
-    def _take(self, generation: int, other: str, channel: Channel) -> None:
+    def _take(self, generation: int, other: str, channel: Channel) -> bool:
+        """Use a connection; whether its generation is not over."""
         with self._changed:
+            if generation < self._least:
+                channel.close()
+                return False
+            old = self._channels.get((generation, other))
             self._channels[generation, other] = channel
             self._changed.notify_all()
-        threading.Thread(
-            target=self._read, args=(generation, other, channel), daemon=True
-        ).start()
+        if old is not None:
+            old.close()
+        return True
 
     def _read(self, generation: int, other: str, channel: Channel) -> None:
         while True:
@@ -212,7 +233,7 @@ class Peers:
                 said = checked(channel.receive(seconds=_SILENT_SECONDS), TO_PEER)
             except WireError as error:
                 channel.close()
-                self._breaks(generation, other, str(error))
+                self._gone(generation, other, channel, str(error))
                 return
             if said.fields.get("generation", generation) != generation:
                 continue  # Of another generation: it counts for nothing here.
@@ -220,6 +241,15 @@ class Peers:
                 key = (generation, other, said.kind, said.fields.get("step", -1))
                 self._inbox.setdefault(key, []).append(said)
                 self._changed.notify_all()
+
+    def _gone(self, generation: int, other: str, channel: Channel, why: str) -> None:
+        """A connection has ended; one that took its place goes on."""
+        with self._changed:
+            if self._channels.get((generation, other)) is not channel:
+                return
+            if generation != self.generation:  # It counts as one that never came.
+                del self._channels[generation, other]
+        self._breaks(generation, other, why)
 
     def _breaks(self, generation: int, other: str, why: str) -> None:
         with self._changed:

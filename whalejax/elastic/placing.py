@@ -11,13 +11,18 @@ import atexit
 import os
 import platform
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from whalejax.distributed.launch_env import KEY_FILE, joined_address
+from whalejax.distributed.launch_env import (
+    KEY_FILE,
+    is_loopback,
+    joined_address,
+    split_address,
+)
+from whalejax.distributed.reserved_port import reserve_port
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.phases import STOPPED, WAITING
 
@@ -46,10 +51,8 @@ def placed(
     from whalejax.elastic.member import local_host
 
     host = local_host(address)
-    # Free for the coordinator of a generation in which this is the first process.
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.bind((host, 0))
-        port = found.getsockname()[1]
+    # For the coordinator of a generation in which this is the first process.
+    port = reserve_port(host)
 
     def registers() -> dict[str, Any]:
         return {
@@ -79,7 +82,34 @@ def placed(
     threading.Thread(target=_listen, args=(control,), daemon=True).start()
     names = [m[0] for m in said.fields["members"]]
     _, first_host, first_port = said.fields["members"][0]
-    return joined_address(first_host, first_port), len(names), names.index(control.name)
+    coordinator, rank = (
+        joined_address(first_host, first_port),
+        names.index(control.name),
+    )
+    if not rank:
+        print(f"whalejax: {listens(coordinator)}", file=sys.stderr, flush=True)
+    return coordinator, len(names), rank
+
+
+def listens(coordinator: str) -> str:
+    """Who can reach the service by which the processes of a generation meet.
+
+    Args:
+        coordinator: host and port of it.
+
+    >>> listens("10.0.0.1:8476").partition(";")[0]
+    'the coordination service of JAX listens on all addresses of 10.0.0.1 at port 8476'
+    """
+    host, port = split_address(coordinator)
+    if is_loopback(host):
+        where, who = f"at {coordinator}", "any user of this machine"
+    else:
+        where, who = f"on all addresses of {host} at port {port}", "whoever reaches it"
+    return (
+        f"the coordination service of JAX listens {where}; it asks nobody for the key "
+        f"of the run, so that {who} can end a generation or join it "
+        "(docs/elastic.md, Security)"
+    )
 
 
 def _facts() -> dict[str, str]:

@@ -138,6 +138,23 @@ class FolderLock:
         )
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run that has not ended holds a folder; nothing is locked for that.
+
+    Args:
+        folder: as for ``FolderLock``.
+    """
+    try:
+        opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        holder = _read(opened)
+    finally:
+        os.close(opened)
+    return bool(holder) and not _has_ended(holder)
+
+
 def _is_at(opened: int, path: Path) -> bool:
     """An open file is the one at a path."""
     try:

@@ -7,6 +7,7 @@ damaged. The command line and scripts share what to do then.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import warnings
@@ -23,7 +24,7 @@ import numpy as np
 from whalejax.api.losses import Job
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked
-from whalejax.runtime.checkpoint_files import fail_together
+from whalejax.runtime.checkpoint_files import fail_together, told_by_all
 from whalejax.runtime.checkpoint_record import DamagedCheckpoint, read_record
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.runtime.state import TrainState
@@ -116,6 +117,41 @@ def resumed(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
             "with another directory"
         )
     return None
+
+
+def agreed_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder as the first process finds them, in all of them.
+
+    Each finding them for itself, they could go on from different ones: another process
+    may just write or remove one there, and hosts see a shared folder at different
+    times.
+
+    Args:
+        folder: where they were saved. All processes call this.
+
+    Raises:
+        WhaleError: in all of them, where it cannot be read, or one does not see what
+            the first one does.
+    """
+    found, error = list[str](), ""
+    if jax.process_index() == 0:
+        try:
+            found = [path.name for path in checkpoints(folder)]
+        except WhaleError as problem:
+            error = str(problem)
+    first, *_ = told_by_all(json.dumps([found, error]), f"checkpoints of {folder.name}")
+    names, error = json.loads(first)
+    if error:
+        raise WhaleError(error)
+    paths = [folder / name for name in names]
+    missing = [path for path in paths[:1] if not path.is_dir()]
+    if missing:
+        error = (
+            f"process {jax.process_index()} does not see {missing[0]}, from which "
+            "process 0 goes on. Keep checkpoints in a folder that all hosts share"
+        )
+    fail_together(error, f"checkpoints of {folder.name} seen")
+    return paths
 
 
 def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:

@@ -44,7 +44,7 @@ from whalejax.runtime.ragged_batch import (
     repeated,
     together,
 )
-from whalejax.runtime.resume import checkpoints, resumed
+from whalejax.runtime.resume import agreed_checkpoints, resumed
 from whalejax.runtime.runner import OneProgram, Runner, abstract_state
 from whalejax.runtime.state import Origin, following, host_copy, typed_key
 from whalejax.runtime.state import TrainState as TrainState
@@ -464,7 +464,7 @@ class TrainStep:
         problems = Arguments("TrainStep.restore_or_init")
         problems.path("folder", folder, "the path of a folder of checkpoints")
         problems.raise_if_any()
-        found = resumed(self, checkpoints(Path(folder)))
+        found = resumed(self, agreed_checkpoints(Path(folder)))
         if found is None:
             return self.init(make_model, rng=rng)
         for note in found.notes:

@@ -1,7 +1,8 @@
-"""The pictures of a plan, as its methods; drawing them is no part of planning."""
+"""Pictures of plans and of estimates, as their methods; none is drawn in planning."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from whalejax.planner.plan_data import PlanData
 
 if TYPE_CHECKING:
     from whalejax.display.device_map import DeviceMap
+    from whalejax.display.goodput import GoodputChart
     from whalejax.display.memory import MemoryChart
     from whalejax.display.sliders import Sliders
     from whalejax.display.timelines import StepTimeline
@@ -90,3 +92,28 @@ class Pictured(PlanData):
         from whalejax.display import sliders
 
         return sliders.sliders(self, batches, clusters)
+
+
+class PicturedGoodput(ABC):
+    """What notebooks and files can show of goodput on paper."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def ways(self) -> list[tuple[str, float]]:
+        """Each way to go on after a failure, and its goodput."""
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return self.chart()._repr_mimebundle_()
+
+    def chart(self) -> GoodputChart:
+        """A bar for each way to go on.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        from whalejax.display import goodput
+
+        return goodput.GoodputChart(str(self), dict(self.ways()))

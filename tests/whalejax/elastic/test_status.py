@@ -4,55 +4,193 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from whalejax.cli.main import main
-from whalejax.elastic.status import status_of
+from whalejax.elastic.status import MemberStatus, status_of
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.supervisor import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import FolderLock
 
 
-def written(folder: Path) -> None:
-    home = folder / FOLDER
-    home.mkdir(parents=True)
-    events = journal.Lines(home / journal.EVENTS, durable=False)
-    events.write("opened", {"host": "127.0.0.1", "port": 1})
-    events.write("facts", {"steps": "40", "micro-batches": "8"})
-    for name in ("m1", "m2", "m3"):
-        events.write("started", {"name": name, "slot": 0, "pid": 1, "began": "1"})
-    events.write("ready", {"name": "m3"})
-    begun = {"generation": 1, "members": ["m1", "m2"], "step": -1}
-    events.write("begun", begun)
-    events.write("lost", {"name": "m1", "why": "it was silent for 10.1 s", "step": 3})
-    events.write("begun", {"generation": 3, "members": ["m3", "m2"], "step": 3})
-    events.write("saved", {"name": "m3", "step": 4, "path": "runs/mine/step_000004"})
-    events.close()
-    commits = journal.Lines(home / journal.COMMITS, durable=False)
-    for step in range(1, 5):
-        commits.write("committed", {"step": step, "generation": 1, "loss": 1 / step})
-    commits.close()
+def member(state: str, rank: int | None, pid: int | None = None) -> MemberStatus:
+    host = None if pid is None else "127.0.0.1"
+    return MemberStatus(state=state, rank=rank, pid=pid, host=host)
+
+
+class Journal:
+    """Writes what a supervisor would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / FOLDER
+        self.home.mkdir(parents=True, exist_ok=True)
+
+    def tell(self, *events: tuple[str, dict[str, Any]]) -> None:
+        lines = journal.Lines(self.home / journal.EVENTS, durable=False)
+        for event, fields in events:
+            lines.write(event, fields)
+        lines.close()
+
+    def open(self, *names: str) -> None:
+        facts = {"steps": "40", "micro-batches": "8"}
+        self.tell(("opened", {"host": "127.0.0.1", "port": 1}), ("facts", facts))
+        for pid, name in enumerate(names, start=11):
+            started = {"name": name, "slot": 0, "pid": pid, "began": "1"}
+            told = {"name": name, "host": "127.0.0.1", "step": -1}
+            self.tell(("started", started), ("registered", told))
+
+    def begin(self, generation: int, members: list[str], step: int) -> None:
+        fields = {"generation": generation, "members": members, "step": step}
+        self.tell(("begun", fields))
+
+    def end(self, status: int, why: str = "", **fields: Any) -> None:
+        self.tell(("ending", {"status": status, "why": why, **fields}))
+
+    def lose(self, name: str, why: str) -> None:
+        self.tell(("lost", {"name": name, "why": why, "step": 3}))
+
+    def commit(self, generation: int, *steps: int) -> None:
+        lines = journal.Lines(self.home / journal.COMMITS, durable=False)
+        for step in steps:
+            fields = {"step": step, "generation": generation, "loss": 1 / step}
+            lines.write("committed", fields)
+        lines.close()
+
+
+def written(folder: Path) -> Journal:
+    found = Journal(folder)
+    found.open("m1", "m2", "m3")
+    found.tell(("ready", {"name": "m3"}))
+    found.begin(1, ["m1", "m2"], -1)
+    found.lose("m1", "it was silent for 10.1 s")
+    found.begin(3, ["m3", "m2"], 3)
+    path = "runs/mine/step_000004"
+    found.tell(("saved", {"name": "m3", "step": 4, "path": path}))
+    found.commit(1, 1, 2, 3)
+    found.commit(3, 4)
+    return found
 
 
 def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path / "logs")
+    home = written(tmp_path / "logs").home
     save = tmp_path / "save"
     save.mkdir()
-    home = tmp_path / "logs" / FOLDER
     (save / f"{FOLDER}.json").write_text(json.dumps({"folder": str(home)}))
-    found = status_of(save)
+    (found,) = status_of(save)
     assert (found.step, found.steps, found.loss) == (4, 40, 0.25)
     assert [one.number for one in found.generations] == [1, 3]
-    assert found.members == {"m3": "rank 0", "m2": "rank 1"}
+    assert found.members == {
+        "m1": member("lost", 0, 11),
+        "m2": member("training", 1, 12),
+        "m3": member("training", 0, 13),
+    }
     assert [one.name for one in found.lost] == ["m1"] and found.ended is None
     assert main(["status", str(save)]) == 0
     said = capsys.readouterr().out
+    assert "run         without supervisor" in said
     assert "step        4 of 40, loss 0.25" in said
-    assert "member      m3  rank 0" in said
+    assert "member      m3  training, rank 0, pid 13, host 127.0.0.1" in said
+    assert "generation  3  at 0 s, step 3: m3, m2" in said
     assert "lost        m1  at 0 s: it was silent for 10.1 s" in said
+    with FolderLock(home):
+        assert status_of(save)[-1].state == "running"
     assert main(["status", str(tmp_path / "logs"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 4
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == 4 and len(told["runs"]) == 1
+    assert told["members"]["m2"] == {
+        "state": "training",
+        "rank": 1,
+        "pid": 12,
+        "host": "127.0.0.1",
+    }
+
+
+def test_earlier_runs_of_a_folder_are_shown_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = written(tmp_path)
+    found.end(1, "8 failures without a step between them")
+    found.lose("m2", "its process ended with status 1")
+    found.open("m4")
+    found.begin(4, ["m4"], 4)
+    found.commit(4, 5)
+    first, second = status_of(tmp_path)
+    assert (first.state, first.step, first.ended) == ("failed", 4, 1)
+    assert first.why == "8 failures without a step between them"
+    assert first.members["m2"].state == "ended"
+    assert [one.name for one in first.lost] == ["m1"]
+    assert (second.state, second.step) == ("without supervisor", 5)
+    assert [one.number for one in second.generations] == [4]
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.index("run 1 of 2") < said.index("run 2 of 2")
+    assert "why         8 failures" in said and "generation  1  at" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "run", "state"),
+    [
+        (0, "complete", "complete"),
+        (143, "interrupted", "interrupted"),
+        (1, "failed", "ended"),
+    ],
+)
+def test_who_ends_in_order_is_not_lost(
+    tmp_path: Path, status: int, run: str, state: str
+) -> None:
+    found = Journal(tmp_path)
+    found.open("m1", "m2", "m3", "m4", "m5")
+    found.begin(1, ["m1", "m2", "m3"], -1)
+    found.tell(("leaving", {"name": "m3", "why": "SIGTERM"}))
+    found.tell(("ended", {"name": "m3", "status": 0}))
+    found.tell(("finished", {"name": "m1", "step": 40}))
+    found.lose("m5", "it was silent for 10.1 s")
+    found.end(status)
+    # One ends as it was told, one says nothing more, and one is ended.
+    found.tell(("ended", {"name": "m1", "status": 0}))
+    found.lose("m4", "its process ended with status -9")
+    (told,) = status_of(tmp_path)
+    assert (told.state, told.ended) == (run, status)
+    states = {name: member.state for name, member in told.members.items()}
+    assert states == {
+        "m1": state,
+        "m2": state,
+        "m3": "drained",
+        "m4": state,
+        "m5": "lost",
+    }
+    assert [one.name for one in told.lost] == ["m5"]
+
+
+def test_how_runs_and_members_end_is_taken_from_events_that_say_so(
+    tmp_path: Path,
+) -> None:
+    found = Journal(tmp_path)
+    found.open("m1", "m2", "m3", "m4")
+    found.begin(1, ["m1", "m2", "m3", "m4"], -1)
+    found.tell(("left", {"name": "m1", "step": 7}))
+    found.tell(("failed", {"name": "m2", "why": "ValueError"}))
+    (told,) = status_of(tmp_path)
+    assert told.members["m1"].state == "left its loop"
+    found.lose("m2", "its process ended with status 1")
+    found.end(143, how="drained", saver="m1")
+    found.tell(("ended", {"name": "m1", "status": 143, "how": "complete"}))
+    (told,) = status_of(tmp_path)
+    assert told.state == "drained"
+    states = {name: member.state for name, member in told.members.items()}
+    assert states == {
+        "m1": "complete",
+        "m2": "failed",
+        "m3": "drained",
+        "m4": "drained",
+    }
+    found.open("m5")
+    found.end(1, "1 of at least 2 members are there", how="lost", saver="")
+    assert status_of(tmp_path)[-1].state == "lost"
+    assert status_of(tmp_path)[-1].members["m5"].state == "ended"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,14 @@ from whalejax.elastic.wire.connection import (
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import Message, WireError, decode, encode
+from whalejax.elastic.wire.framing import (
+    CONTROL_BYTES,
+    DATA_BYTES,
+    Message,
+    WireError,
+    decode,
+    encode,
+)
 from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.meshes.errors import WhaleError
 
@@ -176,7 +183,7 @@ def test_a_message_that_is_too_large_is_not_sent() -> None:
 
 def test_messages_go_both_ways() -> None:
     one, other = pair()
-    array = np.arange(300_000, dtype=np.float32)
+    array = np.arange(200_000, dtype=np.float32)
     thread = threading.Thread(
         target=one.send, args=(Message(kind="a", fields={"n": 1}, arrays=(array,)),)
     )
@@ -221,11 +228,11 @@ def test_an_address_that_answers_nothing_is_given_up() -> None:
 class _Raw:
     """One end of a connection whose bytes a test writes itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = DATA_BYTES) -> None:
         mine, theirs = socket.socketpair()
         self.link = mine
-        self.channel = Channel(theirs, sends=b"s" * 32, takes=b"t" * 32)
-        self.sender = Channel(mine, sends=b"t" * 32, takes=b"s" * 32)
+        self.channel = Channel(theirs, b"s" * 32, b"t" * 32, most_bytes)
+        self.sender = Channel(mine, b"t" * 32, b"s" * 32, most_bytes)
 
     def close(self) -> None:
         self.sender.close()
@@ -263,8 +270,8 @@ def test_a_frame_counts_once_and_in_its_place() -> None:
 
 def test_an_announced_size_takes_no_memory() -> None:
     raw = _Raw()
-    raw.link.sendall(b"\xff" * 12)
-    with pytest.raises(WireError, match="too large"):
+    raw.link.sendall(b"\xff" * 44)
+    with pytest.raises(WireError, match="wrong MAC"):
         raw.channel.receive(seconds=60)
     raw.close()
 
@@ -295,3 +302,78 @@ def test_a_key_of_another_user_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(WhaleError, match="belongs to user"):
         load_key(tmp_path / "key")
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("told", "size"),
+    [
+        ([["float32", [0, *[1 << 30] * 10]]], 0),
+        ([["int8", [*[1 << 30] * 10, 0]]], 0),
+        ([["float64", [1 << 30, 1 << 30, 0]]], 0),
+        ([["float32", [0]]] * 5000, 0),
+    ],
+)
+def test_shapes_without_elements_have_limits_too(told: object, size: int) -> None:
+    with pytest.raises(WireError, match="has shape|5000 arrays"):
+        decode(packed(["x", {}, told]), bytes(size))
+
+
+def test_empty_arrays_of_plain_shapes_are_taken() -> None:
+    (found,) = decode(packed(["x", {}, [["float32", [0, 1000, 1000]]]]), b"").arrays
+    assert found.shape == (0, 1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "array_bytes"),
+    [(1 << 20, 1 << 30), (100, 1 << 20), (1 << 20, 1), (1 << 31, 0), (0, 1 << 63)],
+)
+def test_control_connections_take_at_most_a_mebibyte(
+    text_bytes: int, array_bytes: int
+) -> None:
+    raw = _Raw(CONTROL_BYTES)
+    raw.link.sendall(raw.sender._header(text_bytes, array_bytes))
+    with pytest.raises(WireError, match="of at most 1048576"):
+        raw.channel.receive(seconds=60)
+    big = Message(kind="a", fields={}, arrays=(np.zeros(1 << 17),))
+    with pytest.raises(WireError, match="Send it in parts"):
+        raw.channel.send(big)
+    raw.close()
+
+
+def test_only_a_data_connection_takes_large_frames() -> None:
+    raw = _Raw()
+    big = Message(kind="a", fields={}, arrays=(np.arange(1 << 18, dtype="f8"),))
+    thread = threading.Thread(target=raw.sender.send, args=(big,))
+    thread.start()
+    (found,) = raw.channel.receive(seconds=60).arrays
+    thread.join()
+    np.testing.assert_array_equal(found, big.arrays[0])
+    raw.close()
+
+
+def test_nothing_is_read_of_a_frame_whose_header_is_forged() -> None:
+    raw = _Raw()
+    header = bytearray(raw.sender._header(1 << 20, 1 << 30))
+    header[3] ^= 1
+    raw.link.sendall(header + bytes(1 << 14))
+    with pytest.raises(WireError, match="wrong MAC"):
+        raw.channel.receive(seconds=60)
+    left = raw.channel._link.recv(1 << 16)
+    assert len(left) == 1 << 14
+    raw.close()
+
+
+def test_of_who_does_not_authenticate_little_is_read() -> None:
+    with listen() as listening:
+        with socket.create_connection(listening.getsockname()) as stranger:
+            link, _ = listening.accept()
+            again = socket.socket(fileno=os.dup(link.fileno()))
+            stranger.sendall(bytes(1 << 15))
+            with pytest.raises(WireError, match="does not have the key"):
+                accept(link, KEY)
+            assert link.fileno() == -1
+            assert len(again.recv(1 << 16)) > (1 << 15) - 200
+            again.close()

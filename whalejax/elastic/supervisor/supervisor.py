@@ -41,7 +41,8 @@ from whalejax.elastic.supervisor.member_record import (
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.settings import Settings
-from whalejax.elastic.wire.connection import Channel, TooLate, accept, listen
+from whalejax.elastic.wire.acceptor import Acceptor
+from whalejax.elastic.wire.connection import Channel, TooLate, listen
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.elastic.wire.messages import TO_SUPERVISOR, checked
@@ -58,11 +59,15 @@ KEY: Final = "key"
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 2.0
-_MOST_CONNECTIONS: Final = 1024
+_MOST_EVENTS: Final = 4096
+"""Messages that wait for the loop; who sends more waits too."""
 _SILENT_SECONDS: Final = 600.0
 _FULL_SECONDS: Final = 1.0
 _UNFINISHED: Final = re.compile(r"step_\d{6,}\.(unfinished|deleted)")
 
+
+_PROGRESS: Final = frozenset({"begun", "leaving", "saved"})
+"""Events of a run that goes well."""
 
 _CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
 _LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -75,8 +80,10 @@ def _compilation_cache(folder: Path) -> dict[str, str]:
     return {_CACHE: str((folder / "compiled").absolute()), _LEAST_CACHED: "0"}
 
 
-def _shown(event: str, fields: Mapping[str, Any]) -> str:
+def _shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
     """What a user is told of an event, if anything."""
+    if quiet and event in _PROGRESS:
+        return ""
     match event:
         case "begun":
             names = ", ".join(fields["members"])
@@ -119,6 +126,7 @@ class Supervised:
         pulse: a file that is written to while the supervisor is not frozen, or None.
         again: an earlier supervisor of this run was ended by a signal: go on from its
             journal, also where the run is over or nobody is left.
+        quiet: say what goes wrong, and no progress.
     """
 
     command: tuple[str, ...]
@@ -130,6 +138,7 @@ class Supervised:
     environment: Mapping[str, str] | None = None
     pulse: int | None = None
     again: bool = False
+    quiet: bool = False
 
 
 def _tell_user(text: str) -> None:
@@ -161,12 +170,12 @@ class Supervisor:
         self._membership = Membership(run.settings)
         self._held = contextlib.ExitStack()
         self._selector = self._held.enter_context(selectors.DefaultSelector())
-        self._events: queue.SimpleQueue[tuple[str, Channel, Message | None]]
-        self._events = queue.SimpleQueue()
+        self._events: queue.Queue[tuple[str, Channel, Message]]
+        self._events = queue.Queue(_MOST_EVENTS)
         self._wakes, self._woken = map(self._held.enter_context, socket.socketpair())
         self._channels: dict[str, Channel] = {}
         self._names: dict[Channel, str] = {}
-        self._open = threading.Semaphore(_MOST_CONNECTIONS)
+        self._is_closed = False
         self._processes: Processes | None = None
         self._save: Path | None = None
         self._is_full = False
@@ -269,15 +278,15 @@ class Supervisor:
                 else f"the supervisor cannot listen at {host}:{port} "
                 f"({error.strerror or error}). Give another --port, or leave it out"
             ) from error
-        self._held.enter_context(self._listening)
+        self._acceptor = Acceptor(self._listening, self._key, self._serve)
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
         draft = self._folder / f".{ADDRESS}"
         draft.write_text(json.dumps({"address": joined_address(*self._address)}))
         draft.replace(self._folder / ADDRESS)
-        self._selector.register(self._listening, selectors.EVENT_READ, self)
-        self._woken.setblocking(False)
+        for end in (self._wakes, self._woken):
+            end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._events)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -330,15 +339,14 @@ class Supervisor:
     def _loop(self) -> None:
         while not self._is_over():
             for key, _ in self._selector.select(_TICK_SECONDS):
-                if key.data is self:
-                    self._accept()
-                elif key.data is self._events:
+                if key.data is self._events:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(4096)
                 else:
                     self._ended(key.data)
             self._take_events()
             now = time.monotonic()
+            self._say_refused(now)
             self._beat(now)
             self._write_kept()
             if self._terminated:
@@ -388,53 +396,43 @@ class Supervisor:
         self._do_all()
 
     def _close_channels(self) -> None:
-        for channel in [*self._names]:
-            channel.close()
+        self._is_closed = True
+        self._acceptor.close()
         (self._folder / ADDRESS).unlink(missing_ok=True)
 
     # Connections.
 
-    def _accept(self) -> None:
-        link, _ = self._listening.accept()
-        if not self._open.acquire(blocking=False):
-            link.close()
-            return
-        threading.Thread(target=self._serve, args=(link,), daemon=True).start()
-
-    def _serve(self, link: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         """A connection's thread: messages become events of the loop."""
         try:
-            try:
-                channel = accept(link, self._key)
-            except WireError as error:
-                self._tell("refused", None, Message(kind=str(error), fields={}))
-                return
-            try:
-                while True:
-                    said = channel.receive(seconds=_SILENT_SECONDS)
-                    self._tell("said", channel, checked(said, TO_SUPERVISOR))
-            except WireError as error:
-                self._tell("closed", channel, Message(kind=str(error), fields={}))
-                channel.close()
-        finally:
-            self._open.release()
+            while True:
+                said = channel.receive(seconds=_SILENT_SECONDS)
+                self._tell("said", channel, checked(said, TO_SUPERVISOR))
+        except WireError as error:
+            self._tell("closed", channel, Message(kind=str(error), fields={}))
 
-    def _tell(self, what: str, channel: Any, message: Message | None) -> None:
-        self._events.put((what, channel, message))
-        with contextlib.suppress(OSError):
+    def _tell(self, what: str, channel: Channel, message: Message) -> None:
+        while not self._is_closed:
+            try:
+                self._events.put((what, channel, message), timeout=1.0)
+                break
+            except queue.Full:
+                continue
+        with contextlib.suppress(OSError):  # Full: it is awake.
             self._wakes.send(b"x")
+
+    def _say_refused(self, now: float) -> None:
+        """Strangers are counted, so that many of them fill no disk."""
+        refused = self._acceptor.refused(now)
+        if refused is not None:
+            told = {"count": refused.count, "why": refused.why}
+            self._journal.write("stranger", told)
 
     def _take_events(self) -> None:
         now = time.monotonic()
-        while True:
-            try:
-                what, channel, message = self._events.get_nowait()
-            except queue.Empty:
-                return
-            assert message is not None
-            if what == "refused":
-                self._journal.write("stranger", {"why": message.kind})
-            elif what == "closed":
+        for _ in range(self._events.qsize()):  # Not those that come meanwhile.
+            what, channel, message = self._events.get_nowait()
+            if what == "closed":
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
@@ -531,7 +529,7 @@ class Supervisor:
         match effect:
             case Record(event=event, fields=fields):
                 self._journal.write(event, fields)
-                _tell_user(_shown(event, fields))
+                _tell_user(_shown(event, fields, quiet=self._run.quiet))
             case Commit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
                 self._commits.write("committed", {**fields, "parts": parts})

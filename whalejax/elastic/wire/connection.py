@@ -1,9 +1,10 @@
 """Authenticated connections that carry messages, with a deadline on every wait.
 
 Both sides prove that they know the key of the run (HMAC-SHA256 over what each drew at
-random), nothing but bytes of fixed length is read before that, and every frame carries
-a MAC over its number, so that none can be forged, changed, repeated or left out. What
-is sent is not encrypted: whoever can listen on the network can read it.
+random), and nothing but bytes of fixed length is read before that. Every frame carries
+a MAC over its number and sizes, which is checked before what follows is read, and one
+over all of it, so that none can be forged, changed, repeated or left out. What is sent
+is not encrypted: whoever can listen on the network can read it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from whalejax.distributed.launch_env import printable
 from whalejax.elastic.wire.framing import (
-    MOST_ARRAY_BYTES,
-    MOST_TEXT_BYTES,
+    CONTROL_BYTES,
     Message,
     WireError,
     decode,
     encode,
+    too_large,
 )
 
 
@@ -34,11 +36,15 @@ HANDSHAKE_SECONDS: Final = 10.0
 FRAME_SECONDS: Final = 60.0
 """A frame that has begun must be whole, or one that is sent be taken, so soon."""
 
-_MAGIC: Final = b"WHALEJAX-ELASTIC-1\n"
+_MAGIC: Final = b"WHALEJAX-ELASTIC-2\n"
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
 _HEADER: Final = struct.Struct(">IQ")
 _COUNTER: Final = struct.Struct(">Q")
+_OF_HEADER: Final = b"header"
+_REFUSAL: Final = bytes(_MAC_BYTES)
+"""Said in place of a proof: the key is wrong. A connection that merely ends says less,
+such as that the listener was killed."""
 _TICK_SECONDS: Final = 0.2
 
 
@@ -50,6 +56,14 @@ class TooLate(WireError):
     """Something did not come in time."""
 
 
+class WrongKey(WireError):
+    """The two sides do not share a key; to dial again is of no use."""
+
+
+class OtherProtocol(WireError):
+    """What listens there is no process of a run, or one of another version."""
+
+
 class Channel:
     """An authenticated connection; one thread may receive while others send.
 
@@ -57,14 +71,21 @@ class Channel:
         peer: host and port of the other side, for messages to a reader.
     """
 
-    def __init__(self, link: socket.socket, sends: bytes, takes: bytes) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        sends: bytes,
+        takes: bytes,
+        most_bytes: int = CONTROL_BYTES,
+    ) -> None:
         """Use ``accept`` or ``dial``.
 
         Args:
             link: the socket; closed by ``close``.
             sends, takes: keys of frames in each direction.
+            most_bytes: of a message, either way.
         """
-        self._link = link
+        self._link, self._most_bytes = link, most_bytes
         self._link.setblocking(False)
         self._sends, self._takes = sends, takes
         self._sent = self._taken = 0
@@ -90,15 +111,19 @@ class Channel:
             TooLate: it did not take it, or ``gives_up`` says so; the connection is of
                 no use any more.
         """
-        text, views = encode(message)
-        header = _HEADER.pack(len(text), sum(view.nbytes for view in views))
+        text, views = encode(message, self._most_bytes)
         with self._lock:
+            header = self._header(len(text), sum(view.nbytes for view in views))
             parts: list[bytes | memoryview] = [header, text, *views]
             parts.append(_mac(self._sends, self._sent, parts))
             self._sent += 1
             end = time.monotonic() + seconds
             for part in parts:
                 self._write(memoryview(part), end, gives_up)
+
+    def _header(self, text_bytes: int, array_bytes: int) -> bytes:
+        sizes = _HEADER.pack(text_bytes, array_bytes)
+        return sizes + _mac(self._sends, self._sent, [_OF_HEADER, sizes])
 
     def _write(
         self, view: memoryview, end: float, gives_up: Callable[[], bool]
@@ -124,17 +149,20 @@ class Channel:
         """
         self._wait(time.monotonic() + seconds)
         end = time.monotonic() + FRAME_SECONDS
-        header = self._read(_HEADER.size, end)
-        text_bytes, array_bytes = _HEADER.unpack(header)
-        if text_bytes > MOST_TEXT_BYTES or array_bytes > MOST_ARRAY_BYTES:
-            raise WireError(f"{self.peer} announces a message that is too large")
+        header = self._read(_HEADER.size + _MAC_BYTES, end)
+        sizes = header[: _HEADER.size]
+        self._check_mac([_OF_HEADER, sizes], header[_HEADER.size :])
+        text_bytes, array_bytes = _HEADER.unpack(sizes)
+        if why := too_large(text_bytes, array_bytes, self._most_bytes):
+            raise WireError(f"{self.peer} announces a message that is too large: {why}")
         text, data = self._read(text_bytes, end), self._read(array_bytes, end)
-        mac = self._read(_MAC_BYTES, end)
-        expected = _mac(self._takes, self._taken, [header, text, data])
-        if not hmac.compare_digest(bytes(mac), expected):
-            raise WireError(f"{self.peer} sent a message with a wrong MAC")
+        self._check_mac([header, text, data], self._read(_MAC_BYTES, end))
         self._taken += 1
         return decode(memoryview(text), data)
+
+    def _check_mac(self, parts: Sequence[bytes | bytearray], mac: bytearray) -> None:
+        if not hmac.compare_digest(mac, _mac(self._takes, self._taken, parts)):
+            raise WireError(f"{self.peer} sent a message with a wrong MAC")
 
     def _read(self, size: int, end: float) -> bytearray:
         found = bytearray()
@@ -190,15 +218,19 @@ class Channel:
         self._link.close()
 
 
-def accept(link: socket.socket, key: bytes) -> Channel:
+def accept(
+    link: socket.socket, key: bytes, *, most_bytes: int = CONTROL_BYTES
+) -> Channel:
     """Authenticate who dialled.
 
     Args:
         link: an accepted socket; closed where this fails.
         key: of the run.
+        most_bytes: of a message.
 
     Raises:
-        WireError: the other side does not know the key, or is too slow.
+        WrongKey: the other side does not know the key.
+        WireError: it is too slow, or gone.
     """
     end = time.monotonic() + HANDSHAKE_SECONDS
     try:
@@ -211,12 +243,14 @@ def accept(link: socket.socket, key: bytes) -> Channel:
         if not said.startswith(_MAGIC) or not hmac.compare_digest(
             said[-_MAC_BYTES:], proof
         ):
-            raise WireError(f"{_peer(link)} does not have the key of this run")
+            _push(link, _REFUSAL, end)
+            raise WrongKey(f"{_peer(link)} does not have the key of this run")
         _push(link, _proof(key, b"listener", mine, theirs), end)
         return Channel(
             link,
             sends=_proof(key, b"from listener", mine, theirs),
             takes=_proof(key, b"from dialler", mine, theirs),
+            most_bytes=most_bytes,
         )
     except (OSError, WireError) as error:
         link.close()
@@ -226,7 +260,11 @@ def accept(link: socket.socket, key: bytes) -> Channel:
 
 
 def dial(
-    address: tuple[str, int], key: bytes, *, seconds: float = HANDSHAKE_SECONDS
+    address: tuple[str, int],
+    key: bytes,
+    *,
+    seconds: float = HANDSHAKE_SECONDS,
+    most_bytes: int = CONTROL_BYTES,
 ) -> Channel:
     """Connect to a process and authenticate each other.
 
@@ -234,11 +272,13 @@ def dial(
         address: host and port.
         key: of the run.
         seconds: for all of it.
+        most_bytes: of a message.
 
     Raises:
-        Closed: nothing listens there.
+        Closed: nothing listens there, or it ended the connection.
         TooLate: it answers nothing.
-        WireError: it does not have the key.
+        WrongKey: it does not have the key, or refused that of this process.
+        OtherProtocol: it says something else.
     """
     end = time.monotonic() + seconds
     where = f"{address[0]}:{address[1]}"
@@ -248,24 +288,26 @@ def dial(
         raise TooLate(f"{where} answered nothing in {seconds:.0f} s") from None
     except OSError as error:
         raise Closed(f"{where}: {error.strerror or error}") from None
+    except (ValueError, OverflowError) as error:  # No name of a host, or no port.
+        raise Closed(f"{printable(where)[:80]} is no address ({error})") from None
     try:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)
         theirs = said[len(_MAGIC) :]
         if not said.startswith(_MAGIC):
-            raise WireError(f"{where} is no process of a run of this version")
+            raise OtherProtocol(f"{where} is no process of a run of this version")
         mine = secrets.token_bytes(_NONCE_BYTES)
         _push(link, _MAGIC + mine + _proof(key, b"dialler", theirs, mine), end)
-        try:
-            proof = _pull(link, _MAC_BYTES, end)
-        except Closed:
-            raise WireError(f"{where} refused the key of this process") from None
+        proof = _pull(link, _MAC_BYTES, end)
+        if proof == _REFUSAL:
+            raise WrongKey(f"{where} refused the key of this process")
         if not hmac.compare_digest(proof, _proof(key, b"listener", theirs, mine)):
-            raise WireError(f"{where} does not have the key of this run")
+            raise WrongKey(f"{where} does not have the key of this run")
         return Channel(
             link,
             sends=_proof(key, b"from dialler", theirs, mine),
             takes=_proof(key, b"from listener", theirs, mine),
+            most_bytes=most_bytes,
         )
     except (OSError, WireError) as error:
         link.close()

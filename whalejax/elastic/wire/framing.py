@@ -23,6 +23,12 @@ MOST_TEXT_BYTES: Final = 1 << 20
 MOST_ARRAY_BYTES: Final = 1 << 30
 """Of all arrays of one message together."""
 
+CONTROL_BYTES: Final = 1 << 20
+"""Of a whole message between a member and the supervisor."""
+
+DATA_BYTES: Final = MOST_TEXT_BYTES + MOST_ARRAY_BYTES
+"""Of a whole message between members, which carries gradients and states."""
+
 _MOST_ARRAYS: Final = 4096
 _MOST_DIMENSIONS: Final = 32
 _MOST_ENTRIES: Final = 65536
@@ -53,11 +59,14 @@ class Message:
     arrays: tuple[np.ndarray, ...] = ()
 
 
-def encode(message: Message) -> tuple[bytes, list[memoryview]]:
+def encode(
+    message: Message, most_bytes: int = DATA_BYTES
+) -> tuple[bytes, list[memoryview]]:
     """A message as bytes: its map, and the memory of its arrays.
 
     Args:
         message: its arrays are not copied where they are contiguous.
+        most_bytes: that the receiver takes.
 
     Raises:
         WireError: it is larger than a receiver takes.
@@ -70,13 +79,31 @@ def encode(message: Message) -> tuple[bytes, list[memoryview]]:
     text: Any = msgpack.packb([message.kind, dict(message.fields), told])
     views = [memoryview(x.reshape(-1).view(np.uint8).data) for x in arrays]
     total = sum(view.nbytes for view in views)
-    if len(text) > MOST_TEXT_BYTES or total > MOST_ARRAY_BYTES:
+    if why := too_large(len(text), total, most_bytes):
         raise WireError(
-            f"a message of kind {message.kind!r} has {len(text)} bytes of values and "
-            f"{total} of arrays; at most {MOST_TEXT_BYTES} and {MOST_ARRAY_BYTES} are "
-            "taken. Send it in parts"
+            f"a message of kind {message.kind!r} has {why}. Send it in parts"
         )
     return text, views
+
+
+def too_large(text_bytes: int, array_bytes: int, most_bytes: int) -> str:
+    """What is too much of a message of these sizes; nothing where it is taken.
+
+    Args:
+        text_bytes: of its map.
+        array_bytes: of its arrays.
+        most_bytes: that the receiver takes of one message.
+
+    >>> too_large(100, 100, 150)
+    '100 bytes of values and 100 of arrays, of at most 150 together'
+    """
+    fits = text_bytes <= MOST_TEXT_BYTES and array_bytes <= MOST_ARRAY_BYTES
+    if fits and text_bytes + array_bytes <= most_bytes:
+        return ""
+    return (
+        f"{text_bytes} bytes of values and {array_bytes} of arrays, of at most "
+        f"{most_bytes} together"
+    )
 
 
 def decode(text: bytes | memoryview, data: bytes | bytearray | memoryview) -> Message:
@@ -164,7 +191,10 @@ def _size(shape: Sequence[Any]) -> int:
         type(size) is int and 0 <= size <= MOST_ARRAY_BYTES for size in shape
     ):
         raise WireError(f"an array of a message has shape {str(shape)[:80]}")
-    size: int = math.prod(shape)
-    if size > MOST_ARRAY_BYTES:
-        raise WireError(f"an array of a message has {size} elements")
-    return size
+    # NumPy takes no shape whose other sizes are too large, also where one is 0.
+    if math.prod(size or 1 for size in shape) > MOST_ARRAY_BYTES:
+        raise WireError(
+            f"an array of a message has shape {str(shape)[:80]}, of more than "
+            f"{MOST_ARRAY_BYTES} elements"
+        )
+    return math.prod(shape)

@@ -24,6 +24,14 @@ def _is_number(x: Any) -> bool:
     return type(x) in (int, float)
 
 
+def _is_seconds(x: Any) -> bool:
+    return _is_number(x) and 0 <= x < 1e9  # So that it is no NaN.
+
+
+def _is_port(x: Any) -> bool:
+    return _is_int(x) and 0 <= x < 1 << 16
+
+
 def _is_text(x: Any) -> bool:
     return isinstance(x, str) and len(x) <= _LONGEST_TEXT
 
@@ -55,7 +63,7 @@ def _is_members(x: Any) -> bool:
             and len(m) == 3
             and _is_text(m[0])
             and _is_text(m[1])
-            and _is_int(m[2])
+            and _is_port(m[2])
             for m in x
         )
     )
@@ -72,7 +80,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
         "machine": _is_text,
         "pid": _is_int,
         "host": _is_text,
-        "port": _is_int,
+        "port": _is_port,
         "generation": _is_int,
         "step": _is_int,
         "micro_batches": _is_int,
@@ -94,7 +102,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
         "generation": _is_int,
         "step": _is_int,
         "loss": _is_number,
-        "seconds": _is_number,
+        "seconds": _is_seconds,
         "parts": _is_shares,
     },
     "suspect": {**_REPORT, "generation": _is_int, "name": _is_text, "why": _is_text},
@@ -109,9 +117,9 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
 """What members say, with a check of each field."""
 
 TO_MEMBER: Final[Mapping[str, Fields]] = {
-    "welcome": {"name": _is_text, "beat_seconds": _is_number},
+    "welcome": {"name": _is_text, "beat_seconds": _is_seconds},
     "refused": {"why": _is_text},
-    "heard": {"goodput": _is_number, "number": _is_int},
+    "heard": {"goodput": _is_seconds, "number": _is_int},
     "prepare": {"generation": _is_int, "after": _is_int},
     "begin": {
         "generation": _is_int,

@@ -1,0 +1,172 @@
+"""Options of commands with MIN:MAX: each is taken, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.whalejax.elastic.test_status import Journal, written
+from whalejax.cli import launch
+from whalejax.cli.main import main
+from whalejax.cli.options import LaunchCommand
+from whalejax.elastic.supervisor.supervisor import _shown
+from whalejax.meshes.errors import WhaleError
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Runs are not started: their journal is written, and how they were asked for."""
+    calls: list[dict[str, Any]] = []
+
+    def supervise(words: Any, folder: Path, settings: Any, **options: Any) -> int:
+        calls.append({"words": words, "settings": settings, **options})
+        found = written(folder)
+        found.end(0)
+        return 0
+
+    monkeypatch.setattr("whalejax.elastic.launching.supervise", supervise)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "text", ["two", "4:2", "0:3", ":", "2:", ":2", "1:2:3", "-1:2", "1.5", "1:5000"]
+)
+@pytest.mark.parametrize("command", ["launch", "train"])
+def test_a_wrong_number_of_processes_is_one_error(
+    script: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
+) -> None:
+    words = [f"--processes={text}", str(script)]
+    if command == "train":
+        words = ["mlp-test", f"--processes={text}", "--save", str(script.parent / "s")]
+    assert main([command, *words]) == 2
+    said = capsys.readouterr().err
+    assert any(
+        f"--processes is {words}" in said
+        for words in (
+            f"{text!r}; expected a number",
+            f"{text}, whose MIN is over its MAX; expected 2:4",
+            f"{text}; expected a MAX of at most 4096",
+        )
+    )
+    assert "Traceback" not in said and said.count("--processes is") == 1
+    assert not (script.parent / "s").exists()
+
+
+def test_a_wrong_number_is_refused_without_the_command_line_too(script: Path) -> None:
+    with pytest.raises(WhaleError, match="(?s)--processes: .*'two'; expected MIN:MAX"):
+        launch.launch(LaunchCommand(script=script, processes="two"))
+
+
+def test_options_of_the_other_way_to_launch_are_refused(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "--processes", "1:2", "--remote-shell", "rsh", str(script)]
+    assert main(words) == 2
+    assert "--remote-shell is rsh; MIN:MAX starts processes of this machine only" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", "mlp-test", "--spares", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--spares is 2 without --processes MIN:MAX" in said
+
+
+def test_launch_prints_how_all_ended_as_json(
+    script: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+) -> None:
+    logs = script.parent / "logs"
+    words = ["launch", "--processes", "1:2", "--json", "--logs", str(logs), str(script)]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["failure"]) == (0, None)
+    assert [(r["name"], r["rank"], r["pid"], r["state"]) for r in told["ranks"]] == [
+        ("m1", 0, 11, "lost"),
+        ("m2", 1, 12, "complete"),
+        ("m3", 0, 13, "complete"),
+    ]
+    assert told["ranks"][0]["log"] == str(logs / "elastic" / "m1.log")
+    assert [one["number"] for one in told["generations"]] == [1, 3]
+    assert [call["quiet"] for call in supervised] == [True]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_train_prints_what_it_came_to(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    supervised: list[dict[str, Any]],
+    quiet: bool,
+) -> None:
+    save = tmp_path / "save"
+    words = ["train", "mlp-test", "--processes", "1:2", "--json", "--save", str(save)]
+    assert main([*words, *(["--quiet"] if quiet else [])]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    told = json.loads(last)
+    assert (told["steps"], told["loss_first"], told["loss_last"]) == (4, 1.0, 0.25)
+    assert told["mesh"] == {"data": 2} and told["state"] == "complete"
+    assert told["members"]["m1"]["state"] == "lost"
+    assert bool(lines) != quiet
+    if lines:
+        assert lines[0].startswith("complete, loss 1.0000 to 0.2500 in 4 steps")
+        assert lines[0].endswith(f"whalejax status {save} shows more")
+    assert [call["quiet"] for call in supervised] == [quiet]
+
+
+def test_train_goes_on_where_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "step_000010").mkdir()
+    words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
+    assert main(words) == 2
+    assert "the latest step_000010. Go on from it with --resume" in (
+        capsys.readouterr().err
+    )
+    assert not supervised
+    assert main([*words, "--resume"]) == 0
+    assert len(supervised) == 1
+
+
+def test_a_supervisor_that_could_not_run_is_said_in_json_too(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whalejax.elastic.launching.supervise", lambda *a, **k: 2)
+    logs, save = script.parent / "logs", script.parent / "save"
+    words = ["launch", "--processes", "1:2", "--json", "--logs", str(logs), str(script)]
+    assert main(words) == 2
+    assert json.loads(capsys.readouterr().out)["ranks"] == []
+    words = ["train", "mlp-test", "--processes", "1:2", "--json", "--save", str(save)]
+    assert main(words) == 2
+    assert json.loads(capsys.readouterr().out)["status"] == 2
+
+
+def test_quiet_runs_say_what_goes_wrong_and_no_more() -> None:
+    begun = {"generation": 1, "members": ["m1"], "step": 0}
+    lost = {"name": "m1", "why": "it was silent", "step": 1}
+    assert _shown("begun", begun) and _shown("lost", lost)
+    assert not _shown("begun", begun, quiet=True)
+    assert "m1 is lost" in _shown("lost", lost, quiet=True)
+
+
+def test_a_run_without_steps_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def supervise(words: Any, folder: Path, settings: Any, **options: Any) -> int:
+        found = Journal(folder)
+        found.open("m1")
+        found.end(1, "1 of at least 2 members are there\nmore")
+        return 1
+
+    monkeypatch.setattr("whalejax.elastic.launching.supervise", supervise)
+    words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path / "s")]
+    assert main([*words, "--json"]) == 1
+    line, told = capsys.readouterr().out.splitlines()
+    assert line.startswith("failed, no step was done")
+    assert json.loads(told)["loss_first"] is None

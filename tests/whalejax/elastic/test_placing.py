@@ -1,0 +1,80 @@
+"""Where the processes of an ordinary script meet, and who else could come there."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.whalejax.elastic.test_supervisor import live
+from whalejax.distributed.json_lines import listener
+from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.distributed.reserved_port import is_reserved, reserve_port
+from whalejax.elastic import placing
+from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+
+
+def taken(port: int) -> bool:
+    """Whether another program could not listen there."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            other.bind(("127.0.0.1", port))
+            other.listen()
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+            return True
+    return False
+
+
+def test_a_reserved_port_is_for_this_process_alone() -> None:
+    port = reserve_port("127.0.0.1")
+    assert is_reserved(port) and taken(port)
+    for _ in range(2):  # Again after it was let go.
+        with listener("127.0.0.1", port) as found:
+            assert found.getsockname()[1] == port
+    assert taken(port)
+    with pytest.raises(OSError, match=r"[Cc]annot assign|not available"):
+        reserve_port("192.0.2.1")
+
+
+def test_a_port_that_is_not_reserved_is_not_shared() -> None:
+    with listener("127.0.0.1", 0) as found:
+        port = found.getsockname()[1]
+        assert not is_reserved(port)
+        with pytest.raises(OSError, match="in use"):
+            listener("127.0.0.1", port)
+
+
+def test_the_port_that_a_process_announces_is_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    obey = placing._obey
+
+    def prepares(control: Any, said: Any) -> None:
+        if said.kind == "prepare":  # Else it would end this process.
+            obey(control, said)
+
+    monkeypatch.setattr(placing, "_obey", prepares)
+    with live(tmp_path, most=1, lease_seconds=2.0) as there:
+        key = str(tmp_path / FOLDER / KEY)
+        found = placing.placed({SUPERVISOR: there.where, KEY_FILE: key})
+        assert found is not None and found[1:] == (1, 0)
+        assert taken(split_address(found[0])[1])
+        control: Any = placing._held.pop()
+        control.close()
+    said = capsys.readouterr().err
+    assert f"the coordination service of JAX listens at {found[0]}; it asks" in said
+    assert "any user of this machine can end a generation or join it" in said
+
+
+def test_who_can_reach_the_service_is_said() -> None:
+    said = placing.listens("10.0.0.1:8476")
+    assert "on all addresses of 10.0.0.1 at port 8476" in said
+    assert "so that whoever reaches it can end a generation" in said

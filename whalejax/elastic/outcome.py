@@ -1,0 +1,118 @@
+"""What an elastic run came to, as the commands that ran it print it.
+
+The numbers are those of its journal: the process that prints them did none of its work.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.elastic.status import RunStatus, document, status_of
+from whalejax.elastic.supervisor.supervisor import FOLDER
+
+
+_NOT_RUN: Final = 2
+"""Status of a supervisor that could not run; it has said why."""
+
+
+def print_launched(command: LaunchCommand, status: int) -> None:
+    """Print how the processes of ``whalejax launch`` ended, as one line of JSON.
+
+    Args:
+        command: the options.
+        status: of the run.
+    """
+    run = None if status == _NOT_RUN else status_of(command.logs)[-1]
+    print(json.dumps(launched(run, command.logs, status)), flush=True)
+
+
+def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
+    """How processes ended: the values of a launch with a fixed number, and more.
+
+    Args:
+        run: as its journal tells it; None where there was none.
+        logs: folder of ``--logs``.
+        status: of the run.
+    """
+    found: dict[str, Any] = {"status": status, "failure": None, "ranks": []}
+    if run is None:
+        return {**found, "failure": "no supervisor could run; standard error says why"}
+    ranks = [
+        {
+            "rank": member.rank,
+            "host": member.host,
+            "kind": None,
+            "devices": None,
+            "cpu_quota_percent": None,
+            "log": str(logs / FOLDER / f"{name}.log"),
+            "name": name,
+            "pid": member.pid,
+            "state": member.state,
+        }
+        for name, member in run.members.items()
+    ]
+    told = document([run])
+    more = {name: told[name] for name in ("generations", "lost", "goodput")}
+    return {**found, "failure": run.why or None, "ranks": ranks, **more}
+
+
+def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
+    """Print what ``whalejax train --processes`` came to.
+
+    Args:
+        command: the options.
+        status: of the run.
+        seconds: that it took, everything counted.
+    """
+    assert command.save is not None
+    run = None if status == _NOT_RUN else status_of(command.save)[-1]
+    if run is not None and not command.quiet:
+        print(_sentence(run, command.save, seconds), flush=True)
+    if command.json:
+        print(json.dumps(trained(run, command, status, seconds)), flush=True)
+
+
+def _sentence(run: RunStatus, save: Path, seconds: float) -> str:
+    where = f"whalejax status {save} shows more"
+    if run.loss is None or run.loss_first is None:
+        return f"{run.state}, no step was done, {seconds:.1f} s in all; {where}"
+    return (
+        f"{run.state}, loss {run.loss_first:.4f} to {run.loss:.4f} in {run.steps_done} "
+        f"steps, {seconds:.1f} s in all; {where}"
+    )
+
+
+def trained(
+    run: RunStatus | None, command: TrainCommand, status: int, seconds: float
+) -> dict[str, Any]:
+    """What training came to: the values of a run in one process, and more.
+
+    Args:
+        run: as its journal tells it; None where there was none.
+        command: the options.
+        status: of the run.
+        seconds: that it took, everything counted.
+    """
+    last = run.generations[-1].members if run and run.generations else ()
+    found: dict[str, Any] = {
+        "model": command.model,
+        "steps": run.steps_done if run else 0,
+        "loss_first": run.loss_first if run else None,
+        "loss_last": run.loss if run else None,
+        "max_rel_diff_vs_one_device": None,
+        "mesh": {"data": len(last)},
+        "predicted_step_s": None,
+        "measured_step_s": run.step_seconds if run else None,
+        "tokens_per_s": None,
+        "samples_per_s": None,
+        "seconds": seconds,
+        "status": status,
+    }
+    if run is not None:
+        told = document([run])
+        names = ("state", "why", "generations", "members", "lost", "goodput")
+        found |= {name: told[name] for name in (*names, "checkpoint")}
+    return found
