@@ -486,7 +486,7 @@ def _nothing_fits(search: WideSearch) -> PlanError:
             f"no plan serves the marks: devices= gives one copy of the model "
             f"{count // copies} of {count} devices. Change it, or leave it out"
         )
-    return _lacks(Estimate(search, case), lacks, host, ProgramOptions())
+    return _lacks(Estimate(search, case, ProgramOptions()), lacks, host)
 
 
 def _lack(one: Estimate) -> tuple[float, float]:
