@@ -54,3 +54,23 @@ def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
             stack.enter_context(jax.numpy_rank_promotion("raise"))
             stack.enter_context(jax.numpy_dtype_promotion("strict"))
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``full`` the cases that ``sampled`` leaves out of the default run.
+
+    ``sampled(n)`` keeps n cases of a parametrised test, spread over all of them.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in groups.values():
+        mark = group[0].get_closest_marker("sampled")
+        assert mark is not None
+        (count,) = mark.args
+        kept = {(2 * i + 1) * len(group) // (2 * count) for i in range(count)}
+        for place, item in enumerate(group):
+            if place not in kept:
+                item.add_marker(pytest.mark.full)

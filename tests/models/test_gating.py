@@ -173,6 +173,7 @@ SMALL: Final = {"embed": 16, "heads": 2, "mlp": 24, "experts": 4}
 LOADS: Final = ("balance", "dropped", "max_load", "passes")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.full), 2.0])
 def test_the_scanned_layers_report_what_the_unrolled_ones_do(factor: float) -> None:
     """Also where one pass has room for all, so that there is none to loop over."""

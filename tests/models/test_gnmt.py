@@ -105,6 +105,7 @@ def loop(model: gnmt.GNMT, source: Any, target: Any) -> Floats:
     return y
 
 
+@pytest.mark.full
 def test_it_is_what_loops_over_the_real_tokens_compute(
     model: gnmt.GNMT, batch: Any
 ) -> None:

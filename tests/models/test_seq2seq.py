@@ -74,6 +74,7 @@ def replaced(tokens: Any, where: Any) -> Any:
 # What is seen.
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_padded_inputs_are_never_seen(name: str) -> None:
     batch = batch_of(name)
@@ -163,6 +164,7 @@ def stacked(tree: dict[str, Any], layers: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_scanned_layers_compute_the_same(name: str) -> None:
     module, batch = MODULES[name], batch_of(name)
@@ -188,6 +190,7 @@ def test_scanned_layers_compute_the_same(name: str) -> None:
         np.testing.assert_allclose(leaf, wanted, atol=1e-5 * scale)
 
 
+@pytest.mark.full
 @EITHER
 def test_scanned_layers_differ_at_first_and_in_dropout(name: str) -> None:
     module = MODULES[name]

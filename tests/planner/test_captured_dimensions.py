@@ -250,12 +250,14 @@ def _step(step: str, w: Any, x: jax.Array) -> jax.Array:
     return x * jax.nn.softmax(x @ w)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_roles_of_random_functions_can_be_sharded(seed: int) -> None:
     function, shapes = random_function(seed)
     assert_shardable(lambda p, x: function(p, x) * p["last"], shapes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", SHAPES, ids=lambda f: f.__name__)
 def test_a_role_called_shardable_can_be_sharded(
     function: Callable[[Any, jax.Array], jax.Array],

@@ -37,6 +37,7 @@ def captured(name: str, **options: Any) -> Graph:
     return capture(adapt(abstract_model(job), job.loss_fn), job.batch_at(0, 16)).graph
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

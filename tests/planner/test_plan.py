@@ -240,6 +240,7 @@ def entries(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from entries(data[0], (*path, 0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", [None, "x", -1, 1.5, True, [], {}, [[]]])
 def test_no_damage_goes_through(plan: Plan, tmp_path: Path, wrong: Any) -> None:
     """Whatever stands in whatever place: a PlanError, or the very same decisions."""

@@ -193,6 +193,7 @@ def test_a_batch_smaller_than_the_machine_leads_to_tensor() -> None:
     assert "blocks.*.down.kernel[0]" in sharded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [32, 64, 128])
 def test_tensor_stays_inside_the_node_where_activations_outweigh_weights(
     batch: int,

@@ -89,6 +89,7 @@ def test_steps_of_one_layout_take_each_others_states(step: Any) -> None:
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

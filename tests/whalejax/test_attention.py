@@ -168,6 +168,7 @@ def _error(one: Any, other: Any) -> float:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.smoke
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", FORMS)

@@ -311,6 +311,7 @@ def test_dimensions_that_would_need_a_halo_are_named(
     assert any(primitive in reason for reason in reasons.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("case", [c for c in CASES if c.any_size], ids=str)
 def test_halves_of_a_linked_dimension_make_up_the_whole(case: Case) -> None:

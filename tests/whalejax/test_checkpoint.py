@@ -90,6 +90,7 @@ def test_the_saved_state_is_kept_and_goes_on_alike(
     assert host_leaves(restored) == host_leaves(state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_restores_under_another_plan(
     trained: tuple[TrainStep, TrainState], tmp_path: Path, num_devices: int
@@ -335,6 +336,7 @@ step.save(sys.argv[1], state)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", ["_write_arrays", "write_record"])
 def test_a_kill_while_saving_leaves_no_checkpoint(tmp_path: Path, after: str) -> None:
     path = tmp_path / "a"

@@ -216,6 +216,7 @@ def test_split_head_stays_where_it_is() -> None:
     assert shapes_of(found.of("all-reduce")) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "head"), [("mlp", "head.w"), ("resnet", "classifier")]
 )
@@ -333,6 +334,7 @@ def test_borders_in_a_branch_are_crossed_there(taken: bool, again: Any) -> None:
         assert np.any(expected[name]) == taken
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -355,6 +357,7 @@ def test_experts_exchange_tokens_twice_each_way(name: str, mesh: Any) -> None:
         assert not whole
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh",
     [{"expert": 4, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2}],

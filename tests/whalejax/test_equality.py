@@ -90,8 +90,13 @@ def records(request: pytest.FixtureRequest) -> Iterator[Records]:
             )
             for case in cases.pairwise()
         ),
-        *(pytest.param(case, id=case.id) for case in features.pairwise()),
-        *(pytest.param(case, id=case.id) for case in stages.subset()),
+        *(
+            pytest.param(
+                case, id=case.id, marks=[] if place % 3 == 0 else [pytest.mark.full]
+            )
+            for several in (features.pairwise(), stages.subset())
+            for place, case in enumerate(several)
+        ),
     ),
 )
 def test_equals_one_device(case: Case, records: Records) -> None:
@@ -100,6 +105,7 @@ def test_equals_one_device(case: Case, records: Records) -> None:
     assert not record["problems"], "\n".join(record["problems"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("flags", "seconds", "expected"),
     [
@@ -279,6 +285,7 @@ def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
     return job, built, compiled(job, built, mesh={"tensor": 8}).plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "wrapper"),
@@ -327,6 +334,7 @@ def _weighted_loss(params: Any, batch: Any) -> Any:
     return wh.WeightedLoss(total, weight), wh.Aux(metrics=metrics)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}])
 @pytest.mark.parametrize("count", [1, 4])
 def test_weighted_losses_divide_by_the_weight_of_all_samples(
@@ -400,6 +408,7 @@ def _layout(name: str) -> dict[str, Any]:
     return options
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.relaxed_promotion  # optax promotes its step count
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
@@ -433,6 +442,7 @@ def test_updates_equal_those_of_one_device(optimizer: str, layout: str) -> None:
     assert worst_leaf(numbers(state.params), numbers(params), one.paths)[0] < 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -471,6 +481,7 @@ def _exact(name: str) -> OneDevice:
 # The state: how it starts, where it lies, what is donated.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -229,6 +229,7 @@ def test_hints_that_contradict_are_both_named() -> None:
     assert "mesh={'stage': 4} for 4" in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -300,6 +301,7 @@ def test_a_parameter_that_nothing_reads_is_planned_too() -> None:
     assert len(plan.leaves) == 7
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "mesh"),
     [

@@ -166,6 +166,7 @@ def weighed(x: Any) -> Any:
     return jnp.where(jnp.isnan(x), 0, x * weights).sum()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_in_parts_as_whole(case: str) -> None:
     function, values, specs = CASES[case]

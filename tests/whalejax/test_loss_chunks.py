@@ -108,6 +108,7 @@ def _step(
     return step, params, batch, gradient
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.smoke
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", FORMS)
@@ -262,6 +263,7 @@ def test_memory_falls_by_the_logits() -> None:
     assert cut.time.compute_seconds > plain.time.compute_seconds
 
 
+@pytest.mark.full
 def test_the_planner_takes_it_where_memory_is_short(tmp_path: Path) -> None:
     plain = asked()
     assert plain.loss_chunks == 1

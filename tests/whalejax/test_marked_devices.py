@@ -194,6 +194,7 @@ def test_devices_that_contradict_each_other(
     assert text in str(caught.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "count", "options"),
     [
@@ -213,6 +214,7 @@ def test_they_compute_what_one_device_does(
     assert all("tensor" in one.axis_sizes for one in found.plan.stages.plans[1:])
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion  # Flax promotes in its norms
 def test_marks_leave_the_sequence_open() -> None:
     gpt = models.job("gpt-test", layers=2, annotated=False)

@@ -138,6 +138,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_rounds, "_LONGEST", 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.relaxed_promotion
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -202,6 +203,7 @@ def test_where_each_row_sees_itself_nothing_is_added() -> None:
     assert one.scores.hidden(*where).any() and one.scores.filled(*where) is None
 
 
+@pytest.mark.full
 def test_a_plan_with_padding_on_the_left_gives_the_loss_of_one_device() -> None:
     width, heads, length = 8, 2, 8
     keys = jax.random.split(jax.random.key(0), 4)

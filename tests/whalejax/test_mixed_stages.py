@@ -169,6 +169,7 @@ def sums(own: wh.Plan, count: int) -> collections.Counter[Any]:
     return found
 
 
+@pytest.mark.full
 def test_traffic_of_pipelines_side_by_side_is_that_of_each() -> None:
     plan = planned(
         "v100-32:2+p100-16:2+p100-16:4",
@@ -227,6 +228,7 @@ def test_a_tied_table_is_copied_once_in_a_step() -> None:
     assert "stage 1 reads it too" in plan.why("table")
 
 
+@pytest.mark.full
 def test_links_of_stages_are_those_between_their_devices() -> None:
     """What all stages have inside, their places are not multiplied by again."""
     mesh = dict.fromkeys(("data", "fsdp", "expert", "context"), 1)
@@ -247,6 +249,7 @@ def test_links_of_stages_are_those_between_their_devices() -> None:
     assert "stage 4 crosses nvlink" in str(plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cluster", "stages", "used"),
     [("h100:2x8", 3, 15), ("v100-32:2+p100-16:2", 3, 3), ("v5e:2x4", 3, 6)],
@@ -283,6 +286,7 @@ def test_two_cuts_of_one_layout_are_one_candidate() -> None:
     assert runner_up is not None and runner_up.layout != layouts[0]
 
 
+@pytest.mark.full
 def test_measured_times_decide_where_all_kinds_have_them() -> None:
     """One kind is said to be slow by its data sheet, and was measured to be fast."""
     before = planned(TWO)
@@ -320,6 +324,7 @@ def test_measured_times_decide_where_all_kinds_have_them() -> None:
     assert any("was not timed on P100-16" in n for n in some.notes)
 
 
+@pytest.mark.full
 def test_a_fast_kind_with_little_memory_gets_what_fits() -> None:
     """Stages are cut again until what a search knows of their memory fits too."""
     job = job_of(layers=4)
@@ -427,6 +432,7 @@ def test_stages_hold_what_replicas_cannot() -> None:
     assert not any(c.fits and c.verdict == "chosen" for c in weighed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_loop_that_leaves_stages_uneven_is_named(scan: bool) -> None:
     sizes = {"layers": 4, "embed": 512, "heads": 8, "sequence": 256}

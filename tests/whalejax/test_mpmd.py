@@ -283,6 +283,7 @@ def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) ->
             apart(state, job.batch_at(0))
 
 
+@pytest.mark.full
 def test_scaled_losses() -> None:
     precision: Any = "f16"
     job = models.job("gpt-test", layers=2, batch_size=BATCH)
@@ -316,6 +317,7 @@ def test_the_number_of_stages_is_found() -> None:
     assert plan.time.step_seconds <= 1.1 * best  # 1F1B unless another is surely faster
 
 
+@pytest.mark.full
 def test_plans_are_saved_and_read(tmp_path: Path) -> None:
     job = models.job("gpt-test", layers=2, batch_size=BATCH)
     model = build(job)
@@ -348,6 +350,7 @@ def test_plans_are_saved_and_read(tmp_path: Path) -> None:
     assert np.isfinite(float(metrics["loss"])) and int(state.step) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
@@ -471,6 +474,7 @@ def plain(model: Any, x: Any) -> Any:
     return jnp.tanh(x @ model["a"] @ model["b"]).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "options", "texts"),
     [

@@ -83,6 +83,7 @@ def run(
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "layout"), crossed([*OPTIMIZERS], [*LAYOUTS]))
 def test_it_computes_the_same(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +106,7 @@ def hlo_loops(step: wh.TrainStep) -> int:
     return step.lower().as_text().count("stablehlo.while")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WHOLE)
 def test_state_that_is_needed_whole_stays(name: str) -> None:
     with pytest.raises(wh.WhaleError, match="no state that is updated element by elem"):
@@ -227,6 +229,7 @@ def asked(memory: float, **options: Any) -> wh.Plan:
     )
 
 
+@pytest.mark.full
 def test_it_is_chosen_where_nothing_else_fits() -> None:
     roomy = asked(80e9)
     assert roomy.offload == () and roomy.memory.host_bytes == 0

@@ -50,6 +50,7 @@ def one_device(name: str, parts: int = 1) -> OneDevice:
     return on_one_device(models.job(model, **kinds, **changes), parts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "remat", "layout"), CASES)
 def test_it_computes_the_same(name: str, remat: str, layout: str) -> None:
     with jax.enable_x64(True):
@@ -201,6 +202,7 @@ def asked(memory: float = 80e9, **options: Any) -> wh.Plan:
     )
 
 
+@pytest.mark.full
 def test_it_is_chosen_where_nothing_else_fits() -> None:
     full = asked(remat="full")
     assert full.offload == () and full.memory.host_bytes == 0

@@ -94,6 +94,7 @@ class Keyed:
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("devices", "mesh", "options"),
     [
@@ -112,12 +113,14 @@ def test_stages_compute_what_one_device_does(
     assert found.error <= FLOAT64_TOLERANCE
 
 
+@pytest.mark.full
 def test_one_micro_batch() -> None:
     with jax.enable_x64(True):
         found = check(gpt(count=1), devices=2, mesh={"stage": 2})
     assert found.error <= FLOAT64_TOLERANCE
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     crossed(["1f1b", "gpipe"], [{"stage": 4}, {"stage": 2, "data": 2}]),
@@ -136,6 +139,7 @@ def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None
     assert float(evaluated["loss"]) == pytest.approx(one.loss, rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.smoke
 def test_grouped_heads_seen_in_another_form() -> None:
     with jax.enable_x64(True):
@@ -177,6 +181,7 @@ def test_stages_hand_on_activations_and_add_up_what_all_hold() -> None:
     assert measured["all-reduce"] == planned["all-reduce"] + 8
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_micro_batches() -> None:
     few, many = (
         program(count, 4 * count)[1].memory_analysis().temp_size_in_bytes
@@ -503,6 +508,7 @@ def staged_gpt(**options: Any) -> wh.Plan:
     return plan
 
 
+@pytest.mark.full
 def test_residuals_are_kept_where_they_fit() -> None:
     kept = staged_gpt()
     given = staged_gpt(remat="none")

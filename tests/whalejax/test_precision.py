@@ -387,6 +387,7 @@ def held(where: str, precision: str, options: dict[str, Any]) -> None:
     assert 1e-5 < error[0] <= 1.5 * own, error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("where", "precision", "options"), CASES)
 def test_it_is_as_near_to_float32_as_one_device(
     where: str, precision: str, options: dict[str, Any]
@@ -521,6 +522,7 @@ def test_parameters_are_gathered_in_the_type_that_they_are_read_in(
     assert sum(i.nbytes * i.count for i in gathers) == planned < 0.7 * before
 
 
+@pytest.mark.full
 def test_narrow_values_take_less_memory_and_time() -> None:
     task = models.job("llama-test", embed=512, heads=8, mlp=2048, sequence=256)
     full, part, half = (

@@ -248,6 +248,7 @@ def test_where_nothing_else_fits_the_planner_computes_again() -> None:
         asked(mesh={"fsdp": 8}, memory=roomy.memory.total_bytes * 0.5, remat="none")
 
 
+@pytest.mark.full
 def test_the_planner_takes_the_policy_that_costs_least() -> None:
     policies = {p: asked(mesh={"fsdp": 8}, remat=p) for p in ("none", "dots", "full")}
     none, dots, full = policies.values()
@@ -276,6 +277,7 @@ def test_a_plan_remembers_it(tmp_path: Any) -> None:
     assert plan.what_if(remat="full").remat == (("*", "full"),)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("remat", "message"),
     [

@@ -73,6 +73,7 @@ def ran(loss: Any, model: Any, x: Any, **options: Any) -> tuple[wh.Plan, Any, An
     return plan, step(state, x)[1], evaluated
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -488,6 +489,7 @@ def weights_and_samples() -> tuple[Any, Any]:
     return np.asarray(jax.random.normal(keys[0], (8, 8))), x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "count, weighted", [(1, False), (1, True), (2, False), (4, False), (4, True)]
 )

@@ -43,6 +43,7 @@ def like(graph: Graph | None, other: Graph) -> Graph | None:
     return dataclasses.replace(graph, model_hash=other.model_hash)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -169,6 +170,7 @@ def answer(plan: wh.Plan) -> wh.Plan:
     return dataclasses.replace(plan, notes=(), candidates=plan.candidates[:1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [

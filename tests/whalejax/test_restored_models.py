@@ -52,6 +52,7 @@ def evaluating() -> TrainStep:
     return wh.compile(plan, job.loss_fn, model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("runner", "options"),
     [
@@ -246,6 +247,7 @@ def net_loss(model: Net, batch: Any) -> jax.Array:
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+@pytest.mark.full
 def test_what_was_trained_may_be_frozen(tmp_path: Path) -> None:
     """And what was frozen may be trained; leaves are found by their names."""
 

@@ -100,6 +100,7 @@ def test_no_masks_are_kept_between_blocks(mesh: dict[str, int], remat: str) -> N
     assert max(math.prod(map(int, found.split("x"))) for found in masks) <= 2 * 8
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion  # Flax's norms rely on it
 def test_long_sequences_are_given_it() -> None:
     """An 8B model's layers at 131,072 tokens hold no scores that would fit."""
@@ -204,6 +205,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"context": 8}])
 @pytest.mark.parametrize("name", SHAPES)

@@ -136,6 +136,7 @@ def test_what_is_compiled_again_is_seen() -> None:
     assert compiles.count == 2
 
 
+@pytest.mark.full
 def test_gradients_apart_read_nothing_that_is_gone() -> None:
     """What the forward pass keeps is not made again of what it does not keep."""
     name = "bert/stages-4-zb-h1-tensor/8/m2/float64"

@@ -308,6 +308,7 @@ def test_a_split_on_one_device_has_no_effect() -> None:
     assert "obeyed: split() in split" in str(wide)
 
 
+@pytest.mark.full
 def test_first_parameters_may_all_be_read_elsewhere_too() -> None:
     """A tied table is at both ends: then no parameter is the first stage's own."""
     job = models.job("gpt-small", layers=4, embed=48, mlp=96, heads=4, sequence=16)
@@ -327,6 +328,7 @@ def test_marks_that_no_replica_can_obey() -> None:
         wh.plan(split, WIDE, ROWS, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cluster", "options"),
     [
@@ -374,6 +376,7 @@ def test_promising_replicas_are_no_worse_than_all(
     assert some.offload == every.offload
 
 
+@pytest.mark.full
 def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage would hold all of it; cut in layers it may be faster."""
     asked: list[int] = []

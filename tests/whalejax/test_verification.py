@@ -158,6 +158,7 @@ def test_what_is_gathered_while_blocks_of_attention_run_counts_once() -> None:
     assert compiled == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.full
 @needs_tpu_compiler
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_compilers_figure() -> None:
@@ -364,6 +365,7 @@ def test_another_model_is_the_plans_error(
     assert "--set changes --model" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_two_at_once_both_work() -> None:
     plan = planned("mlp-test", "cpu:8")
     found: list[Verification] = []

@@ -133,6 +133,7 @@ def test_however_the_parts_are_picked_both_kernels_are_seen_in_parts(
     assert shapes[BATCH, SEQ, 3 * INNER] == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", [0, 3])
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_program_computes_the_same(layers: int, *, remat: bool) -> None:
@@ -167,6 +168,7 @@ def _parts(leaf: Array) -> list[int]:
     return [n for n, size in ((3, 3 * INNER), (2, 2 * MLP)) if leaf.shape[-1] == size]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layers, mesh",
     [
