@@ -178,6 +178,7 @@ def test_the_mean_runs_over_real_targets(
     np.testing.assert_allclose(float(result.total), expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_dropout_follows_its_key(model: gnmt.GNMT, batch: Any) -> None:
     keys = [jax.random.key(seed, impl="rbg") for seed in (1, 1, 2)]
     for deterministic in (False, True):

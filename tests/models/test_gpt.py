@@ -64,6 +64,7 @@ def assert_close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_scanned_layers_compute_the_same(
     model: gpt.GPT, expected: tuple[Any, Any]
 ) -> None:

@@ -127,6 +127,7 @@ def test_every_patch_is_seen() -> None:
         assert (before != after).any(axis=(1, 2)).all(), patch
 
 
+@pytest.mark.full
 @EITHER
 def test_dropout_follows_its_key(name: str) -> None:
     def total(deterministic: bool, seed: int) -> float:
@@ -164,7 +165,7 @@ def stacked(tree: dict[str, Any], layers: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @BOTH
 def test_scanned_layers_compute_the_same(name: str) -> None:
     module, batch = MODULES[name], batch_of(name)

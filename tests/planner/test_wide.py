@@ -96,6 +96,7 @@ def with_memory(machine: Cluster, device: float, host: float | None) -> Cluster:
     return dataclasses.replace(machine, nodes=nodes)
 
 
+@pytest.mark.full
 @settings(
     max_examples=14,
     deadline=None,

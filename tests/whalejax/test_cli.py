@@ -355,6 +355,7 @@ def test_a_plan_is_made_shown_explained_and_run(here: Path, capsys: Captured) ->
     assert report_of(capsys)["mesh"] == plan.axis_sizes
 
 
+@pytest.mark.full
 def test_planning_touches_no_device(here: Path) -> None:
     code = (
         "from whalejax.cli import main; import jax._src.xla_bridge as bridge; "

@@ -105,7 +105,7 @@ def test_equals_one_device(case: Case, records: Records) -> None:
     assert not record["problems"], "\n".join(record["problems"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "seconds", "expected"),
     [

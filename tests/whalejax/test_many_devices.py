@@ -36,6 +36,7 @@ def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) ->
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [("gpt-test", "a100-80:4x8"), ("moe-test", "v100-16:4x8")],

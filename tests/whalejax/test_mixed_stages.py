@@ -124,6 +124,7 @@ def tower(samples: int, cut: int | None = None) -> wh.Plan:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("samples", [1024, pytest.param(8192, marks=pytest.mark.full)])
 def test_no_mark_cuts_better(samples: int) -> None:
     """Links are slow here, and much of what crosses them does so beside the work."""
@@ -135,6 +136,7 @@ def test_no_mark_cuts_better(samples: int) -> None:
     assert seconds(None) <= 1.01 * min(seconds(cut) for cut in range(1, 7))
 
 
+@pytest.mark.full
 def test_traffic_is_that_of_every_stage() -> None:
     wide = job_of(layers=4, embed=512, mlp=2048, heads=8, sequence=128)
     options: Any = {"cluster": "h100:4+a100-80:4", "job": wide}
@@ -249,7 +251,7 @@ def test_links_of_stages_are_those_between_their_devices() -> None:
     assert "stage 4 crosses nvlink" in str(plan)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cluster", "stages", "used"),
     [("h100:2x8", 3, 15), ("v100-32:2+p100-16:2", 3, 3), ("v5e:2x4", 3, 6)],

@@ -146,6 +146,7 @@ def test_models_and_remat_beside_those_of_the_matrix(
     assert len(stages_of(found).plans) == 2
 
 
+@pytest.mark.full
 def test_stages_may_be_laid_out_differently() -> None:
     """What is replicated before the head and split in it needs no common mesh."""
     with jax.enable_x64(True):
@@ -214,6 +215,7 @@ def test_stages_that_only_look_up_and_parameters_that_nothing_reads() -> None:
     assert "unread" in str(found.plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [full("gpipe"), full("1f1b"), "zb-h1"])
 def test_what_waits_is_what_the_table_says(
     schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +302,7 @@ def test_scaled_losses() -> None:
     assert stages_of(found).plans[0].precision == precision
 
 
+@pytest.mark.full
 def test_the_number_of_stages_is_found() -> None:
     job = models.job("gpt-test", layers=4, batch_size=BATCH)
 

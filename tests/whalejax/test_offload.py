@@ -127,6 +127,7 @@ def test_without_an_optimizer_there_is_no_state(runnable: bool) -> None:
         )
 
 
+@pytest.mark.full
 def test_it_communicates_what_it_did() -> None:
     texts = [
         run(OPTIMIZERS["adamw"], 1, offload=o, **LAYOUTS["fsdp-tensor"])[0]
@@ -208,6 +209,7 @@ def test_a_parameter_without_elements_stays_where_it_is() -> None:
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.full
 def test_a_cluster_that_does_not_know_its_host() -> None:
     plan = asked(80e9, offload="optimizer", cluster="cpu:8")
     assert any("is not counted" in note for note in plan.notes)

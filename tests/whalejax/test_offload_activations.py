@@ -215,6 +215,7 @@ def test_it_is_chosen_where_nothing_else_fits() -> None:
         asked(full.memory.total_bytes - 0.5 * kept, offload=())
 
 
+@pytest.mark.full
 def test_transfers_hide_behind_the_computation() -> None:
     """Those of a fast link do, and of a slow one what is longer is exposed."""
     plans = [

@@ -231,6 +231,7 @@ def test_checkpoints_move_between_plans_with_and_without_stages(
     assert float(one["loss"]) == pytest.approx(float(two["loss"]), rel=1e-5)
 
 
+@pytest.mark.full
 def test_clipping_sees_all_stages() -> None:
     job = job_of("gpt-test", scan_layers=True, dtype=None, param_dtype="float32")
     model = build(job)

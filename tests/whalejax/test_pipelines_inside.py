@@ -272,6 +272,7 @@ def dropped(model: Net, batch: Any) -> Any:
     return losses.mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -499,6 +499,7 @@ def asked(*, stacked: bool = False, **options: Any) -> wh.Plan:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.full), True])
 def test_parameters_are_gathered_in_the_type_that_they_are_read_in(
     stacked: bool,

@@ -507,6 +507,7 @@ def test_the_table_is_what_one_device_reports(count: int, weighted: bool) -> Non
     check_table(step(state, x)[1], EXACT, model, x)
 
 
+@pytest.mark.full
 def test_one_micro_batch_reports_all_as_it_is() -> None:
     model, x = weights_and_samples()
     for table in (NOTED, REFUSED):

@@ -188,6 +188,7 @@ def test_other_questions_are_answered_as_if_they_came_first(
     assert answer(estimate.what_if(**changes)) == answer(gpt(64, **changes))
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion  # optax promotes its step count
 def test_the_order_of_questions_decides_no_tie() -> None:
     job = models.job("moe-test")

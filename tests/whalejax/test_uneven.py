@@ -184,6 +184,7 @@ def test_weights_masks_counters_and_statistics() -> None:
         assert 0 < float(model.largest[...]) < float(same.largest[...])
 
 
+@pytest.mark.full
 def test_other_shares_compile_nothing_and_change_nothing(tmp_path: Path) -> None:
     job = dropping()
     with jax.enable_x64(True):
@@ -227,6 +228,7 @@ def test_replicas_meet_in_one_all_reduce_of_each_dtype() -> None:
     assert len(exchange.abstract()) == 2  # float64, and the paces in float32
 
 
+@pytest.mark.full
 def test_devices_of_unlike_kinds_in_one_process_add_up_by_copies() -> None:
     job = dropping()
     with jax.enable_x64(True):

@@ -168,7 +168,7 @@ def _parts(leaf: Array) -> list[int]:
     return [n for n, size in ((3, 3 * INNER), (2, 2 * MLP)) if leaf.shape[-1] == size]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layers, mesh",
     [
