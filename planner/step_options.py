@@ -250,13 +250,16 @@ def check_user_options(options: UserOptions, problems: Arguments) -> None:
             options.sequence_parallel,
             "True, False, or None, which leaves it to the planner",
         )
-    for name, example in (("remat", "full"), ("attention", "ring")):
+    for name, example, known in (
+        ("remat", "full", REMAT_POLICIES),
+        ("attention", "ring", ATTENTION_KINDS),
+    ):
         value = getattr(options, name)
-        if name == "remat" and isinstance(value, str):
-            if value.partition(":")[0] not in REMAT_POLICIES:
-                problems.refuse("remat", value, f"one of {', '.join(REMAT_POLICIES)}")
-            continue
-        if isinstance(value, str) and value.isprintable() and value:
+        if isinstance(value, str):
+            policy, colon, _ = value.partition(":")
+            listed = name == "remat" and policy == "named"
+            if policy not in known or (colon and not listed):
+                problems.refuse(name, value, f"one of {', '.join(known)}")
             continue
         if value is not None and not by_task_graph(value):
             problems.refuse(

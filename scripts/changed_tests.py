@@ -5,13 +5,14 @@
 What changed is what ``git diff`` and untracked files say against ``--base`` (without
 it, the commit that the branch left its upstream at, or HEAD where there is none). A
 changed test file stands for itself; a changed module for the test files that import it,
-or its folder where none does, those with the fewest imports first.
+or its folder where none does, those with the fewest imports first. At most eight files
+are printed: changed test files first.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import ast
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,9 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("whalejax", "planner", "meshes", "models")
-_IMPORT = re.compile(
-    r"^\s*(?:from|import)\s+(whalejax[\w.]*)(?:\s+import\s+(.*))?", re.MULTILINE
-)
 
 
 def git(*words: str) -> list[str]:
@@ -53,10 +51,14 @@ def module_of(path: str) -> str:
 def imports(text: str) -> set[str]:
     """The modules of ours that a file names, and what it takes from packages."""
     found = set()
-    for module, names in _IMPORT.findall(text):
-        found.add(module)
-        found.update(f"{module}.{name}" for name in re.findall(r"\w+", names))
-    return found
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.update(
+                (node.module, *(f"{node.module}.{n.name}" for n in node.names))
+            )
+        elif isinstance(node, ast.Import):
+            found.update(n.name for n in node.names)
+    return {name for name in found if name.startswith("whalejax")}
 
 
 def tests_of(paths: Iterable[str], most: int) -> list[str]:
@@ -68,10 +70,10 @@ def tests_of(paths: Iterable[str], most: int) -> list[str]:
     """
     known = {
         str(one.relative_to(ROOT)): imports(one.read_text(encoding="utf-8"))
-        for one in sorted(ROOT.glob("tests/*/test_*.py"))
+        for one in sorted(ROOT.glob("tests/**/test_*.py"))
     }
     found: dict[str, None] = {}
-    for path in paths:
+    for path in sorted(paths, key=lambda one: one not in known):
         module = module_of(path)
         if path in known:
             found[path] = None

@@ -76,7 +76,9 @@ def test_llamas_have_gates_and_gpts_have_none() -> None:
     assert "ffn 4096 (4 × hidden, no gate)" in note()
     short = read(model="Llama-2", hidden="4096", heads="32").sizes
     assert (short.gated, short.ffn) == (True, 11008)
-    assert "ffn 2816 (8/3 × hidden, with a gate)" in note(model="Llama-2")
+    assert "ffn 2816 (8/3 × hidden, rounded up to 256, with a gate)" in note(
+        model="Llama-2"
+    )
 
 
 def test_narrow_networks_have_gates_whatever_the_name() -> None:

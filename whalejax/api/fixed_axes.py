@@ -111,7 +111,7 @@ def uneven_shares(
     """Whether replicas take shares of their own, and which.
 
     Args:
-        shares: what the user gives; ``plan_options`` has checked its type.
+        shares: what the user gives; ``plan_settings`` has checked its type.
         mixed: devices are of several kinds.
         runnable: what cannot run is not wanted.
         allow_idle: some devices may be left without work.

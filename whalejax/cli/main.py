@@ -1,6 +1,6 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
-``verify``, ``estimate``, ``calibrate``, ``launch``, ``status``, ``goodput``,
-``doctor``.
+``diff``, ``verify``, ``estimate``, ``calibrate``, ``launch``, ``status``,
+``goodput``, ``doctor``, ``completion``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a

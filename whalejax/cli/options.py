@@ -600,16 +600,21 @@ def plan_settings(command: Any) -> dict[str, Any]:
         command: one of the classes here.
 
     Raises:
-        WhaleError: words that an option cannot have; all of them.
+        WhaleError: words that an option cannot have; those of every option.
 
     >>> plan_settings(PlanCommand(model="gpt", precision=("*=bf16", "split=f32")))
     {'precision': {'*': 'bf16', 'split': 'f32'}}
     """
-    found = {
-        setting: read(getattr(command, option))
-        for option, (setting, read) in _PLAN_OPTIONS.items()
-        if getattr(command, option, None) not in (None, ())
-    }
+    found, wrong = {}, list[str]()
+    for option, (setting, read) in _PLAN_OPTIONS.items():
+        if getattr(command, option, None) in (None, ()):
+            continue
+        try:
+            found[setting] = read(getattr(command, option))
+        except WhaleError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise WhaleError("\n".join(wrong))
     return {setting: value for setting, value in found.items() if value is not None}
 
 

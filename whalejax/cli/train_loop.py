@@ -104,7 +104,7 @@ def train(
         resumed_from: a checkpoint that stays in any case.
         on_step: called with every loss, in order, a few steps after it was computed.
         clock: seconds, rising.
-        is_held: the caller holds ``save_dir`` for this run already (``resuming.held``);
+        is_held: the caller holds ``save_dir`` for this run already (``runtime.resume.held``);
             else it is held here.
 
     Raises:

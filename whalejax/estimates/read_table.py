@@ -352,7 +352,11 @@ def _gated(
 ) -> bool:
     """Whether the feed-forward has a gate: by name, by parameters, by width."""
     if cells.whole("ffn") is None:
-        how = "8/3 × hidden, with a gate" if by_name else "4 × hidden, no gate"
+        how = (
+            "8/3 × hidden, rounded up to 256, with a gate"
+            if by_name
+            else "4 × hidden, no gate"
+        )
         cells.notes.append(f"ffn {plain.ffn} ({how})")
         return by_name
     if by_name:
