@@ -161,7 +161,7 @@ def test_asked_for_where_it_does_not_stand_its_place_is_named() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("blocks", "'blocks' is no kind; expected one of gather, ring"),
+        ("blocks", "attention is 'blocks'; expected one of ring, gather"),
         ({"heads": "ring"}, "there is no TaskGraph 'heads'; expected some of default"),
         (3, "attention is 3; expected a word such as 'ring', one for each"),
     ],

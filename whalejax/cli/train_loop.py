@@ -104,8 +104,8 @@ def train(
         resumed_from: a checkpoint that stays in any case.
         on_step: called with every loss, in order, a few steps after it was computed.
         clock: seconds, rising.
-        is_held: the caller holds ``save_dir`` for this run already (``runtime.resume.held``);
-            else it is held here.
+        is_held: the caller holds ``save_dir`` for this run already
+            (``runtime.resume.held``); else it is held here.
 
     Raises:
         WhaleError: a loss or a parameter is not finite; the step and the last good
