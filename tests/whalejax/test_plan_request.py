@@ -80,6 +80,15 @@ def test_all_wrong_settings_are_told_when_it_is_made() -> None:
         assert said in text
 
 
+def test_mesh_options_and_cluster_are_told_together() -> None:
+    with pytest.raises(wh.PlanError) as caught:
+        wh.PlanRequest(
+            zero=5, mesh={"foo": 2}, compiler_options={"a": [1]}, cluster="nope:4"
+        )
+    for said in ("zero is 5", "no mesh axis 'foo'", "a is [1]", "device kind 'nope'"):
+        assert said in str(caught.value)
+
+
 def test_every_option_that_stages_refuse_is_told() -> None:
     with pytest.raises(wh.PlanError) as caught:
         wh.plan(

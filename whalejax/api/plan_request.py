@@ -91,7 +91,8 @@ class PlanRequest(PlanSettings):
         compiler_options: options of XLA that the step is compiled with.
 
     Raises:
-        PlanError: a setting that no model can be planned with; all of them.
+        PlanError: settings that no model can be planned with; all of them.
+        WhaleError: a cluster that cannot be read, where nothing else is wrong.
 
     >>> import dataclasses, jax, jax.numpy as jnp, optax
     >>> import whalejax as wh

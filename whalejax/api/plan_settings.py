@@ -5,7 +5,7 @@ What a setting means for a model is checked where the model's graph is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -73,19 +73,44 @@ class PlanSettings(UserOptions):
         _check_precision(self.precision, problems)
         _check_numbers(self, problems)
         _check_default(self.default, problems)
-        problems.raise_if_any()
-        check_axes(self.mesh)
-        checked_options(self.compiler_options)
+        together(
+            problems.raise_if_any,
+            lambda: check_axes(self.mesh),
+            lambda: checked_options(self.compiler_options),
+            self._parse_cluster,
+        )
+
+    def _parse_cluster(self) -> None:
+        """Keep a cluster in place of its text; measuring this one takes time."""
         local = (
             isinstance(self.cluster, str) and self.cluster.strip().lower() == "local"
         )
-        if self.cluster is not None and not local:  # which takes time to measure
+        if self.cluster is not None and not local:
             object.__setattr__(self, "cluster", parsed_cluster(self.cluster))
 
     @property
     def default_kind(self) -> str | None:
         """The kind of mark that is the default strategy."""
         return None if self.default is None else str(self.default.mark.kind)
+
+
+def together(*checks: Callable[[], Any]) -> None:
+    """Run all checks, and then tell what each of them found wrong.
+
+    Raises:
+        WhaleError: that of the only check that failed.
+        PlanError: the texts of several.
+    """
+    found: list[WhaleError] = []
+    for check in checks:
+        try:
+            check()
+        except WhaleError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise PlanError("\n".join(map(str, found)))
 
 
 def changeable() -> list[str]:
