@@ -85,8 +85,8 @@ class Programs:
             model,
             first,
             local_cluster(),
-            precision=precision,
-            micro_batches=count,
+            precision=precision or "f32",
+            num_micro_batches=count,
             shares=[count],
         )
         self.step = compile_step(

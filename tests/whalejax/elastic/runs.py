@@ -102,7 +102,8 @@ class Run:
         """Wait for something; the log stands in the error where it does not come."""
         end = time.monotonic() + SECONDS
         while not true():
-            if time.monotonic() > end:
+            ended = self.supervisor.poll() is not None
+            if time.monotonic() > end or (ended and not true()):
                 raise AssertionError(self.told())
             time.sleep(0.02)
 
