@@ -208,6 +208,8 @@ def goodput_of(
     _check_seconds(problems, "recovery", recovery)
     _check_seconds(problems, "repair", repair)
     problems.whole("micro_batches", micro_batches, least=1, none=True)
+    if trace is not None:
+        problems.path("trace", trace, "the path of a CSV file of failures, or None")
     problems.raise_if_any()
     between = mtbf / nodes
     best = daly_seconds(snapshot, between)

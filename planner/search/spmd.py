@@ -152,10 +152,25 @@ def searches(
             others.reached = tried.best_seconds()
             found = others.all()
             if any(scored.fits for _, one in found for scored in one.scored):
-                return found
+                return [*found, *_others(tried.found, found)]
         if found and (bound == math.inf or count > 4 * MANY):
             return found
     return _Searches(graph, cluster, request, again, known).all()
+
+
+def _others(
+    tried: list[tuple[Analysed, Search]], found: list[tuple[Analysed, Search]]
+) -> list[tuple[Analysed, Search]]:
+    """Searches with what was tried first and is not among what was found: runners-up.
+
+    Args:
+        tried: searches of the first meshes; their plans that are found too are dropped.
+        found: searches bounded by what these take.
+    """
+    known = {scored.layout for _, one in found for scored in one.scored}
+    for _, one in tried:
+        one.scored = [s for s in one.scored if s.layout not in known]
+    return tried
 
 
 FIRST = 2

@@ -83,8 +83,6 @@ LEGAL: Final[Mapping[str, tuple[str, str]]] = {
     "estimate.output": ("text minus", "a file that can be made"),
     "verify.output": ("text minus", "a file that can be made"),
     "arguments": (" ".join(TEXTS), "what a script takes is its own affair"),
-    "remat": ("text minus", "policies are looked up beside the model's own names"),
-    "attention": ("text minus", "its kinds are looked up with the model's TaskGraphs"),
     "cpu_quota": ("empty", "no quota"),
 }
 

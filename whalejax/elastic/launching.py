@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
 from whalejax.elastic import outcome
 from whalejax.elastic.supervisor.settings import Settings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
@@ -32,11 +32,8 @@ _ERROR_STATUS: Final = 2
 
 _REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 
-_NOT_ELASTIC: Final = (
-    "plan", "cluster", "mesh", "shares", "remat", "offload", "attention",
-    "loss_chunks", "compiler_options", "replay",
-)  # fmt: skip
-"""Options of training that say how all devices of one runtime are used."""
+_ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches")
+"""Options of plans that one replica has too; others are of several devices."""
 
 
 def launch_elastic(command: LaunchCommand) -> int:
@@ -103,12 +100,14 @@ def train_elastically(command: TrainCommand) -> int:
                 "--processes was given without --save DIR, where checkpoints and the "
                 "journal of the run go. Give it"
             )
-        for name in _NOT_ELASTIC:
-            value = getattr(command, name)
-            if value:
+        given = [name for name, _ in given_plan_options(command)]
+        given += ["--plan"] * (command.plan is not None)
+        given += ["--replay"] * bool(command.replay)
+        for name in given:
+            if name not in _ELASTIC_TOO:
                 problems.add(
-                    f"--{name.replace('_', '-')} was given, and each process runs the "
-                    "whole model as one replica. Leave it out, or leave out --processes"
+                    f"{name} was given, and each process runs the whole model as one "
+                    "replica. Leave it out, or leave out --processes"
                 )
     assert command.save is not None
     words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))

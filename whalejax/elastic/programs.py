@@ -85,7 +85,7 @@ class Programs:
             model,
             first,
             local_cluster(),
-            precision=precision or "f32",
+            precision=precision,
             num_micro_batches=count,
             shares=[count],
         )

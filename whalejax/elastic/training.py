@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def train_elastic(
     keep: int = 3,
     batch: int | None = None,
     num_micro_batches: int | None = None,
-    precision: Any = None,
+    precision: str | Mapping[str, str] = "f32",
     seed: int = 0,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train a job with whoever is there, under ``whalejax launch --processes MIN:MAX``.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from whalejax.meshes.errors import WhaleError
 
@@ -13,13 +12,13 @@ from whalejax.meshes.errors import WhaleError
 _USER_ERROR = 2
 
 
-def _precision(words: Sequence[str]) -> Any:
-    """As ``wh.plan`` takes it."""
+def _precision(words: Sequence[str]) -> str | dict[str, str]:
+    """As ``wh.plan`` takes it; its default where nothing was given."""
     named: dict[str, str] = {}
     for word in words:
         name, _, value = word.rpartition("=")
         named[name] = value
-    return named.get("") if "" in named else named or None
+    return named[""] if "" in named else named or "f32"
 
 
 def main(words: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.relaxed_promotion
 @pytest.fixture(scope="module")
 def programs() -> Programs:
     job = example.make()
-    return Programs(job, batch=None, micro_batches=8, precision=None, seed=3)
+    return Programs(job, batch=None, micro_batches=8, precision="f32", seed=3)
 
 
 def nothing() -> None:

@@ -24,7 +24,7 @@ MICRO_BATCHES = 8
 def expected_losses(steps: int) -> list[float]:
     """Those of an undisturbed run on one device."""
     programs = Programs(
-        example.make(), batch=None, micro_batches=MICRO_BATCHES, precision=None, seed=0
+        example.make(), batch=None, micro_batches=MICRO_BATCHES, precision="f32", seed=0
     )
     state, losses = programs.born(), []
     for step in range(steps):
