@@ -217,6 +217,10 @@ def _sha256(file: Path) -> str:
 # Building.
 
 
+_MOST_REMOVALS: Final = 50
+_REMOVAL_SECONDS: Final = 0.1
+
+
 @contextmanager
 def being_built(target: Path) -> Iterator[Path]:
     """Where a checkpoint is built; renamed to its own name at the end of the block.
@@ -247,11 +251,20 @@ def being_built(target: Path) -> Iterator[Path]:
         fail_together(error, f"{target.name} written")
     except BaseException:
         if held >= 0:
-            shutil.rmtree(building, ignore_errors=True)
+            _removed(building)
         raise
     finally:
         if held >= 0:
             os.close(held)
+
+
+def _removed(building: Path) -> None:
+    """Remove a folder that writers who have not heard of an error may still write to."""
+    for _ in range(_MOST_REMOVALS):
+        shutil.rmtree(building, ignore_errors=True)
+        if not building.exists():
+            return
+        time.sleep(_REMOVAL_SECONDS)
 
 
 def _begun(building: Path) -> int:
