@@ -56,12 +56,36 @@ def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+LONGEST = (
+    "test_equality",
+    "test_docs",
+    "test_foreign",
+    "test_mpmd_processes",
+    "test_lost_processes",
+    "test_collectives",
+    "test_verification",
+    "test_unequal_stages",
+    "test_pipes",
+    "test_estimates",
+    "test_joining",
+    "test_uniform_processes",
+    "test_compiler_facts",
+    "test_agreement",
+    "test_runs",
+    "test_launching_failures",
+)
+"""Files that take longest. They come first, so that no worker is left with one."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``full`` the cases that ``sampled`` leaves out of the default run.
+    """Bring long files to the front, and leave out cases of ``sampled`` tests.
 
-    ``sampled(n)`` keeps n cases of a parametrised test, spread over all of them.
+    ``sampled(n)`` keeps n cases of a parametrised test, spread over all of them; the
+    others are marked ``full``.
     """
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") is not None:

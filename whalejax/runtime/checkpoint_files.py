@@ -259,7 +259,7 @@ def being_built(target: Path) -> Iterator[Path]:
 
 
 def _removed(building: Path) -> None:
-    """Remove a folder that writers who have not heard of an error may still write to."""
+    """Remove a folder to which writers may go on that have not heard of an error."""
     for _ in range(_MOST_REMOVALS):
         shutil.rmtree(building, ignore_errors=True)
         if not building.exists():
