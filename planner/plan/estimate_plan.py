@@ -32,6 +32,7 @@ from whalejax.planner.search.batched.mesh_grid import ORDERS, SCHEDULES
 from whalejax.planner.search.batched.partition import cut_layers, stage_layers
 from whalejax.planner.search.batched.share_notes import share_notes, stage_kinds
 from whalejax.planner.search.batched.step_time import handed_seconds, part_seconds
+from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
@@ -108,6 +109,16 @@ class Estimate:
         sliced = not self.zero and bool(sliced_leaves(self.search.graph))
         if "params" in self.offload and not sliced:
             found.append("parameters in host memory that no scan over layers slices")
+        elif "params" in self.offload and not hosts_params(self.search):
+            found.append(
+                "parameters in host memory that the optimizer does not update element "
+                "by element"
+            )
+        if "optimizer" in self.offload and not hosts_state(self.search):
+            found.append(
+                "optimizer state in host memory, of which none is updated element by "
+                "element"
+            )
         return found
 
     @property
@@ -218,6 +229,22 @@ class Estimate:
     def tables(self) -> dict[int, Table]:
         """Compute table of each TaskGraph."""
         return dict(self.case.variant.tables)
+
+
+def hosts_params(search: WideSearch) -> bool:
+    """Whether plans that run keep some parameters of a search in host memory."""
+    sliced, hosted = sliced_leaves(search.graph), _hosted(search)
+    return any(t.id in sliced and t.path in hosted.params for t in search.graph.params)
+
+
+def hosts_state(search: WideSearch) -> bool:
+    """Whether plans that run keep some optimizer state of a search in host memory."""
+    return any(_hosted(search).state.values())
+
+
+def _hosted(search: WideSearch) -> Hosted:
+    hosted = search.request.hosted
+    return Hosted() if hosted is None else hosted()
 
 
 def estimated_plan(

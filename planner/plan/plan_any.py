@@ -23,7 +23,12 @@ from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.build import KEPT_CANDIDATES, verdict_of
-from whalejax.planner.plan.estimate_plan import Estimate, estimated_plan
+from whalejax.planner.plan.estimate_plan import (
+    Estimate,
+    estimated_plan,
+    hosts_params,
+    hosts_state,
+)
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.search.batched.branch_and_bound import (
@@ -41,7 +46,6 @@ from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import Again, Known, by_marks, unlike
 from whalejax.planner.search.user_choices import Asked
-from whalejax.planner.sharding.offload_candidates import sliced_leaves
 from whalejax.planner.step_options import ProgramOptions, StepOptions, options_of
 from whalejax.planner.terms import OFFLOADS, Chosen
 
@@ -358,10 +362,13 @@ def _not_covered(
     optimizer, activations, params, gradients = (
         (frames.offload >> bit & 1) > 0 for bit in range(len(OFFLOADS))
     )
-    sliced = bool(sliced_leaves(search.graph))
     found = (frames.stage == 1) & (frames.order == 0) & (frames.ring == 0)
     found &= np.array(same)[frames.remat] & ~gradients & (~activations | full)
-    found &= ~params | ((frames.zero == 0) & sliced)
+    # What the optimizer updates is asked for where it matters alone.
+    if optimizer.any():
+        found &= ~optimizer | hosts_state(search)
+    if params.any():
+        found &= ~params | ((frames.zero == 0) & hosts_params(search))
     wanted: Array = ~found
     return wanted
 

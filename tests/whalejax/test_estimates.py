@@ -334,3 +334,53 @@ def test_host_memory_of_which_nothing_is_known_is_taken_as_asked(
     assert plan.time.offload_seconds == 0
     assert sum("is not counted" in note for note in plan.notes) == 1
     assert not plan.what_if(offload=None).offload
+
+
+def gpt(
+    cluster: str,
+    batch: int,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    runnable: bool = False,
+    **options: Any,
+) -> wh.Plan:
+    """The plan of a small GPT whose layers are one scan."""
+    job = models.job("gpt-test", annotated=False, scan_layers=True)
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch)),
+        optimizer=optimizer or optax.adam(1e-3),
+        cluster=cluster,
+        runnable=runnable,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offload", "why"),
+    [
+        (optax.sgd(0.1), ["params", "gradients"], "gradients in host memory"),
+        (optax.sgd(0.1), "optimizer", "optimizer state in host memory"),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
+            "optimizer",
+            "optimizer state in host memory",
+        ),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
+            "params",
+            "parameters in host memory that the optimizer does not update",
+        ),
+    ],
+)
+def test_what_no_executor_keeps_in_host_memory_is_an_estimate(
+    optimizer: optax.GradientTransformation, offload: Any, why: str
+) -> None:
+    asked: dict[str, Any] = {"mesh": {"data": 2}, "zero": 0, "offload": offload}
+    with pytest.raises(wh.WhaleError, match="offload: 1 problem"):
+        gpt("cpu:2", 4, optimizer, runnable=True, **asked)
+    plan = gpt("cpu:2", 4, optimizer, **asked)
+    assert not plan.runnable
+    assert any(f"does not run because: {why}" in note for note in plan.notes)
+    assert not any("best plan that runs" in note for note in plan.notes)
