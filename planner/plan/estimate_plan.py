@@ -99,6 +99,8 @@ class Estimate:
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
         if tuple(a for a, _ in self.axes) != usual:
             found.append(f"axes lie in another order than {', '.join(usual)}")
+        if self.case.placement.by == "all" and not self.search.cluster.is_uniform:
+            found.append("one program runs on devices of one kind")
         if self.beyond.shares:
             found.append("replicas of unlike devices run where shares are asked for")
         if "gradients" in self.offload:

@@ -350,8 +350,8 @@ def _not_covered(
         placement: kinds of devices.
         frames: cases.
     """
-    if placement.by != "all":
-        return np.ones(len(frames), dtype=bool)
+    if placement.by != "all" or not search.cluster.is_uniform:
+        return np.ones(len(frames), dtype=bool)  # One program runs on one kind.
     request = search.request
     tried = request.policies if traced else ("none",)
     policies = [set(policy.values()) for policy in search.model.policies]

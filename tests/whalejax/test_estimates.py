@@ -384,3 +384,12 @@ def test_what_no_executor_keeps_in_host_memory_is_an_estimate(
     assert not plan.runnable
     assert any(f"does not run because: {why}" in note for note in plan.notes)
     assert not any("best plan that runs" in note for note in plan.notes)
+
+
+def test_one_program_over_unlike_devices_is_an_estimate() -> None:
+    asked: dict[str, Any] = {"cluster": "h100:2+v100-32:2", "mesh": {"tensor": 4}}
+    with pytest.raises(wh.WhaleError, match="none such has a multiple of 4"):
+        gpt(batch=8, runnable=True, **asked)
+    plan = gpt(batch=8, **asked)
+    assert not plan.runnable
+    assert any("one program runs on devices of one kind" in n for n in plan.notes)
