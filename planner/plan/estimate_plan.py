@@ -84,7 +84,7 @@ class Estimate:
         self.order = ORDERS[int(f.order[0])]
         self.axes = tuple((a, self.mesh[a]) for a in self.order if self.mesh[a] > 1)
         self.zero = int(f.zero[0]) if self.mesh["data"] > 1 else 0
-        self.micro_batches = max(case.micro_batches)
+        self.micro_batches = int(f.micro_batches[0])
         self.stages = self._stages() if self.mesh["stage"] > 1 else None
 
     @property

@@ -393,3 +393,20 @@ def test_one_program_over_unlike_devices_is_an_estimate() -> None:
     plan = gpt(batch=8, **asked)
     assert not plan.runnable
     assert any("one program runs on devices of one kind" in n for n in plan.notes)
+
+
+def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> None:
+    asked: dict[str, Any] = {"cluster": "h100:2+v100-32:2", "num_micro_batches": 12}
+    plan, runs = (
+        gpt(batch=48, mesh={"data": 4}, runnable=r, **asked) for r in (False, True)
+    )
+    assert plan.num_micro_batches == 12
+    assert plan.runnable and plan.hash == runs.hash
+    # With shares of their own, replicas that cut gradients do not run.
+    plan = gpt(batch=48, mesh={"data": 2, "tensor": 2}, zero=2, **asked)
+    assert plan.num_micro_batches == 12
+    assert not plan.runnable and plan.beyond is not None
+    shares = dict(plan.beyond.shares)
+    assert 0 <= sum(shares.values()) - 12 < 2
+    (reduced, *_) = (c for c in plan.collectives if c.phase == "backward")
+    assert plan.times(reduced) == reduced.count * max(shares.values())
