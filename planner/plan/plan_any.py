@@ -334,8 +334,8 @@ class _Beyond:
         if not covered:
             return _no_mesh(self.graph, self.cluster, self.request)
         if self.short:
-            nearest = min((one for one, _ in self.short), key=_lack)
-            return _lacks(nearest, *_lack(nearest))
+            nearest = min((one for one, _ in self.short), key=lambda o: o.case.lacks)
+            return _lacks(nearest, *nearest.case.lacks)
         return _nothing_fits(covered[0])
 
 
@@ -496,14 +496,6 @@ def _nothing_fits(search: WideSearch) -> PlanError:
     return _lacks(Estimate(search, case, ProgramOptions()), lacks, host)
 
 
-def _lack(one: Estimate) -> tuple[float, float]:
-    """Bytes that a case lacks on a device, and on its host."""
-    kinds = one.search.cluster.kinds
-    room = min(kind.host_memory_bytes or math.inf for kind in kinds)
-    device = one.memory.total_bytes - one.search.cluster.memory_bytes
-    return max(0.0, device), max(0.0, one.memory.host_bytes - room)
-
-
 def _lacks(chosen: Estimate, lacks: float, host: float) -> PlanError:
     """Says what the nearest case lacks.
 
@@ -512,10 +504,12 @@ def _lacks(chosen: Estimate, lacks: float, host: float) -> PlanError:
         lacks, host: bytes that it lacks, on a device and on its host.
     """
     search, case = chosen.search, chosen.case
-    limit = search.cluster.memory_bytes
-    least = min(search.cluster.kinds, key=lambda kind: kind.memory_bytes)
-    whose = "" if search.cluster.is_uniform else f" ({least.name} has least)"
-    memory = case.weighed.memory_terms(case.row)
+    kinds, memory = search.cluster.kinds, case.weighed.memory_terms(case.row)
+    held = memory.total_bytes - lacks if lacks > 0 else 0.0
+    # Terms are rounded to bytes.
+    device = min(kinds, key=lambda kind: abs(kind.memory_bytes - held))
+    limit = device.memory_bytes
+    whose = "" if search.cluster.is_uniform else f" ({device.name})"
     terms = ", ".join(
         f"{name} {gigabytes(nbytes)}"
         for name, nbytes in memory.by_name().items()

@@ -341,11 +341,12 @@ def gpt(
     batch: int,
     optimizer: optax.GradientTransformation | None = None,
     *,
+    name: str = "gpt-test",
     runnable: bool = False,
     **options: Any,
 ) -> wh.Plan:
-    """The plan of a small GPT whose layers are one scan."""
-    job = models.job("gpt-test", annotated=False, scan_layers=True)
+    """The plan of a GPT whose layers are one scan."""
+    job = models.job(name, annotated=False, scan_layers=True)
     return wh.plan(
         job.loss_fn,
         abstract_model(job),
@@ -410,3 +411,13 @@ def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> No
     assert 0 <= sum(shares.values()) - 12 < 2
     (reduced, *_) = (c for c in plan.collectives if c.phase == "backward")
     assert plan.times(reduced) == reduced.count * max(shares.values())
+
+
+@pytest.mark.filterwarnings("ignore:one of 2 stages")
+def test_each_stage_is_held_to_the_memory_of_its_own_device() -> None:
+    asked: dict[str, Any] = {"mesh": {"stage": 2}, "remat": "none", "offload": ()}
+    plan = gpt("h100:1+v100-16:1", 8, name="gpt-xl", **asked)
+    # Together they hold what neither holds alone; most layers lie on the larger one.
+    assert not plan.runnable and plan.stages is not None
+    layers = dict(zip(plan.stages.kinds, plan.stages.layers, strict=True))
+    assert layers["h100"] > 8 * layers["v100-16"]

@@ -26,7 +26,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
-from whalejax.planner.search.batched.exact_memory import ExactMemory, rooms
+from whalejax.planner.search.batched.exact_memory import ExactMemory
 from whalejax.planner.search.batched.fits import FrameOptions, weigh_options
 from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.search.batched.mesh_grid import (
@@ -96,6 +96,7 @@ class Case:
         micro_batches: of one pipeline, by kind where replicas differ.
         weighed, row: all of its terms.
         mark: numbers that tell it from every other case; the least of equals is taken.
+        lacks: bytes beyond those of the device and of the host that lack most of them.
     """
 
     placement: Placement
@@ -108,6 +109,7 @@ class Case:
     weighed: CaseCosts
     row: int
     mark: tuple[float, ...]
+    lacks: tuple[float, float] = (0.0, 0.0)
 
 
 Wanted = Callable[["WideSearch", Placement, Frames], Array]
@@ -480,21 +482,20 @@ class WideSearch:
             return case
         cases = Cases(self.model, case.frames, case.placement, None)
         cut_layers(cases)
-        terms = self.liveness.of(cases, 0)
-        if terms is None:
+        fullest = self.liveness.of(cases, 0)
+        if fullest is None:
             return case
         found = weigh(cases)
-        for name, nbytes in terms.by_name().items():
+        for name, nbytes in fullest.terms.by_name().items():
             found.memory[name][0] = nbytes
-        found.host[0] = terms.host_bytes
-        device, host = rooms(cases, 0)
-        device_fits = terms.total_bytes <= device / self.room
-        found.fits[0] = device_fits and terms.host_bytes <= host
+        found.host[0] = fullest.terms.host_bytes
+        found.fits[0] = not any(fullest.lacks)
         fresh = cases.fresh(cases.groups[0].kind, found.temporary)
         found.after += fresh - found.time["allocation"]
         found.time["allocation"] = fresh
         settle(cases, found, np.arange(1), case.frames.micro_batches)
-        return self._case(case.placement, case.frames, found, [case.micro_batches], 0)
+        given = case.placement, case.frames, found, [case.micro_batches], 0
+        return dataclasses.replace(self._case(*given), lacks=fullest.lacks)
 
     def _keep(
         self,
