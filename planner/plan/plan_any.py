@@ -88,10 +88,12 @@ def decide_any(
         runs = functools.partial(_one_program, graph, cluster, asked, stages, **own)
     beyond = _Beyond(graph, cluster, asked, again, spaces)
     beyond.prepare()
+    plan: Plan | None = None
+    problem: PlanError | None = None
     try:
         plan = runs()
-    except PlanError:
-        plan = None
+    except PlanError as error:
+        problem = error
     found = beyond.run(plan)
     if again is not None:
         for one in found:
@@ -101,7 +103,8 @@ def decide_any(
         found = [one for one in found if one.why_not]
     if plan is None and not found:
         raise beyond.problem()
-    return _joined(graph, plan, found, beyond, precision, batch)
+    gain = functools.partial(_gain, plan, problem)
+    return _joined(graph, plan, found, beyond, gain, precision, batch)
 
 
 def _fixed(request: Request, one: Estimate) -> Request:
@@ -388,6 +391,7 @@ def _joined(
     plan: Plan | None,
     found: Sequence[Estimate],
     beyond: _Beyond,
+    gain: Callable[[Plan], list[str]],
     precision: str,
     batch: Sequence[BatchLeaf],
 ) -> Plan:
@@ -399,7 +403,7 @@ def _joined(
         taken = estimated_plan(graph, best, precision, batch)
         own: Candidate | None = dataclasses.replace(best.row, verdict="chosen")
         rows = [row for row in rows if row.layout != best.layout]
-        notes = (*taken.notes, *_gain(plan, taken), *_proof(beyond))
+        notes = (*taken.notes, *gain(taken), *_proof(beyond))
     else:
         assert plan is not None  # else there is nothing to join
         taken, notes = plan, (*plan.notes, *_proof(beyond))
@@ -426,8 +430,10 @@ def _rows(taken: Plan, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return (*first.values(), *fitting[: KEPT_CANDIDATES - 1], *refused)
 
 
-def _gain(plan: Plan | None, taken: Plan) -> list[str]:
-    """What the estimate gains over the best plan that runs."""
+def _gain(plan: Plan | None, problem: PlanError | None, taken: Plan) -> list[str]:
+    """What the estimate gains over the best plan that runs, or why none does."""
+    if plan is None and not isinstance(problem, NothingFits):
+        return [f"none runs: {' '.join(str(problem).split())}"]
     if plan is None:
         return ["no plan that runs fits"]
     own = next((c.layout for c in plan.candidates if c.verdict == "chosen"), "")
