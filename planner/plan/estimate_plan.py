@@ -93,8 +93,7 @@ class Estimate:
         found = []
         if self.stages is not None:
             found.append(
-                "stages are estimated as they would be without an executor's limits; "
-                f"mesh={{'stage': {self.mesh['stage']}}} plans those that run"
+                "stages are estimated as they would be without an executor's limits"
             )
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
         if tuple(a for a, _ in self.axes) != usual:
@@ -102,7 +101,15 @@ class Estimate:
         if self.case.placement.by == "all" and not self.search.cluster.is_uniform:
             found.append("one program runs on devices of one kind")
         if self.beyond.shares:
-            found.append("replicas of unlike devices run where shares are asked for")
+            found.append(
+                "replicas of unlike devices are estimated as they would be without an "
+                "executor's limits"
+            )
+            if self.zero > 1:
+                found.append(
+                    f"ZeRO-{self.zero} over replicas of unlike devices, which add up "
+                    "whole gradients"
+                )
         if "gradients" in self.offload:
             found.append("gradients in host memory")
         if "activations" in self.offload and ALL not in dict(self.remat):

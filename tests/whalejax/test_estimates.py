@@ -66,6 +66,8 @@ def test_a_pipeline_is_said_in_full(estimate: wh.Plan) -> None:
     text = str(estimate)
     assert "stage 4" in text and stages.schedule in text
     assert "an estimate: no executor of this version runs it" in text
+    assert "stages are estimated as they would be without an executor's limits" in text
+    assert "plans those that run" not in text
     assert estimate.runner_up is not None
     assert estimate.memory.total_bytes <= 1.5e9
 
@@ -408,6 +410,9 @@ def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> No
     assert plan.num_micro_batches == 12
     assert not plan.runnable and plan.beyond is not None
     assert any(n.startswith("none runs: zero is 2, and repl") for n in plan.notes)
+    (why,) = (n for n in plan.notes if n.startswith("it does not run because"))
+    assert "replicas of unlike devices are estimated as they would be" in why
+    assert "ZeRO-2 over replicas of unlike devices, which add up whole" in why
     shares = dict(plan.beyond.shares)
     assert 0 <= sum(shares.values()) - 12 < 2
     (reduced, *_) = (c for c in plan.collectives if c.phase == "backward")
