@@ -153,10 +153,10 @@ class _Beyond:
 
     Attributes:
         plan: the best that runs, or None.
-        covered, weighed, gap: of all searches.
+        covered, weighed: of all searches.
+        bound: seconds below which none of the cases are.
         short: cases that memory does not hold after all, and by which factor they take
             more of it than arrays say.
-        best: seconds of a step in the best plan, whether it runs or not.
     """
 
     def __init__(
@@ -170,8 +170,9 @@ class _Beyond:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.again, self.spaces = again, spaces
         self.plan: Plan | None = None
-        self.known = self.best = math.inf
+        self.known = math.inf
         self.searches: list[WideSearch] = []
+        self.others: list[WideSearch] = []
         self.short: list[tuple[Estimate, float]] = []
 
     @property
@@ -182,13 +183,23 @@ class _Beyond:
     @property
     def weighed(self) -> int:
         """Cases whose time was computed."""
-        return sum(search.tally.weighed for search in self.searches)
+        return sum(one.tally.weighed for one in (*self.searches, *self.others))
 
     @property
-    def gap(self) -> float:
-        """By which part of its time the best could at most be beaten."""
-        bound = min((search.tally.bound for search in self.searches), default=math.inf)
-        return max(0.0, 1 - bound / self.best) if self.best < math.inf else 0.0
+    def bound(self) -> float:
+        """Seconds that no case is faster than, of all that were covered.
+
+        Searches that leave a part of the memory leave out cases, and prove nothing.
+        """
+        return min((search.tally.bound for search in self.searches), default=math.inf)
+
+    def gap(self, plan: float) -> float:
+        """By which part of its time a plan could at most be beaten.
+
+        Args:
+            plan: seconds of a step in it.
+        """
+        return max(0.0, 1 - self.bound / plan)
 
     def prepare(self) -> None:
         """Price what is searched, which the search for plans that run reads, too."""
@@ -215,9 +226,8 @@ class _Beyond:
         for one in sorted(found, key=lambda e: e.case.step_seconds):
             if one.case.step_seconds < self.known:
                 each.setdefault(one.layout, one)
-        self.best = min([self.known, *(one.case.step_seconds for one in each.values())])
         for one in each.values():
-            one.covered, one.gap = self.covered, self.gap
+            one.covered, one.gap = self.covered, self.gap(one.case.step_seconds)
         return [*each.values()][:KEPT_CANDIDATES]
 
     def _ways(self) -> list[Chosen]:
@@ -279,8 +289,7 @@ class _Beyond:
             search = self._search(*given, room=room)
             if search is None:
                 break
-            self.searches = [one for one in self.searches if one.space != search.space]
-            self.searches.append(search)
+            (self.others if room < 1 else self.searches).append(search)
             estimates = [Estimate(search, c, program) for c in search.run()]
             before = len(self.short)
             found = [one for estimate in estimates for one in self._lived(estimate)]
@@ -403,10 +412,10 @@ def _joined(
         taken = estimated_plan(graph, best, precision, batch)
         own: Candidate | None = dataclasses.replace(best.row, verdict="chosen")
         rows = [row for row in rows if row.layout != best.layout]
-        notes = (*taken.notes, *gain(taken), *_proof(beyond))
+        notes = (*taken.notes, *gain(taken), *_proof(beyond, taken))
     else:
         assert plan is not None  # else there is nothing to join
-        taken, notes = plan, (*plan.notes, *_proof(beyond))
+        taken, notes = plan, (*plan.notes, *_proof(beyond, plan))
         own = next((row for row in rows if row.verdict == "chosen"), None)
         rows = [row for row in rows if row is not own]
     if plan is taken and not found:
@@ -445,14 +454,14 @@ def _gain(plan: Plan | None, problem: PlanError | None, taken: Plan) -> list[str
     ]
 
 
-def _proof(beyond: _Beyond) -> list[str]:
+def _proof(beyond: _Beyond, taken: Plan) -> list[str]:
     """Among how many cases was chosen, and what bounds the others; if there are any."""
     if not beyond.covered:
         return []
     return [
         f"chosen among {beyond.covered:,} combinations, {beyond.weighed:,} weighed, "
         "the others ruled out by a lower bound on their step time "
-        f"(gap {beyond.gap:.2%})"
+        f"(gap {beyond.gap(taken.time.step_seconds):.2%})"
     ]
 
 

@@ -301,3 +301,15 @@ def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
             assert terms in (None, scored.memory)
             compared += 1
     assert compared
+
+
+def test_what_memory_does_not_hold_after_all_leaves_a_gap() -> None:
+    tight = {"memory": 5e7, "mesh": {"stage": 2}, "remat": ()}
+    asked = question("gpt-test", "h100:4", 64, options=GPT, **tight)
+    plan = asked.any()
+    search = WideSearch(asked.graph, asked.machine, asked.request, rings=False)
+    # Its best case does not fit by liveness: nothing bounds slower ones.
+    assert search.run() and search.tally.bound < plan.time.step_seconds
+    open_part = 1 - search.tally.bound / plan.time.step_seconds
+    assert plan.beyond is not None and plan.beyond.gap >= open_part - 1e-9
+    assert any(f"(gap {plan.beyond.gap:.2%})" in note for note in plan.notes)
