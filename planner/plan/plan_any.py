@@ -102,7 +102,7 @@ def decide_any(
                 plan = _faster(plan, graph, cluster, fixed, **options)
         found = [one for one in found if one.why_not]
     if plan is None and not found:
-        raise beyond.problem()
+        raise beyond.problem(problem)
     gain = functools.partial(_gain, plan, problem)
     return _joined(graph, plan, found, beyond, gain, precision, batch)
 
@@ -337,18 +337,28 @@ class _Beyond:
         program = estimate.program._replace(remat=estimate.remat)
         like = functools.partial(_like, case)
         search = self._search(program, request, math.inf, like)
-        cases = [] if search is None else search.run()[:1]
-        return [Estimate(search, one, program) for one in cases if search]
+        if search is None or not len(search.frames(case.placement)):
+            return [estimate]  # It cannot be priced any better.
+        cases = search.run()[:1]
+        if not cases:
+            nearest = search.nearest(case.placement)
+            more = nearest.memory_bytes / max(1.0, case.memory_bytes)
+            self.short.append((Estimate(search, nearest, program), more))
+        return [Estimate(search, one, program) for one in cases]
 
-    def problem(self) -> PlanError:
-        """Why there is no plan."""
+    def problem(self, runs: PlanError | None) -> PlanError:
+        """Why there is no plan.
+
+        Args:
+            runs: why there is none that runs.
+        """
         covered = [search for search in self.searches if search.tally.covered]
         if not covered:
             return _no_mesh(self.graph, self.cluster, self.request)
-        if self.short:
-            nearest = min((one for one, _ in self.short), key=lambda o: o.case.lacks)
-            return _lacks(nearest, *nearest.case.lacks)
-        return _nothing_fits(covered[0])
+        short = [one for one, _ in self.short if any(one.case.lacks)]
+        if short:
+            return _lacks(min(short, key=lambda one: sum(one.case.lacks)))
+        return _nothing_fits(covered[0], runs)
 
 
 def _not_covered(
@@ -499,26 +509,29 @@ def _no_mesh(graph: Graph, cluster: Cluster, request: Request) -> PlanError:
     )
 
 
-def _nothing_fits(search: WideSearch) -> PlanError:
-    """The plan that lacks least, and how much of what."""
-    case, lacks, host = search.nearest()
+def _nothing_fits(search: WideSearch, runs: PlanError | None) -> PlanError:
+    """The plan that lacks least, and how much of what.
+
+    Args:
+        search: that found nothing.
+        runs: why no plan runs, which is what there is to say where memory holds some.
+    """
+    case = search.nearest()
     count, copies = search.request.num_devices, search.request.copies
-    if max(lacks, host) <= 0 and copies > 1:
+    if not any(case.lacks) and copies > 1:
         return PlanError(
             f"no plan serves the marks: devices= gives one copy of the model "
             f"{count // copies} of {count} devices. Change it, or leave it out"
         )
-    return _lacks(Estimate(search, case, ProgramOptions()), lacks, host)
+    if not any(case.lacks) and runs is not None:
+        return runs
+    return _lacks(Estimate(search, case, ProgramOptions()))
 
 
-def _lacks(chosen: Estimate, lacks: float, host: float) -> PlanError:
-    """Says what the nearest case lacks.
-
-    Args:
-        chosen: the case.
-        lacks, host: bytes that it lacks, on a device and on its host.
-    """
+def _lacks(chosen: Estimate) -> PlanError:
+    """Says what the nearest case lacks."""
     search, case = chosen.search, chosen.case
+    lacks, host = case.lacks
     kinds, memory = search.cluster.kinds, case.weighed.memory_terms(case.row)
     held = memory.total_bytes - lacks if lacks > 0 else 0.0
     # Terms are rounded to bytes.

@@ -241,7 +241,8 @@ class WideSearch:
             )
         return found
 
-    def _frames(self, placement: Placement) -> Frames:
+    def frames(self, placement: Placement) -> Frames:
+        """Every mesh that is looked at, on some kinds of devices."""
         return self.spaces.frames(
             self.space,
             placement,
@@ -264,7 +265,7 @@ class WideSearch:
         """
         spaces = []
         for placement in self.placements():
-            frames = self._frames(placement)
+            frames = self.frames(placement)
             self.tally.covered += self._count(placement, frames)
             least = promise(
                 self.model, self.sieve.ideal.cluster, placement, frames, self.batch
@@ -532,13 +533,13 @@ class WideSearch:
             mark=(*self._axes(one)[0, ::-1].tolist(), *_options_of(one), variant),
         )
 
-    def nearest(self) -> tuple[Case, float, float]:
-        """Where nothing fits: the case that lacks least, and what of device and host.
+    def nearest(self, placement: Placement | None = None) -> Case:
+        """Where nothing fits: the case that lacks least, which says how much.
 
-        Returns:
-            The case, bytes that it lacks on a device (none below 0), and on its host.
+        Args:
+            placement: kinds of devices; equal shares of all if left out.
         """
-        placement = self.placements()[0]
+        placement = placement or self.placements()[0]
         best: tuple[float, float, Frames] | None = None
         for cases, over, host in self.lacking(placement):
             index = int((over + host).argmin())
@@ -547,7 +548,8 @@ class WideSearch:
                 best = float(over[index]), float(host[index]), chosen
         assert best is not None  # something was covered
         exact, counts = self._exact(placement, best[2])
-        return self._case(placement, best[2], exact, counts, 0), best[0], best[1]
+        case = self._case(placement, best[2], exact, counts, 0)
+        return dataclasses.replace(case, lacks=best[:2])
 
     def lacking(self, placement: Placement) -> Iterator[tuple[Frames, Array, Array]]:
         """Cases that spare most memory, and bytes that they lack on devices and hosts.
@@ -555,7 +557,7 @@ class WideSearch:
         Args:
             placement: kinds of devices.
         """
-        frames = self._frames(placement)
+        frames = self.frames(placement)
         full = len(self.model.policies) - 1
         asked = self.sieve.options
         room = min(k.host_memory_bytes or math.inf for k in self.cluster.kinds)
