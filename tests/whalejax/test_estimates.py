@@ -427,3 +427,27 @@ def test_each_stage_is_held_to_the_memory_of_its_own_device() -> None:
     assert not plan.runnable and plan.stages is not None
     layers = dict(zip(plan.stages.kinds, plan.stages.layers, strict=True))
     assert layers["h100"] > 8 * layers["v100-16"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.filterwarnings("ignore:one of 2 stages")
+@pytest.mark.parametrize(
+    ("cluster", "asked"),
+    [
+        ("h100:2+v100-32:2", {}),
+        ("h100:2+v100-32:2", {"mesh": {"data": 2, "tensor": 2}}),
+        ("h100:2+v100-32:2", {"shares": "even", "zero": 1}),
+        ("h100:1+v100-16:1", {"mesh": {"stage": 2}, "num_micro_batches": 8}),
+    ],
+)
+def test_on_unlike_devices_what_need_not_run_is_never_slower(
+    cluster: str, asked: dict[str, Any]
+) -> None:
+    plan, runs = (gpt(cluster, 16, runnable=r, **asked) for r in (False, True))
+    assert plan.time.step_seconds <= runs.time.step_seconds
+    if plan.runnable:
+        assert plan.hash == runs.hash
+    else:
+        (own,) = (c for c in runs.candidates if c.verdict == "chosen")
+        said = f"the best plan that runs ({own.layout}) takes"
+        assert any(note.startswith(said) for note in plan.notes)
