@@ -207,7 +207,10 @@ class PlanData(StepOptions):
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
-            return collective.times(max(self.shares, default=self.num_micro_batches))
+            shares = self.shares
+            if self.beyond is not None and self.beyond.shares:
+                shares = tuple(most for _, most in self.beyond.shares)
+            return collective.times(max(shares, default=self.num_micro_batches))
         again = 0 if stages.stash == "residuals" else stages.back
         passes = {"forward": stages.ahead + again, "backward": stages.back}
         return collective.count * passes.get(phase, stages.turns)

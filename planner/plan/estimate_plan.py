@@ -32,6 +32,7 @@ from whalejax.planner.search.batched.mesh_grid import ORDERS, SCHEDULES
 from whalejax.planner.search.batched.partition import cut_layers, stage_layers
 from whalejax.planner.search.batched.share_notes import share_notes, stage_kinds
 from whalejax.planner.search.batched.step_time import handed_seconds, part_seconds
+from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
@@ -83,7 +84,7 @@ class Estimate:
         self.order = ORDERS[int(f.order[0])]
         self.axes = tuple((a, self.mesh[a]) for a in self.order if self.mesh[a] > 1)
         self.zero = int(f.zero[0]) if self.mesh["data"] > 1 else 0
-        self.micro_batches = max(case.micro_batches)
+        self.micro_batches = int(f.micro_batches[0])
         self.stages = self._stages() if self.mesh["stage"] > 1 else None
 
     @property
@@ -92,14 +93,23 @@ class Estimate:
         found = []
         if self.stages is not None:
             found.append(
-                "stages are estimated as they would be without an executor's limits; "
-                f"mesh={{'stage': {self.mesh['stage']}}} plans those that run"
+                "stages are estimated as they would be without an executor's limits"
             )
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
         if tuple(a for a, _ in self.axes) != usual:
             found.append(f"axes lie in another order than {', '.join(usual)}")
+        if self.case.placement.by == "all" and not self.search.cluster.is_uniform:
+            found.append("one program runs on devices of one kind")
         if self.beyond.shares:
-            found.append("replicas of unlike devices run where shares are asked for")
+            found.append(
+                "replicas of unlike devices are estimated as they would be without an "
+                "executor's limits"
+            )
+            if self.zero > 1:
+                found.append(
+                    f"ZeRO-{self.zero} over replicas of unlike devices, which add up "
+                    "whole gradients"
+                )
         if "gradients" in self.offload:
             found.append("gradients in host memory")
         if "activations" in self.offload and ALL not in dict(self.remat):
@@ -108,6 +118,16 @@ class Estimate:
         sliced = not self.zero and bool(sliced_leaves(self.search.graph))
         if "params" in self.offload and not sliced:
             found.append("parameters in host memory that no scan over layers slices")
+        elif "params" in self.offload and not hosts_params(self.search):
+            found.append(
+                "parameters in host memory that the optimizer does not update element "
+                "by element"
+            )
+        if "optimizer" in self.offload and not hosts_state(self.search):
+            found.append(
+                "optimizer state in host memory, of which none is updated element by "
+                "element"
+            )
         return found
 
     @property
@@ -218,6 +238,22 @@ class Estimate:
     def tables(self) -> dict[int, Table]:
         """Compute table of each TaskGraph."""
         return dict(self.case.variant.tables)
+
+
+def hosts_params(search: WideSearch) -> bool:
+    """Whether plans that run keep some parameters of a search in host memory."""
+    sliced, hosted = sliced_leaves(search.graph), _hosted(search)
+    return any(t.id in sliced and t.path in hosted.params for t in search.graph.params)
+
+
+def hosts_state(search: WideSearch) -> bool:
+    """Whether plans that run keep some optimizer state of a search in host memory."""
+    return any(_hosted(search).state.values())
+
+
+def _hosted(search: WideSearch) -> Hosted:
+    hosted = search.request.hosted
+    return Hosted() if hosted is None else hosted()
 
 
 def estimated_plan(

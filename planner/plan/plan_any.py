@@ -23,7 +23,12 @@ from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.build import KEPT_CANDIDATES, verdict_of
-from whalejax.planner.plan.estimate_plan import Estimate, estimated_plan
+from whalejax.planner.plan.estimate_plan import (
+    Estimate,
+    estimated_plan,
+    hosts_params,
+    hosts_state,
+)
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.search.batched.branch_and_bound import (
@@ -41,7 +46,6 @@ from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import Again, Known, by_marks, unlike
 from whalejax.planner.search.user_choices import Asked
-from whalejax.planner.sharding.offload_candidates import sliced_leaves
 from whalejax.planner.step_options import ProgramOptions, StepOptions, options_of
 from whalejax.planner.terms import OFFLOADS, Chosen
 
@@ -84,10 +88,12 @@ def decide_any(
         runs = functools.partial(_one_program, graph, cluster, asked, stages, **own)
     beyond = _Beyond(graph, cluster, asked, again, spaces)
     beyond.prepare()
+    plan: Plan | None = None
+    problem: PlanError | None = None
     try:
         plan = runs()
-    except PlanError:
-        plan = None
+    except PlanError as error:
+        problem = error
     found = beyond.run(plan)
     if again is not None:
         for one in found:
@@ -96,8 +102,9 @@ def decide_any(
                 plan = _faster(plan, graph, cluster, fixed, **options)
         found = [one for one in found if one.why_not]
     if plan is None and not found:
-        raise beyond.problem()
-    return _joined(graph, plan, found, beyond, precision, batch)
+        raise beyond.problem(problem)
+    gain = functools.partial(_gain, plan, problem)
+    return _joined(graph, plan, found, beyond, gain, precision, batch)
 
 
 def _fixed(request: Request, one: Estimate) -> Request:
@@ -146,10 +153,10 @@ class _Beyond:
 
     Attributes:
         plan: the best that runs, or None.
-        covered, weighed, gap: of all searches.
+        covered, weighed: of all searches.
+        bound: seconds below which none of the cases are.
         short: cases that memory does not hold after all, and by which factor they take
             more of it than arrays say.
-        best: seconds of a step in the best plan, whether it runs or not.
     """
 
     def __init__(
@@ -163,8 +170,9 @@ class _Beyond:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.again, self.spaces = again, spaces
         self.plan: Plan | None = None
-        self.known = self.best = math.inf
+        self.known = math.inf
         self.searches: list[WideSearch] = []
+        self.others: list[WideSearch] = []
         self.short: list[tuple[Estimate, float]] = []
 
     @property
@@ -175,13 +183,23 @@ class _Beyond:
     @property
     def weighed(self) -> int:
         """Cases whose time was computed."""
-        return sum(search.tally.weighed for search in self.searches)
+        return sum(one.tally.weighed for one in (*self.searches, *self.others))
 
     @property
-    def gap(self) -> float:
-        """By which part of its time the best could at most be beaten."""
-        bound = min((search.tally.bound for search in self.searches), default=math.inf)
-        return max(0.0, 1 - bound / self.best) if self.best < math.inf else 0.0
+    def bound(self) -> float:
+        """Seconds that no case is faster than, of all that were covered.
+
+        Searches that leave a part of the memory leave out cases, and prove nothing.
+        """
+        return min((search.tally.bound for search in self.searches), default=math.inf)
+
+    def gap(self, plan: float) -> float:
+        """By which part of its time a plan could at most be beaten.
+
+        Args:
+            plan: seconds of a step in it.
+        """
+        return max(0.0, 1 - self.bound / plan)
 
     def prepare(self) -> None:
         """Price what is searched, which the search for plans that run reads, too."""
@@ -208,9 +226,8 @@ class _Beyond:
         for one in sorted(found, key=lambda e: e.case.step_seconds):
             if one.case.step_seconds < self.known:
                 each.setdefault(one.layout, one)
-        self.best = min([self.known, *(one.case.step_seconds for one in each.values())])
         for one in each.values():
-            one.covered, one.gap = self.covered, self.gap
+            one.covered, one.gap = self.covered, self.gap(one.case.step_seconds)
         return [*each.values()][:KEPT_CANDIDATES]
 
     def _ways(self) -> list[Chosen]:
@@ -272,8 +289,7 @@ class _Beyond:
             search = self._search(*given, room=room)
             if search is None:
                 break
-            self.searches = [one for one in self.searches if one.space != search.space]
-            self.searches.append(search)
+            (self.others if room < 1 else self.searches).append(search)
             estimates = [Estimate(search, c, program) for c in search.run()]
             before = len(self.short)
             found = [one for estimate in estimates for one in self._lived(estimate)]
@@ -321,18 +337,28 @@ class _Beyond:
         program = estimate.program._replace(remat=estimate.remat)
         like = functools.partial(_like, case)
         search = self._search(program, request, math.inf, like)
-        cases = [] if search is None else search.run()[:1]
-        return [Estimate(search, one, program) for one in cases if search]
+        if search is None or not len(search.frames(case.placement)):
+            return [estimate]  # It cannot be priced any better.
+        cases = search.run()[:1]
+        if not cases:
+            nearest = search.nearest(case.placement)
+            more = nearest.memory_bytes / max(1.0, case.memory_bytes)
+            self.short.append((Estimate(search, nearest, program), more))
+        return [Estimate(search, one, program) for one in cases]
 
-    def problem(self) -> PlanError:
-        """Why there is no plan."""
+    def problem(self, runs: PlanError | None) -> PlanError:
+        """Why there is no plan.
+
+        Args:
+            runs: why there is none that runs.
+        """
         covered = [search for search in self.searches if search.tally.covered]
         if not covered:
             return _no_mesh(self.graph, self.cluster, self.request)
-        if self.short:
-            nearest = min((one for one, _ in self.short), key=_lack)
-            return _lacks(nearest, *_lack(nearest))
-        return _nothing_fits(covered[0])
+        short = [one for one, _ in self.short if any(one.case.lacks)]
+        if short:
+            return _lacks(min(short, key=lambda one: sum(one.case.lacks)))
+        return _nothing_fits(covered[0], runs)
 
 
 def _not_covered(
@@ -346,8 +372,8 @@ def _not_covered(
         placement: kinds of devices.
         frames: cases.
     """
-    if placement.by != "all":
-        return np.ones(len(frames), dtype=bool)
+    if placement.by != "all" or not search.cluster.is_uniform:
+        return np.ones(len(frames), dtype=bool)  # One program runs on one kind.
     request = search.request
     tried = request.policies if traced else ("none",)
     policies = [set(policy.values()) for policy in search.model.policies]
@@ -358,10 +384,13 @@ def _not_covered(
     optimizer, activations, params, gradients = (
         (frames.offload >> bit & 1) > 0 for bit in range(len(OFFLOADS))
     )
-    sliced = bool(sliced_leaves(search.graph))
     found = (frames.stage == 1) & (frames.order == 0) & (frames.ring == 0)
     found &= np.array(same)[frames.remat] & ~gradients & (~activations | full)
-    found &= ~params | ((frames.zero == 0) & sliced)
+    # What the optimizer updates is asked for where it matters alone.
+    if optimizer.any():
+        found &= ~optimizer | hosts_state(search)
+    if params.any():
+        found &= ~params | ((frames.zero == 0) & hosts_params(search))
     wanted: Array = ~found
     return wanted
 
@@ -381,6 +410,7 @@ def _joined(
     plan: Plan | None,
     found: Sequence[Estimate],
     beyond: _Beyond,
+    gain: Callable[[Plan], list[str]],
     precision: str,
     batch: Sequence[BatchLeaf],
 ) -> Plan:
@@ -392,10 +422,10 @@ def _joined(
         taken = estimated_plan(graph, best, precision, batch)
         own: Candidate | None = dataclasses.replace(best.row, verdict="chosen")
         rows = [row for row in rows if row.layout != best.layout]
-        notes = (*taken.notes, *_gain(plan, taken), *_proof(beyond))
+        notes = (*taken.notes, *gain(taken), *_proof(beyond, taken))
     else:
         assert plan is not None  # else there is nothing to join
-        taken, notes = plan, (*plan.notes, *_proof(beyond))
+        taken, notes = plan, (*plan.notes, *_proof(beyond, plan))
         own = next((row for row in rows if row.verdict == "chosen"), None)
         rows = [row for row in rows if row is not own]
     if plan is taken and not found:
@@ -419,8 +449,10 @@ def _rows(taken: Plan, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return (*first.values(), *fitting[: KEPT_CANDIDATES - 1], *refused)
 
 
-def _gain(plan: Plan | None, taken: Plan) -> list[str]:
-    """What the estimate gains over the best plan that runs."""
+def _gain(plan: Plan | None, problem: PlanError | None, taken: Plan) -> list[str]:
+    """What the estimate gains over the best plan that runs, or why none does."""
+    if plan is None and not isinstance(problem, NothingFits):
+        return [f"none runs: {' '.join(str(problem).split())}"]
     if plan is None:
         return ["no plan that runs fits"]
     own = next((c.layout for c in plan.candidates if c.verdict == "chosen"), "")
@@ -432,14 +464,14 @@ def _gain(plan: Plan | None, taken: Plan) -> list[str]:
     ]
 
 
-def _proof(beyond: _Beyond) -> list[str]:
+def _proof(beyond: _Beyond, taken: Plan) -> list[str]:
     """Among how many cases was chosen, and what bounds the others; if there are any."""
     if not beyond.covered:
         return []
     return [
         f"chosen among {beyond.covered:,} combinations, {beyond.weighed:,} weighed, "
         "the others ruled out by a lower bound on their step time "
-        f"(gap {beyond.gap:.2%})"
+        f"(gap {beyond.gap(taken.time.step_seconds):.2%})"
     ]
 
 
@@ -477,38 +509,35 @@ def _no_mesh(graph: Graph, cluster: Cluster, request: Request) -> PlanError:
     )
 
 
-def _nothing_fits(search: WideSearch) -> PlanError:
-    """The plan that lacks least, and how much of what."""
-    case, lacks, host = search.nearest()
+def _nothing_fits(search: WideSearch, runs: PlanError | None) -> PlanError:
+    """The plan that lacks least, and how much of what.
+
+    Args:
+        search: that found nothing.
+        runs: why no plan runs, which is what there is to say where memory holds some.
+    """
+    case = search.nearest()
     count, copies = search.request.num_devices, search.request.copies
-    if max(lacks, host) <= 0 and copies > 1:
+    if not any(case.lacks) and copies > 1:
         return PlanError(
             f"no plan serves the marks: devices= gives one copy of the model "
             f"{count // copies} of {count} devices. Change it, or leave it out"
         )
-    return _lacks(Estimate(search, case, ProgramOptions()), lacks, host)
+    if not any(case.lacks) and runs is not None:
+        return runs
+    return _lacks(Estimate(search, case, ProgramOptions()))
 
 
-def _lack(one: Estimate) -> tuple[float, float]:
-    """Bytes that a case lacks on a device, and on its host."""
-    kinds = one.search.cluster.kinds
-    room = min(kind.host_memory_bytes or math.inf for kind in kinds)
-    device = one.memory.total_bytes - one.search.cluster.memory_bytes
-    return max(0.0, device), max(0.0, one.memory.host_bytes - room)
-
-
-def _lacks(chosen: Estimate, lacks: float, host: float) -> PlanError:
-    """Says what the nearest case lacks.
-
-    Args:
-        chosen: the case.
-        lacks, host: bytes that it lacks, on a device and on its host.
-    """
+def _lacks(chosen: Estimate) -> PlanError:
+    """Says what the nearest case lacks."""
     search, case = chosen.search, chosen.case
-    limit = search.cluster.memory_bytes
-    least = min(search.cluster.kinds, key=lambda kind: kind.memory_bytes)
-    whose = "" if search.cluster.is_uniform else f" ({least.name} has least)"
-    memory = case.weighed.memory_terms(case.row)
+    lacks, host = case.lacks
+    kinds, memory = search.cluster.kinds, case.weighed.memory_terms(case.row)
+    held = memory.total_bytes - lacks if lacks > 0 else 0.0
+    # Terms are rounded to bytes.
+    device = min(kinds, key=lambda kind: abs(kind.memory_bytes - held))
+    limit = device.memory_bytes
+    whose = "" if search.cluster.is_uniform else f" ({device.name})"
     terms = ", ".join(
         f"{name} {gigabytes(nbytes)}"
         for name, nbytes in memory.by_name().items()

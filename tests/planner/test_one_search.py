@@ -24,12 +24,13 @@ from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.entries import BatchLeaf, Candidate
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.plan_any import decide_any
 from whalejax.planner.plan.spmd import decide
-from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.batched.branch_and_bound import Case, WideSearch
 from whalejax.planner.search.batched.cases import Cases
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.mesh_grid import Frames
@@ -274,13 +275,14 @@ def arrays_of(
         cut_layers(cases)
         found = weigh(cases)
         settle(cases, found, np.arange(1), frames.micro_batches)
-        yield float(found.step[0]), search.liveness.of(cases, 0)
+        fullest = search.liveness.of(cases, 0)
+        yield float(found.step[0]), fullest and fullest.terms
 
 
 def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
     asked: Question,
 ) -> None:
-    compared = 0
+    compared = known = 0
     given = asked.graph, asked.machine, asked.request, asked.again
     for analysed, one in searches(*given):
         of = one.request
@@ -299,4 +301,38 @@ def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
             assert alike, (scored.layout, step, scored.time)
             assert terms in (None, scored.memory)
             compared += 1
-    assert compared
+            known += terms is not None
+    assert compared and known
+
+
+def test_what_memory_does_not_hold_after_all_leaves_a_gap() -> None:
+    tight = {"memory": 5e7, "mesh": {"stage": 2}, "remat": ()}
+    asked = question("gpt-test", "h100:4", 64, options=GPT, **tight)
+    plan = asked.any()
+    search = WideSearch(asked.graph, asked.machine, asked.request, rings=False)
+    # Its best case does not fit by liveness: nothing bounds slower ones.
+    assert search.run() and search.tally.bound < plan.time.step_seconds
+    open_part = 1 - search.tally.bound / plan.time.step_seconds
+    assert plan.beyond is not None and plan.beyond.gap >= open_part - 1e-9
+    assert any(f"(gap {plan.beyond.gap:.2%})" in note for note in plan.notes)
+
+
+def test_a_case_that_its_own_program_does_not_hold_is_looked_for_in_less_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = ((ALL, "full"),)
+    tight = {"memory": 2e7, "mesh": {"stage": 2}, "remat": full}
+    asked = question("gpt-test", "h100:4", 64, options=GPT, **tight)
+    rooms: list[float] = []
+    run = WideSearch.run
+
+    def none_again(search: WideSearch) -> list[Case]:
+        """Nothing is found on programs that compute again."""
+        rooms.append(search.room)
+        return run(search) if search.request.remat == full else []
+
+    monkeypatch.setattr(WideSearch, "run", none_again)
+    with pytest.raises(PlanError) as caught:
+        asked.any()
+    assert min(rooms) < 1
+    assert "(0 bytes)" not in str(caught.value)

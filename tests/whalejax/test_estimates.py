@@ -66,6 +66,8 @@ def test_a_pipeline_is_said_in_full(estimate: wh.Plan) -> None:
     text = str(estimate)
     assert "stage 4" in text and stages.schedule in text
     assert "an estimate: no executor of this version runs it" in text
+    assert "stages are estimated as they would be without an executor's limits" in text
+    assert "plans those that run" not in text
     assert estimate.runner_up is not None
     assert estimate.memory.total_bytes <= 1.5e9
 
@@ -334,3 +336,118 @@ def test_host_memory_of_which_nothing_is_known_is_taken_as_asked(
     assert plan.time.offload_seconds == 0
     assert sum("is not counted" in note for note in plan.notes) == 1
     assert not plan.what_if(offload=None).offload
+
+
+def gpt(
+    cluster: str,
+    batch: int,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    name: str = "gpt-test",
+    runnable: bool = False,
+    **options: Any,
+) -> wh.Plan:
+    """The plan of a GPT whose layers are one scan."""
+    job = models.job(name, annotated=False, scan_layers=True)
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch)),
+        optimizer=optimizer or optax.adam(1e-3),
+        cluster=cluster,
+        runnable=runnable,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offload", "why"),
+    [
+        (optax.sgd(0.1), ["params", "gradients"], "gradients in host memory"),
+        (optax.sgd(0.1), "optimizer", "optimizer state in host memory"),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
+            "optimizer",
+            "optimizer state in host memory",
+        ),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
+            "params",
+            "parameters in host memory that the optimizer does not update",
+        ),
+    ],
+)
+def test_what_no_executor_keeps_in_host_memory_is_an_estimate(
+    optimizer: optax.GradientTransformation, offload: Any, why: str
+) -> None:
+    asked: dict[str, Any] = {"mesh": {"data": 2}, "zero": 0, "offload": offload}
+    with pytest.raises(wh.WhaleError, match="offload: 1 problem"):
+        gpt("cpu:2", 4, optimizer, runnable=True, **asked)
+    plan = gpt("cpu:2", 4, optimizer, **asked)
+    assert not plan.runnable
+    assert any(f"does not run because: {why}" in note for note in plan.notes)
+    assert any(note.startswith("none runs: offload: 1 problem") for note in plan.notes)
+
+
+def test_one_program_over_unlike_devices_is_an_estimate() -> None:
+    asked: dict[str, Any] = {"cluster": "h100:2+v100-32:2", "mesh": {"tensor": 4}}
+    with pytest.raises(wh.WhaleError, match="none such has a multiple of 4"):
+        gpt(batch=8, runnable=True, **asked)
+    plan = gpt(batch=8, **asked)
+    assert not plan.runnable
+    assert any("one program runs on devices of one kind" in n for n in plan.notes)
+
+
+def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> None:
+    asked: dict[str, Any] = {"cluster": "h100:2+v100-32:2", "num_micro_batches": 12}
+    plan, runs = (
+        gpt(batch=48, mesh={"data": 4}, runnable=r, **asked) for r in (False, True)
+    )
+    assert plan.num_micro_batches == 12
+    assert plan.runnable and plan.hash == runs.hash
+    # With shares of their own, replicas that cut gradients do not run.
+    plan = gpt(batch=48, mesh={"data": 2, "tensor": 2}, zero=2, **asked)
+    assert plan.num_micro_batches == 12
+    assert not plan.runnable and plan.beyond is not None
+    assert any(n.startswith("none runs: zero is 2, and repl") for n in plan.notes)
+    (why,) = (n for n in plan.notes if n.startswith("it does not run because"))
+    assert "replicas of unlike devices are estimated as they would be" in why
+    assert "ZeRO-2 over replicas of unlike devices, which add up whole" in why
+    shares = dict(plan.beyond.shares)
+    assert 0 <= sum(shares.values()) - 12 < 2
+    (reduced, *_) = (c for c in plan.collectives if c.phase == "backward")
+    assert plan.times(reduced) == reduced.count * max(shares.values())
+
+
+@pytest.mark.filterwarnings("ignore:one of 2 stages")
+def test_each_stage_is_held_to_the_memory_of_its_own_device() -> None:
+    asked: dict[str, Any] = {"mesh": {"stage": 2}, "remat": "none", "offload": ()}
+    plan = gpt("h100:1+v100-16:1", 8, name="gpt-xl", **asked)
+    # Together they hold what neither holds alone; most layers lie on the larger one.
+    assert not plan.runnable and plan.stages is not None
+    layers = dict(zip(plan.stages.kinds, plan.stages.layers, strict=True))
+    assert layers["h100"] > 8 * layers["v100-16"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.filterwarnings("ignore:one of 2 stages")
+@pytest.mark.parametrize(
+    ("cluster", "asked"),
+    [
+        ("h100:2+v100-32:2", {}),
+        ("h100:2+v100-32:2", {"mesh": {"data": 2, "tensor": 2}}),
+        ("h100:2+v100-32:2", {"shares": "even", "zero": 1}),
+        ("h100:1+v100-16:1", {"mesh": {"stage": 2}, "num_micro_batches": 8}),
+    ],
+)
+def test_on_unlike_devices_what_need_not_run_is_never_slower(
+    cluster: str, asked: dict[str, Any]
+) -> None:
+    plan, runs = (gpt(cluster, 16, runnable=r, **asked) for r in (False, True))
+    assert plan.time.step_seconds <= runs.time.step_seconds
+    if plan.runnable:
+        assert plan.hash == runs.hash
+    else:
+        (own,) = (c for c in runs.candidates if c.verdict == "chosen")
+        said = f"the best plan that runs ({own.layout}) takes"
+        assert any(note.startswith(said) for note in plan.notes)

@@ -14,6 +14,7 @@ from whalejax import _compat
 from whalejax.api.fixed_axes import EVEN, Uneven, check_mesh
 from whalejax.capture import Captured
 from whalejax.capture.layer_scan import Unshared, stack_of
+from whalejax.capture.options import check_runs
 from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
@@ -38,7 +39,7 @@ from whalejax.planner.plan.stage_notes import (
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES
-from whalejax.planner.search.request import Request
+from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.spmd import Known, check_marks
 from whalejax.planner.search.stage_cuts import TooFewParts, Whole
 from whalejax.planner.search.user_choices import Asked
@@ -122,6 +123,8 @@ def _any(
     """The best plan, whether it runs or not."""
 
     def runs() -> Plan:
+        # Only estimates may have what no executor keeps in host memory.
+        check_runs(request.offload, request.hosted or Hosted)
         search, asked = decider(
             programs, request, runnable=True, uneven=uneven, allow_idle=allow_idle
         )

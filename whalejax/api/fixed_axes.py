@@ -120,11 +120,11 @@ def uneven_shares(
     Raises:
         PlanError: shares that are none, or that something else rules out.
     """
-    apart = mixed and runnable  # One program runs on one kind.
+    # One program runs on one kind; estimates are set beside what runs.
     if shares is None:
-        return apart
+        return mixed
     if isinstance(shares, str):
-        return EVEN if apart else False
+        return EVEN if mixed else False
     if not runnable or allow_idle:
         other = "allow_idle=True" if allow_idle else "runnable=False"
         raise PlanError(f"shares cannot be given with {other}. Drop one of them")

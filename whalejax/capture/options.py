@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from whalejax.capture.patterns.calls import most_tokens
 from whalejax.capture.programs import Programs
@@ -96,6 +96,22 @@ def _loss_chunks(count: int | None, programs: Programs) -> int | None:
     return count
 
 
+def check_runs(offload: Sequence[str] | None, hosts: Callable[[], Hosted]) -> None:
+    """Refuse what no executor of this version keeps in host memory.
+
+    Args:
+        offload: what is to lie there, as ``fixed_options`` gives it.
+        hosts: what the optimizer can be cut into.
+
+    Raises:
+        PlanError: all that cannot.
+    """
+    problems = Problems("offload", PlanError)
+    for problem in _unhosted(offload or (), hosts, has_optimizer=True):
+        problems.add(problem)
+    problems.raise_if_any()
+
+
 def _offload(
     offload: str | Sequence[str] | None,
     runnable: bool,
@@ -112,28 +128,37 @@ def _offload(
             "gradients lie in host memory only beside the parameters that they are of. "
             "Add 'params', or leave 'gradients' out"
         )
-    if runnable and "gradients" in given:
-        problems.add(
-            "no executor of this version keeps gradients in host memory. Leave "
-            "'gradients' out, or estimate with runnable=False"
-        )
-    if runnable and "params" in given and not hosts().params:
-        problems.add(
-            "this optimizer does not update parameters element by element (it takes "
-            "norms, noise, or is wrapped in something with branches), so none of them "
-            "can pass through the device in pieces. Take another optimizer, or "
-            "offload=()"
-        )
     if "optimizer" in given and not has_optimizer:
         problems.add(
             "no optimizer was given, so there is no state of one to keep in host "
             "memory. Pass optimizer=, or leave 'optimizer' out"
         )
-    elif runnable and "optimizer" in given and not any(hosts().state.values()):
-        problems.add(
+    if runnable:
+        for problem in _unhosted(given, hosts, has_optimizer=has_optimizer):
+            problems.add(problem)
+    problems.raise_if_any()
+    return tuple(name for name in OFFLOADS if name in given)
+
+
+def _unhosted(
+    given: Sequence[str], hosts: Callable[[], Hosted], *, has_optimizer: bool
+) -> Iterator[str]:
+    """Why no executor keeps in host memory what is asked for."""
+    if "gradients" in given:
+        yield (
+            "no executor of this version keeps gradients in host memory. Leave "
+            "'gradients' out, or estimate with runnable=False"
+        )
+    if "params" in given and not hosts().params:
+        yield (
+            "this optimizer does not update parameters element by element (it takes "
+            "norms, noise, or is wrapped in something with branches), so none of them "
+            "can pass through the device in pieces. Take another optimizer, or "
+            "offload=()"
+        )
+    if "optimizer" in given and has_optimizer and not any(hosts().state.values()):
+        yield (
             "this optimizer has no state that is updated element by element, as Adam's "
             "and momentum's is, so none of it can pass through the device in pieces. "
             "Take another optimizer, or offload=()"
         )
-    problems.raise_if_any()
-    return tuple(name for name in OFFLOADS if name in given)

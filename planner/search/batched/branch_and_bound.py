@@ -26,7 +26,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
-from whalejax.planner.search.batched.exact_memory import ExactMemory, rooms
+from whalejax.planner.search.batched.exact_memory import ExactMemory
 from whalejax.planner.search.batched.fits import FrameOptions, weigh_options
 from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.search.batched.mesh_grid import (
@@ -96,6 +96,7 @@ class Case:
         micro_batches: of one pipeline, by kind where replicas differ.
         weighed, row: all of its terms.
         mark: numbers that tell it from every other case; the least of equals is taken.
+        lacks: bytes beyond those of the device and of the host that lack most of them.
     """
 
     placement: Placement
@@ -108,6 +109,7 @@ class Case:
     weighed: CaseCosts
     row: int
     mark: tuple[float, ...]
+    lacks: tuple[float, float] = (0.0, 0.0)
 
 
 Wanted = Callable[["WideSearch", Placement, Frames], Array]
@@ -239,7 +241,8 @@ class WideSearch:
             )
         return found
 
-    def _frames(self, placement: Placement) -> Frames:
+    def frames(self, placement: Placement) -> Frames:
+        """Every mesh that is looked at, on some kinds of devices."""
         return self.spaces.frames(
             self.space,
             placement,
@@ -262,7 +265,7 @@ class WideSearch:
         """
         spaces = []
         for placement in self.placements():
-            frames = self._frames(placement)
+            frames = self.frames(placement)
             self.tally.covered += self._count(placement, frames)
             least = promise(
                 self.model, self.sieve.ideal.cluster, placement, frames, self.batch
@@ -480,21 +483,20 @@ class WideSearch:
             return case
         cases = Cases(self.model, case.frames, case.placement, None)
         cut_layers(cases)
-        terms = self.liveness.of(cases, 0)
-        if terms is None:
+        fullest = self.liveness.of(cases, 0)
+        if fullest is None:
             return case
         found = weigh(cases)
-        for name, nbytes in terms.by_name().items():
+        for name, nbytes in fullest.terms.by_name().items():
             found.memory[name][0] = nbytes
-        found.host[0] = terms.host_bytes
-        device, host = rooms(cases, 0)
-        device_fits = terms.total_bytes <= device / self.room
-        found.fits[0] = device_fits and terms.host_bytes <= host
+        found.host[0] = fullest.terms.host_bytes
+        found.fits[0] = not any(fullest.lacks)
         fresh = cases.fresh(cases.groups[0].kind, found.temporary)
         found.after += fresh - found.time["allocation"]
         found.time["allocation"] = fresh
         settle(cases, found, np.arange(1), case.frames.micro_batches)
-        return self._case(case.placement, case.frames, found, [case.micro_batches], 0)
+        given = case.placement, case.frames, found, [case.micro_batches], 0
+        return dataclasses.replace(self._case(*given), lacks=fullest.lacks)
 
     def _keep(
         self,
@@ -531,13 +533,13 @@ class WideSearch:
             mark=(*self._axes(one)[0, ::-1].tolist(), *_options_of(one), variant),
         )
 
-    def nearest(self) -> tuple[Case, float, float]:
-        """Where nothing fits: the case that lacks least, and what of device and host.
+    def nearest(self, placement: Placement | None = None) -> Case:
+        """Where nothing fits: the case that lacks least, which says how much.
 
-        Returns:
-            The case, bytes that it lacks on a device (none below 0), and on its host.
+        Args:
+            placement: kinds of devices; equal shares of all if left out.
         """
-        placement = self.placements()[0]
+        placement = placement or self.placements()[0]
         best: tuple[float, float, Frames] | None = None
         for cases, over, host in self.lacking(placement):
             index = int((over + host).argmin())
@@ -546,7 +548,8 @@ class WideSearch:
                 best = float(over[index]), float(host[index]), chosen
         assert best is not None  # something was covered
         exact, counts = self._exact(placement, best[2])
-        return self._case(placement, best[2], exact, counts, 0), best[0], best[1]
+        case = self._case(placement, best[2], exact, counts, 0)
+        return dataclasses.replace(case, lacks=best[:2])
 
     def lacking(self, placement: Placement) -> Iterator[tuple[Frames, Array, Array]]:
         """Cases that spare most memory, and bytes that they lack on devices and hosts.
@@ -554,7 +557,7 @@ class WideSearch:
         Args:
             placement: kinds of devices.
         """
-        frames = self._frames(placement)
+        frames = self.frames(placement)
         full = len(self.model.policies) - 1
         asked = self.sieve.options
         room = min(k.host_memory_bytes or math.inf for k in self.cluster.kinds)

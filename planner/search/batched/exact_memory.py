@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.memory.live_sets import Moments, moments
@@ -28,6 +28,41 @@ from whalejax.planner.terms import OFFLOADS, MemoryTerms
 
 Shares = dict[int, float]
 """Which part of each place of the chain lies on a stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fullest:
+    """Memory of a case on the stage that leaves least of its device's.
+
+    Attributes:
+        terms: of it.
+        over, host_over: bytes beyond those of its device, and of its host; less than 0
+            is room.
+    """
+
+    terms: MemoryTerms
+    over: float
+    host_over: float
+
+    @classmethod
+    def of(cls, cases: Cases, group: Group, terms: MemoryTerms) -> Fullest:
+        """On a stage of a group, by the devices that it lies on."""
+        device, host = cases.capacity(group.kind)
+        return cls(
+            terms=terms,
+            over=terms.total_bytes - device / cases.model.room,
+            host_over=terms.host_bytes - host,
+        )
+
+    @property
+    def lacks(self) -> tuple[float, float]:
+        """Bytes that it lacks on a device, and on its host."""
+        return max(0.0, self.over), max(0.0, self.host_over)
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What tells the fullest of several: what it lacks, then what it leaves."""
+        return sum(self.lacks), self.over
 
 
 class ExactMemory:
@@ -82,7 +117,7 @@ class ExactMemory:
             found[group] = places[tensor.id]
         return found
 
-    def of(self, cases: Cases, row: int) -> MemoryTerms | None:
+    def of(self, cases: Cases, row: int) -> Fullest | None:
         """Memory of one case on its fullest stage; None where it is not known.
 
         Args:
@@ -116,24 +151,26 @@ class ExactMemory:
             self.batch,
         )
         found = self._apart if apart else self._moments
-        if mesh["stage"] == 1:
-            return self.memory.of(found, laid, s)
         stages = [
-            self.memory.of(
-                self._on_stage(found, shares),
-                dataclasses.replace(laid, in_flight=held),
-                s,
+            Fullest.of(
+                cases,
+                g,
+                self.memory.of(found, laid, s)
+                if mesh["stage"] == 1
+                else self.memory.of(
+                    self._on_stage(found, _shares(cases, g, row)),
+                    dataclasses.replace(laid, in_flight=self._held(cases, g, row)),
+                    s,
+                ),
             )
-            for shares, held in self._stages(cases, row)
+            for g in cases.groups
+            if g.count[row] > 0
         ]
-        return max(stages, key=lambda terms: terms.total_bytes)
+        return max(stages, key=lambda one: one.order)
 
-    def _stages(self, cases: Cases, row: int) -> Iterator[tuple[Shares, float]]:
-        """Of each kind of stage: parts of places on it, and micro-batches in flight."""
-        for g in cases.groups:
-            if g.count[row] > 0:
-                held = cases.in_flight(g, cases.frames.micro_batches)[row]
-                yield _shares(cases, g, row), float(held)
+    def _held(self, cases: Cases, group: Group, row: int) -> float:
+        """Micro-batches in flight on a stage of a group."""
+        return float(cases.in_flight(group, cases.frames.micro_batches)[row])
 
     def _on_stage(self, found: Moments, shares: Shares) -> Moments:
         return found.on_stage(
@@ -152,10 +189,3 @@ def _shares(cases: Cases, group: Group, row: int) -> Shares:
         ENDS: max(first, last),
         EVERYWHERE: 1.0,
     }
-
-
-def rooms(cases: Cases, row: int) -> tuple[int, float]:
-    """Bytes of the least device and of its host, of those that a case uses."""
-    each = [cases.capacity(g.kind) for g in cases.groups if g.count[row] > 0]
-    devices, hosts = zip(*each, strict=True)
-    return min(devices), min(hosts)

@@ -41,7 +41,7 @@ class Frames:
     Attributes:
         cell: index into the priced columns.
         stage, data, fsdp: sizes of those axes.
-        micro_batches: in a step, of one pipeline.
+        micro_batches: in a step, of one pipeline; of all where replicas take shares.
         schedule: index into ``SCHEDULES``.
         chunks: parts of the model on each stage.
         order: index into ``ORDERS``.
@@ -103,7 +103,7 @@ class Bounds:
         global_batch: samples of a step.
         layers: that stages divide.
         fixed: sizes of axes, as far as the user says.
-        micro_batches: fixed, or None.
+        micro_batches: fixed, or None; of all replicas where they take shares.
     """
 
     num_devices: int
@@ -139,7 +139,7 @@ def frames_of(
             fits &= (bounds.global_batch % np.maximum(each, 1) == 0) & (data > 0)
             parts = bounds.global_batch // np.maximum(each, 1)
             if bounds.micro_batches is not None:
-                fits &= parts == bounds.micro_batches * (data if shares else 1)
+                fits &= parts == bounds.micro_batches
             fits &= _obeys(bounds.fixed, stage, data, fsdp, sizes)
             if fits.any():
                 here = np.flatnonzero(fits)
