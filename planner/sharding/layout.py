@@ -123,7 +123,11 @@ def spec_of(
 
 def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
     """Into how many parts a layout cuts a tensor; arrays of sizes give an array."""
-    return math.prod(mesh[axis] for axes in spec for axis in axes)
+    parts: Any = 1
+    for axes in spec:
+        for axis in axes:
+            parts = parts * mesh[axis]
+    return parts
 
 
 def local_bytes(nbytes: int, spec: Spec, mesh: Mapping[str, int]) -> int:

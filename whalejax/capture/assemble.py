@@ -129,10 +129,11 @@ def _multiplied(walk: Walk, given: set[int], small: set[int]) -> set[int]:
     found: set[int] = set()
     for op in walk.ops:
         own = [source.get(t, frozenset[int]()) for t in op.operands]
-        known = weight if _reads_values(op, weight) else weight | fixed
-        if weight.isdisjoint(op.operands) and fixed.issuperset(op.operands):
+        strangers = [t for t in op.operands if t not in weight]
+        values = _reads_values(op, weight)
+        if len(strangers) == len(op.operands) and fixed.issuperset(strangers):
             fixed.update(t for t in op.results if t not in carried)
-        elif known.issuperset(op.operands):
+        elif not strangers or (not values and fixed.issuperset(strangers)):
             weight.update(op.results)
             source |= dict.fromkeys(op.results, frozenset[int]().union(*own))
         elif op.kind in LOOKUPS:
