@@ -257,8 +257,9 @@ def decoder_graph(
         batch: samples.
         dtype, itemsize_bytes: in which it computes.
 
-    >>> sizes = Decoder(layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256,
-    ...                 vocab=512, seq=32)
+    >>> sizes = DecoderSizes(
+    ...     layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512,
+    ...     seq=32)
     >>> graph = decoder_graph(sizes, batch=8)
     >>> [region.name for region in graph.task_graphs] == list(REGIONS)
     True
