@@ -1,6 +1,6 @@
 """From a captured loss and a cluster to a Plan, whether an executor runs it or not.
 
-The plan that runs is made first, as ever. The wide search then looks for what no
+The plan that runs is made first. The wide search then looks for what no
 executor runs, and only for what would be faster. Whatever is reported was priced as the
 plan of that row alone would be: rows that run by the search that chose them, the others
 on the program that they would compute.
@@ -86,7 +86,7 @@ def decide_any(
     if runs is None:
         own = {**options, "spaces": spaces}
         runs = functools.partial(_one_program, graph, cluster, asked, stages, **own)
-    beyond = _Beyond(graph, cluster, asked, again, spaces)
+    beyond = _EstimateSearch(graph, cluster, asked, again, spaces)
     beyond.prepare()
     plan: Plan | None = None
     problem: PlanError | None = None
@@ -141,11 +141,11 @@ def _one_program(
     return decide(graph, cluster, dataclasses.replace(request, mesh=mesh), **options)
 
 
-MOST_ROOMS, LESS_ROOM = 4, 0.9
+MOST_SEARCHES, LESS_MEMORY = 4, 0.9
 """Searches of one program at most, and what of the memory of one the next may fill."""
 
 
-class _Beyond:
+class _EstimateSearch:
     """What no executor runs and would be faster, of every program of a loss.
 
     Args:
@@ -284,7 +284,7 @@ class _Beyond:
         leave so much more of it.
         """
         room, found = 1.0, list[Estimate]()
-        for _ in range(MOST_ROOMS):
+        for _ in range(MOST_SEARCHES):
             given = program, self.request, known_seconds, _not_covered
             search = self._search(*given, room=room)
             if search is None:
@@ -292,20 +292,24 @@ class _Beyond:
             (self.others if room < 1 else self.searches).append(search)
             estimates = [Estimate(search, c, program) for c in search.run()]
             before = len(self.short)
-            found = [one for estimate in estimates for one in self._lived(estimate)]
+            found = [
+                one
+                for estimate in estimates
+                for one in self._with_exact_memory(estimate)
+            ]
             if found or len(self.short) == before:
                 break
             lack = min(more for _, more in self.short[before:])
-            room = min(room * LESS_ROOM, 1 / lack)
+            room = min(room * LESS_MEMORY, 1 / lack)
         return found
 
-    def _lived(self, estimate: Estimate) -> list[Estimate]:
+    def _with_exact_memory(self, estimate: Estimate) -> list[Estimate]:
         """A case on its own program, with memory by liveness; none if that lacks some.
 
         Where it lacks, how much is remembered.
         """
         found = []
-        for one in self._exactly(estimate):
+        for one in self._on_its_own_program(estimate):
             case = one.search.remembered(one.case)
             again = Estimate(one.search, case, one.program)
             if case.weighed.fits[case.row]:
@@ -315,7 +319,7 @@ class _Beyond:
                 self.short.append((again, more))
         return found
 
-    def _exactly(self, estimate: Estimate) -> list[Estimate]:
+    def _on_its_own_program(self, estimate: Estimate) -> list[Estimate]:
         """A case priced on the program that computes again what it says.
 
         A search prices policies of remat on the program without: what is computed again
@@ -357,7 +361,7 @@ class _Beyond:
             return _no_mesh(self.graph, self.cluster, self.request)
         short = [one for one, _ in self.short if any(one.case.lacks)]
         if short:
-            return _lacks(min(short, key=lambda one: sum(one.case.lacks)))
+            return _memory_error(min(short, key=lambda one: sum(one.case.lacks)))
         return _nothing_fits(covered[0], runs)
 
 
@@ -409,7 +413,7 @@ def _joined(
     graph: Graph,
     plan: Plan | None,
     found: Sequence[Estimate],
-    beyond: _Beyond,
+    beyond: _EstimateSearch,
     gain: Callable[[Plan], list[str]],
     precision: str,
     batch: Sequence[BatchLeaf],
@@ -464,7 +468,7 @@ def _gain(plan: Plan | None, problem: PlanError | None, taken: Plan) -> list[str
     ]
 
 
-def _proof(beyond: _Beyond, taken: Plan) -> list[str]:
+def _proof(beyond: _EstimateSearch, taken: Plan) -> list[str]:
     """Among how many cases was chosen, and what bounds the others; if there are any."""
     if not beyond.covered:
         return []
@@ -525,10 +529,10 @@ def _nothing_fits(search: WideSearch, runs: PlanError | None) -> PlanError:
         )
     if not any(case.lacks) and runs is not None:
         return runs
-    return _lacks(Estimate(search, case, ProgramOptions()))
+    return _memory_error(Estimate(search, case, ProgramOptions()))
 
 
-def _lacks(chosen: Estimate) -> PlanError:
+def _memory_error(chosen: Estimate) -> PlanError:
     """Says what the nearest case lacks."""
     search, case = chosen.search, chosen.case
     lacks, host = case.lacks

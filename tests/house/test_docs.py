@@ -16,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -183,21 +183,27 @@ def test_commands_of_the_documents_exist(help_of: HelpOf) -> None:
     assert not unknown, "\n".join(unknown)
 
 
-@pytest.mark.slow
-def test_example_of_many_processes_trains(tmp_path: Path) -> None:
-    words = ["launch", "--processes", "2", str(ROOT / "scripts/example.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)  # one device in each process
+def run_command(words: Sequence[str], folder: Path) -> str:
+    """What ``whalejax`` prints in a folder, each of its processes with one device."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
     done = subprocess.run(
         [sys.executable, "-m", "whalejax", *words],
         env=environment,
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = re.search(r"^2 processes, .*: loss (\d\.\d+)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_example_of_many_processes_trains(tmp_path: Path) -> None:
+    words = ["launch", "--processes", "2", str(ROOT / "scripts/example.py")]
+    out = run_command(words, tmp_path)
+    said = re.search(r"^2 processes, .*: loss (\d\.\d+)$", out, re.MULTILINE)
     assert said and float(said[1]) < 0.5  # it is 1 where nothing is learned
 
 
@@ -208,21 +214,10 @@ def test_elastic_commands_of_the_readme_run(tmp_path: Path) -> None:
         for block in blocks("bash")
         if block.path.name == "README.md" and "--processes 1:2" in block.text
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)  # one device in each process
     said = []
     for program, *words in commands_of(block):
         assert program == "whalejax"
-        done = subprocess.run(
-            [sys.executable, "-m", "whalejax", *words],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        said.append(done.stdout)
+        said.append(run_command(words, tmp_path))
     trained, status = said
     assert re.match(r"complete, loss \d.* in 30 steps, ", trained)
     assert re.match(r"run +complete, ", status)
