@@ -36,7 +36,7 @@ from whalejax.planner.plan.stage_notes import (
 from whalejax.planner.search.enumerate import ranked
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import by_marks
-from whalejax.planner.search.stage_cuts import Cut, Cuts, Laid, Whole, laid_out
+from whalejax.planner.search.stage_cuts import Cut, Cuts, StageLayout, Whole, laid_out
 from whalejax.planner.search.stage_time import (
     handed_bytes,
     handed_seconds,
@@ -297,7 +297,7 @@ class _Ask:
             chosen.append(replace(laid, scored=replace(laid.scored, memory=memory)))
         return _Weighed(self, other.found, chosen)
 
-    def _stage(self, found: Cut, stage: int, part: Cluster) -> list[Laid]:
+    def _stage(self, found: Cut, stage: int, part: Cluster) -> list[StageLayout]:
         """The layouts of one stage on its devices."""
         table, division = self.table, found.division
         graph, known = found.graphs[stage]
@@ -345,7 +345,7 @@ class _Weighed:
         fits: every stage's memory is within its device's.
     """
 
-    def __init__(self, ask: _Ask, found: Cut, chosen: Sequence[Laid]) -> None:
+    def __init__(self, ask: _Ask, found: Cut, chosen: Sequence[StageLayout]) -> None:
         self.ask = ask
         self.table = ask.table
         self.found = found

@@ -41,7 +41,7 @@ of all of them together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class StageLayout:
     """A model, or a stage's part of it, in one layout.
 
     Attributes:
@@ -57,7 +57,7 @@ class Laid:
 
 def laid_out(
     graph: Graph, cluster: Cluster, request: Request, known: Known
-) -> list[Laid]:
+) -> list[StageLayout]:
     """Every layout of a model, however much memory it takes.
 
     Args:
@@ -69,7 +69,7 @@ def laid_out(
     roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
     pairs = searches(graph, roomy, request, None, known)
     found = [
-        Laid(analysed=analysed, search=search, scored=scored)
+        StageLayout(analysed=analysed, search=search, scored=scored)
         for analysed, search in pairs
         for scored in search.scored
     ]
@@ -244,7 +244,7 @@ class Cuts:
             request = replace(request, mesh=scored.mesh, zero=scored.zero)
         return found
 
-    def _segments_of(self, best: Laid, stages: int) -> Segments:
+    def _segments_of(self, best: StageLayout, stages: int) -> Segments:
         mesh = {STAGE: stages, **best.scored.mesh}
         return Segments(
             self.whole.folded(best.analysed, best.search.cluster),

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import ScheduleTimeline
-from whalejax.planner.search.stage_cuts import Laid
+from whalejax.planner.search.stage_cuts import StageLayout
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import TimeTerms
 
 
-def copied_bytes(division: Division, chosen: Sequence[Laid]) -> list[int]:
+def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]:
     """Bytes that each device of every stage is given of other stages' parameters.
 
     Args:
@@ -38,7 +38,7 @@ def copied_bytes(division: Division, chosen: Sequence[Laid]) -> list[int]:
     return [int(nbytes) for nbytes in found]
 
 
-def _device_bytes(laid: Laid, path: str) -> float:
+def _device_bytes(laid: StageLayout, path: str) -> float:
     """Of a parameter, what one device of a stage holds."""
     facts = laid.scored.facts
     paths = [tensor.path for tensor in laid.analysed.graph.params]

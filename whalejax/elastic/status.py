@@ -43,7 +43,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class LostMember:
     """A member that was given up, and why."""
 
     name: str
@@ -106,7 +106,7 @@ class RunStatus:
     step_seconds: float | None
     generations: tuple[Generation, ...]
     members: Mapping[str, MemberStatus]
-    lost: tuple[Lost, ...]
+    lost: tuple[LostMember, ...]
     checkpoint: str | None
     goodput: float | None
     seconds: float
@@ -178,7 +178,7 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
         ),
         members=_members(events),
         lost=tuple(
-            Lost(
+            LostMember(
                 name=said["name"],
                 seconds=round(said["time"] - began, 1),
                 step=said["step"],

@@ -27,10 +27,10 @@ from whalejax.elastic.supervisor.member_record import (
     Commit,
     End,
     Kill,
-    Record,
     Release,
     Send,
     Start,
+    WriteEvent,
 )
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import Settings
@@ -215,7 +215,7 @@ class World:
         self.steps, self.saved, self.now = steps, 0, 0.0
         self.members: dict[str, Simulated] = {}
         self.commits: list[Commit] = []
-        self.events: list[Record] = []
+        self.events: list[WriteEvent] = []
         self.end: End | None = None
         self._numbers = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -355,7 +355,7 @@ class World:
                 self.release(self.members[name])
             case Commit():
                 self.commits.append(effect)
-            case Record():
+            case WriteEvent():
                 self.events.append(effect)
             case End():
                 self.end = self.end or effect

@@ -115,7 +115,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class WriteEvent:
     """Write an event down, before anything that follows it is done."""
 
     event: str
@@ -145,4 +145,4 @@ class Commit:
     parts: Mapping[str, Sequence[Node]]
 
 
-Effect = Send | Kill | Start | Release | Record | Commit | End
+Effect = Send | Kill | Start | Release | WriteEvent | Commit | End

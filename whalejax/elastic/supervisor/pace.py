@@ -17,7 +17,7 @@ _STEPS_REMEMBERED: Final = 50
 _FIRST_STEP_SECONDS: Final = 120.0
 
 
-class Pace:
+class StepPace:
     """The steps of a run in time.
 
     Attributes:

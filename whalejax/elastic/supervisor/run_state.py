@@ -9,8 +9,8 @@ from typing import Any
 from whalejax.elastic.phases import DEADLINES, STEP
 from whalejax.elastic.supervisor.failures import Failures
 from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Phase
-from whalejax.elastic.supervisor.member_record import Effect, Member, Record, Send
-from whalejax.elastic.supervisor.pace import Pace
+from whalejax.elastic.supervisor.member_record import Effect, Member, Send, WriteEvent
+from whalejax.elastic.supervisor.pace import StepPace
 from whalejax.elastic.supervisor.settings import Settings
 from whalejax.elastic.wire.framing import Message
 
@@ -45,7 +45,7 @@ class RunState:
         self.phase: Phase = "gathering"
         self.members: dict[str, Member] = {}
         self.active: list[str] = []
-        self.pace = Pace(settings)
+        self.pace = StepPace(settings)
         self.steps = self.micro_batches = 0
         self.failures = Failures(settings)
         self.checkpoint = ""
@@ -198,4 +198,4 @@ class RunState:
         self._effects.append(Send(name=name, message=Message(kind=kind, fields=fields)))
 
     def _record(self, event: str, **fields: object) -> None:
-        self._effects.append(Record(event=event, fields=fields))
+        self._effects.append(WriteEvent(event=event, fields=fields))

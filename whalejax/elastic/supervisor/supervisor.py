@@ -33,10 +33,10 @@ from whalejax.elastic.supervisor.member_record import (
     Effect,
     End,
     Kill,
-    Record,
     Release,
     Send,
     Start,
+    WriteEvent,
 )
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
@@ -466,7 +466,7 @@ class Supervisor:
         why = self._membership.refusal(name, message)
         why = why or self._lock_save(message.fields["save"])
         if why:
-            self._do(Record(event="refused", fields={"name": name, "why": why}))
+            self._do(WriteEvent(event="refused", fields={"name": name, "why": why}))
             self._send(channel, Message(kind="refused", fields={"why": why}))
             return
         self._membership.register(now, message, name, slot)
@@ -527,7 +527,7 @@ class Supervisor:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case Record(event=event, fields=fields):
+            case WriteEvent(event=event, fields=fields):
                 self._journal.write(event, fields)
                 _tell_user(_shown(event, fields, quiet=self._run.quiet))
             case Commit(step=step, generation=generation, loss=loss, parts=parts):

@@ -32,7 +32,7 @@ _TICK_MILLISECONDS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class RefusedConnections:
     """Connections that were refused since this was last said: how many, and why."""
 
     count: int
@@ -76,7 +76,7 @@ class Acceptor:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def refused(self, now: float) -> Refused | None:
+    def refused(self, now: float) -> RefusedConnections | None:
         """What was refused and not yet told; at most once a second.
 
         Args:
@@ -85,7 +85,7 @@ class Acceptor:
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:
                 return None
-            found = Refused(count=self._refused, why=self._why)
+            found = RefusedConnections(count=self._refused, why=self._why)
             self._refused, self._said_at = 0, now
             return found
 
