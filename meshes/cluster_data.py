@@ -252,10 +252,32 @@ class ClusterData:
         problems = Arguments("with_memory")
         problems.whole("memory_bytes", memory_bytes, least=1)
         problems.raise_if_any()
+        return self.with_memory_of({kind.name: memory_bytes for kind in self.kinds})
+
+    def with_memory_of(self, memory_bytes: Mapping[str, int]) -> Self:
+        """The same cluster with other memory on devices of some kinds.
+
+        Args:
+            memory_bytes: of one device, by the name of its kind; others stay as they
+                are.
+
+        Example:
+            >>> from whalejax.meshes import cluster
+            >>> cluster("h100:8").with_memory_of({"h100": 2**30}).memory_bytes
+            1073741824
+        """
+        problems = Arguments("with_memory_of")
+        if problems.of("memory_bytes", memory_bytes, Mapping, "bytes by kind"):
+            for name, size in memory_bytes.items():
+                problems.whole(f"memory_bytes[{shown(name)}]", size, least=1)
+        problems.raise_if_any()
 
         def changed(kind: DeviceKind) -> DeviceKind:
+            size = memory_bytes.get(kind.name, kind.memory_bytes)
+            if size == kind.memory_bytes:
+                return kind
             sources = tuple(s for s in kind.sources if s.field != "memory_bytes")
-            return dataclasses.replace(kind, memory_bytes=memory_bytes, sources=sources)
+            return dataclasses.replace(kind, memory_bytes=size, sources=sources)
 
         nodes = tuple(
             dataclasses.replace(node, kind=changed(node.kind)) for node in self.nodes

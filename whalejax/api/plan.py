@@ -40,6 +40,8 @@ def plan(
     loss_chunks: int | None = None,
     shares: str | Sequence[int] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
+    margin: float | None = None,
+    verified: bool = False,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -113,6 +115,11 @@ def plan(
             are of several kinds.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
+        margin: part of the predicted memory that a plan leaves free on top of it, as
+            0.1; predictions may be too low. None keeps none free.
+        verified: the compiler for the cluster has accepted the plan. Where it refuses
+            one for its memory, the next best plan is taken that leaves the room that
+            was lacking. Needs the compiler, as ``Plan.verify`` does, and minutes.
 
     Returns:
         The plan; ``print`` shows it.

@@ -30,6 +30,13 @@ from whalejax.api.executor_choice import decider
 from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneven_shares
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
+from whalejax.api.memory_margin import (
+    COMPILE_SECONDS,
+    accepted,
+    with_devices,
+    with_margin_said,
+    without_margin,
+)
 from whalejax.api.plan_settings import PlanSettings, changeable, parsed_cluster
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.options import fixed_options
@@ -41,7 +48,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
-from whalejax.planner.errors import PlanError, Unobeyed
+from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.share_notes import split_notes
 from whalejax.planner.search.enumerate import PLANNED_AXES
@@ -89,6 +96,8 @@ class PlanRequest(PlanSettings):
         allow_idle, sync_batch_stats, runnable: which plans are taken.
         axis_names, trainable, batch_axes: how the model and its batch are read.
         compiler_options: options of XLA that the step is compiled with.
+        margin: part of the predicted memory that plans leave free.
+        verified: the compiler has accepted the plan.
 
     Raises:
         PlanError: settings that no model can be planned with; all of them.
@@ -147,7 +156,20 @@ class PlanQuestion:
         wanted = question.search_request(programs)
         found = question.searched(programs, wanted)
         found = question.finished(found, programs, wanted)
-        return dataclasses.replace(found, notes=(*found.notes, *notes))
+        found = dataclasses.replace(found, notes=(*found.notes, *notes))
+        return self._accepted(found) if self.request.verified else found
+
+    def _accepted(self, plan: Plan) -> Plan:
+        """The plan, or the best one after it, that the compiler accepts."""
+
+        def verify(plan: Plan) -> Any:
+            return self.verify(plan, None, timeout_seconds=COMPILE_SECONDS)
+
+        def again(margin: float) -> Plan:
+            least = max(margin, self.request.margin or 0.0)
+            return self.again(verified=False, margin=least)
+
+        return accepted(plan, verify, again)
 
     def again(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""
@@ -193,7 +215,7 @@ class PlanQuestion:
             batch_axes=self.request.batch_axes,
             topology=topology,
             timeout_seconds=timeout_seconds,
-            again=self.again,
+            again=functools.partial(self.again, verified=False),
         )
 
     @property
@@ -310,6 +332,8 @@ class PlanQuestion:
             PlanError: there is none; what lacks, in bytes where it is memory.
         """
         request, idle = self.request, self.request.allow_idle
+        margin = request.margin or 0.0
+        xla = checked_options(request.compiler_options)
         uneven: Uneven = uneven_shares(
             request.shares,
             mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
@@ -324,12 +348,16 @@ class PlanQuestion:
         decided = functools.partial(
             search,
             programs.graph,
-            self.cluster.under(checked_options(request.compiler_options)),
+            without_margin(self.cluster, margin).under(xla),
             precision=self.precision,
             batch=batch_leaves(self.batch),
             again=programs.again,
         )
-        return (_with_fewest_idle if idle else _at_once)(decided, wanted)
+        try:
+            found = (_with_fewest_idle if idle else _at_once)(decided, wanted)
+        except NothingFits as error:
+            raise with_margin_said(error, margin) from error
+        return with_devices(found, self.cluster) if margin else found
 
     # Plan.
 

@@ -17,13 +17,15 @@ from whalejax.api.argument_checks import check_optimizer
 from whalejax.api.fixed_axes import check_axes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.checks import Arguments, is_number, is_whole, plain, shown
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
 from whalejax.runtime.compiler_options import checked_options
 
+
+MOST_MARGIN: Final = 10.0
 
 _NUMBERS: Final = (
     *(f.name for f in fields(UserOptions)),
@@ -33,6 +35,7 @@ _NUMBERS: Final = (
     "zero",
     "shares",
     "compiler_options",
+    "margin",
 )
 """Settings that are whole numbers or hold some, which may be NumPy's."""
 
@@ -61,15 +64,18 @@ class PlanSettings(UserOptions):
     runnable: bool = True
     shares: str | Sequence[int] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
+    margin: float | None = None
+    verified: bool = False
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             object.__setattr__(self, name, plain(getattr(self, name)))
         problems = Arguments("wh.plan", PlanError)
         check_optimizer(problems, self.optimizer)
-        for name in ("runnable", "allow_idle", "sync_batch_stats"):
+        for name in ("runnable", "allow_idle", "sync_batch_stats", "verified"):
             problems.switch(name, getattr(self, name))
         check_user_options(self, problems)
+        _check_margin(self, problems)
         _check_precision(self.precision, problems)
         _check_numbers(self, problems)
         _check_default(self.default, problems)
@@ -178,6 +184,22 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
 
 def _is_word(value: object) -> bool:
     return not isinstance(value, int | float | np.number)
+
+
+def _check_margin(settings: PlanSettings, problems: Arguments) -> None:
+    margin = settings.margin
+    if margin is not None and not (is_number(margin) and 0 <= margin <= MOST_MARGIN):
+        problems.refuse(
+            "margin",
+            margin,
+            f"a part of the predicted memory that stays free, 0 to {MOST_MARGIN:g}, or "
+            "None",
+        )
+    if settings.verified is True and settings.runnable is False:
+        problems.add(
+            "verified=True compiles the plan, and runnable=False takes plans that "
+            "nothing compiles. Leave one of them out"
+        )
 
 
 def _check_default(default: Any, problems: Arguments) -> None:

@@ -206,6 +206,8 @@ def _plan(command: PlanCommand) -> None:
             jobs.machine(command.cluster),
             runnable=not command.estimate,
             allow_idle=command.allow_idle,
+            margin=command.margin,
+            verified=command.verify,
             source=(_lasting(command.model), *command.set),
             **settings,
         )

@@ -156,6 +156,10 @@ class PlanCommand:
     """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    margin: Annotated[float | None, conf.arg(metavar="PART")] = None
+    """part of the predicted memory that stays free on top of it, such as 0.1"""
+    verify: bool = False
+    """compile the plan, and take the next one where the compiler refuses it"""
     allow_idle: bool = False
     """accept a plan that leaves devices idle where none uses all"""
     estimate: bool = False

@@ -17,7 +17,7 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run
-from whalejax.verification.targets import Target, target_of
+from whalejax.verification.targets import NoCompiler, Target, target_of
 from whalejax.verification.worker import CompileRequest
 
 
@@ -115,10 +115,10 @@ def _compiler(target: Target) -> tuple[str, Sequence[str]]:
     """The GPU's properties and the packages that its compiler stands in.
 
     Raises:
-        VerifyError: the compiler is missing; the message names what installs it.
+        NoCompiler: the compiler is missing; the message names what installs it.
     """
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        raise VerifyError(
+        raise NoCompiler(
             f"compiling for {target.words} needs the TPU compiler. Install the extra "
             "whalejax[tpu-compile]; it needs no TPU"
         )

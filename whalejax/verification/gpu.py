@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from whalejax.meshes.calibration.cache import directory
 from whalejax.verification.processes import VerifyError
-from whalejax.verification.targets import Target
+from whalejax.verification.targets import NoCompiler, Target
 
 
 PLUGIN: Final = "jax-cuda12-plugin"
@@ -42,11 +42,11 @@ def packages() -> Sequence[str]:
     """The folder of its packages.
 
     Raises:
-        VerifyError: it was not set up.
+        NoCompiler: it was not set up.
     """
     found = [str(path) for path in folder().glob(_PACKAGES)]
     if not (found and (folder() / _READY).exists()):
-        raise VerifyError(
+        raise NoCompiler(
             "compiling for GPUs needs JAX's CUDA plugin, in an environment of its own. "
             "Make it once with whalejax verify --setup-gpu (1.4 GB to download, 5 GB "
             "on disk); it needs no GPU"

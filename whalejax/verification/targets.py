@@ -61,6 +61,10 @@ class Target:
         return dataclasses.asdict(self)
 
 
+class NoCompiler(WhaleError):
+    """No compiler for these devices is at hand; the text names what installs one."""
+
+
 def known() -> str:
     """The topologies that can be compiled for, in words."""
     tpus = ", ".join(
@@ -107,7 +111,7 @@ def _target(cluster: Cluster, words: str) -> Target:
     if cluster.platform == "cpu":
         return _local(cluster)
     if len(names) > 1:
-        raise WhaleError(
+        raise NoCompiler(
             f"{words} has devices of several kinds ({', '.join(names)}); a program is "
             "compiled for one kind. Give a --topology of one of them"
         )
@@ -128,7 +132,7 @@ def _target(cluster: Cluster, words: str) -> Target:
     if names[0] in GPU_KINDS:
         counts = {node.count for node in cluster.nodes}
         if len(counts) > 1:
-            raise WhaleError(
+            raise NoCompiler(
                 f"{words} has nodes of {sorted(counts)} devices; nodes must be alike"
             )
         return Target(
@@ -137,7 +141,7 @@ def _target(cluster: Cluster, words: str) -> Target:
             slices=1,
             **shape,
         )
-    raise WhaleError(
+    raise NoCompiler(
         f"there is no compiler to be had for {words} (kind {names[0]}). There are "
         f"compilers for {known()}"
     )

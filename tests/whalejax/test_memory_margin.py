@@ -1,0 +1,145 @@
+"""Memory that a plan leaves free, and plans taken because a compiler accepts them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax.api import plan_request
+from whalejax.verification.targets import NoCompiler
+
+
+MODEL = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(4)}
+BATCH = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+
+
+def loss(model: Any, x: jax.Array) -> jax.Array:
+    for weight in model.values():
+        x = jnp.tanh(x @ weight)
+    return x.mean()
+
+
+def planned(cluster: wh.Cluster, **settings: Any) -> wh.Plan:
+    return wh.plan(
+        loss,
+        MODEL,
+        BATCH,
+        cluster=cluster,
+        optimizer=optax.sgd(1e-3, momentum=0.9),
+        **settings,
+    )
+
+
+def exactly(plan: wh.Plan) -> wh.Cluster:
+    """The plan's devices with as much memory as it takes."""
+    return plan.cluster.with_memory(plan.memory.total_bytes)
+
+
+WHOLE = wh.cluster("h100:4")
+
+
+def test_a_margin_is_left_free() -> None:
+    """What fits to the byte without a margin gives way to a plan that takes less."""
+    first = planned(WHOLE, mesh={"data": 4})
+    tight = exactly(first)
+    assert planned(tight, mesh={"data": 4}).memory == first.memory
+    with pytest.raises(wh.WhaleError) as refused:
+        planned(tight, mesh={"data": 4}, num_micro_batches=1, zero=0, margin=0.5)
+    assert "margin=0.5 keeps" in str(refused.value)
+    other = planned(tight, margin=0.5)
+    assert other.memory.total_bytes * 1.5 <= tight.memory_bytes
+    assert other.cluster == tight
+    assert wh.Plan.from_document(other.document()) == other
+    assert other.what_if(margin=None).memory.total_bytes > other.memory.total_bytes
+
+
+def test_a_margin_on_stages_with_programs_of_their_own() -> None:
+    cluster = wh.cluster("h100:2+a100-80:2")
+    plan = planned(cluster, mesh={"stage": 2}, margin=0.1, num_micro_batches=4)
+    assert plan.cluster == cluster
+    memory = {kind.name: kind.memory_bytes for kind in cluster.kinds}
+    for stage in plan.apart:
+        for kind in stage.cluster.kinds:
+            assert kind.memory_bytes == memory[kind.name]
+    assert wh.Plan.from_document(plan.document()) == plan
+
+
+Answers = Callable[..., None]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """Stands in for a compiler: programs take a factor of what is predicted."""
+
+    def install(factor: float, failure: Exception | None = None) -> None:
+        def verify(
+            self: Any, plan: wh.Plan, topology: str | None, *, timeout_seconds: float
+        ) -> Any:
+            if failure is not None:
+                raise failure
+            needed = int(factor * plan.memory.total_bytes)
+            return SimpleNamespace(
+                fits=needed <= plan.cluster.memory_bytes,
+                peak=SimpleNamespace(compiled=needed),
+                target=SimpleNamespace(words="h100:4"),
+                failure="",
+                refused="",
+            )
+
+        monkeypatch.setattr(plan_request.PlanQuestion, "verify", verify)
+
+    return install
+
+
+def test_a_refused_plan_gives_way_to_one_that_is_accepted(compiler: Answers) -> None:
+    tight = exactly(planned(WHOLE, mesh={"data": 4}))
+    compiler(1.3)
+    found = planned(tight, verified=True)
+    assert 1.3 * found.memory.total_bytes <= tight.memory_bytes
+    (note,) = (n for n in found.notes if n.startswith("verified: h100:4 accepts it"))
+    assert "was refused" in note
+    assert found.cluster == tight
+
+
+def test_what_the_user_fixed_stays_fixed(compiler: Answers) -> None:
+    tight = exactly(planned(WHOLE, mesh={"data": 4}))
+    compiler(1.3)
+    fixed = {"mesh": {"data": 4}, "num_micro_batches": 1, "zero": 0}
+    fixed |= {"remat": "none", "offload": ()}
+    with pytest.raises(wh.WhaleError, match="and no plan leaves more room"):
+        planned(tight, verified=True, **fixed)
+
+
+def test_a_plan_accepted_at_once_is_the_plan(compiler: Answers) -> None:
+    compiler(1.0)
+    plain, found = planned(WHOLE), planned(WHOLE, verified=True)
+    assert dataclasses.replace(found, notes=plain.notes) == plain
+    assert found.notes[-1].startswith("verified: h100:4 accepts it")
+
+
+def test_a_compiler_that_is_missing_is_said(compiler: Answers) -> None:
+    compiler(1.0, NoCompiler("install it"))
+    found = planned(WHOLE, verified=True)
+    assert "not verified, for want of a compiler: install it" in found.notes
+
+
+def test_a_compiler_that_refuses_everything(compiler: Answers) -> None:
+    compiler(1e9)
+    with pytest.raises(wh.WhaleError, match="no plan leaves more room"):
+        planned(exactly(planned(WHOLE)), verified=True)
+
+
+def test_bad_margins() -> None:
+    for margin in (-0.1, float("nan"), "much", True, 11):
+        with pytest.raises(wh.WhaleError, match="margin is .* 0 to 10, or None"):
+            planned(WHOLE, margin=margin)
+    with pytest.raises(wh.WhaleError, match="verified=True compiles the plan"):
+        planned(WHOLE, verified=True, runnable=False)

@@ -1,0 +1,152 @@
+"""Memory that a plan leaves free, and plans that a compiler has accepted.
+
+A plan fits where its predicted memory and a margin on top do: the prediction may be too
+low, and a program that lacks memory does not start. ``margin`` is a part of the
+prediction, so devices count as ``memory / (1 + margin)`` while plans are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from whalejax.api.plan_settings import MOST_MARGIN
+from whalejax.meshes import Cluster
+from whalejax.meshes.progress_events import tell
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.verification.targets import NoCompiler
+
+
+MOST_COMPILED: Final = 6
+"""Plans that are compiled, one after the other, before planning gives up."""
+
+COMPILE_SECONDS: Final = 3600.0
+"""How long a compiler may take for one plan."""
+
+
+def without_margin(cluster: Cluster, margin: float) -> Cluster:
+    """A cluster whose devices have the memory that plans may fill by prediction.
+
+    Args:
+        cluster: the devices as they are.
+        margin: part of the predicted memory that is kept free on top; 0 keeps none.
+    """
+    if not margin:
+        return cluster
+    return cluster.with_memory_of(
+        {
+            kind.name: max(1, int(kind.memory_bytes / (1 + margin)))
+            for kind in cluster.kinds
+        }
+    )
+
+
+def with_margin_said(error: NothingFits, margin: float) -> NothingFits:
+    """An error that says what the margin took of the memory that is lacking."""
+    if not margin or error.what != "device memory":
+        return error
+    return NothingFits(
+        f"{error}. margin={margin:g} keeps "
+        f"{gigabytes(int(error.of_bytes * margin))} of each device free; a smaller one "
+        "leaves more to the plan",
+        lacks_bytes=error.lacks_bytes,
+        of_bytes=error.of_bytes,
+        nearest=error.nearest,
+        what=error.what,
+    )
+
+
+def with_devices(plan: Plan, cluster: Cluster) -> Plan:
+    """A plan, and those of its stages and pipelines, for devices as they are.
+
+    Args:
+        plan: made with a margin.
+        cluster: whose kinds have all their memory.
+    """
+    return _with_memory(plan, {k.name: k.memory_bytes for k in cluster.kinds})
+
+
+def _with_memory(plan: Plan, memory: Mapping[str, int]) -> Plan:
+    stages: Any = plan.stages
+    if stages is not None:
+        parts = tuple(_with_memory(one, memory) for one in plan.apart)
+        stages = dataclasses.replace(stages, plans=parts)
+    pipelines: Any = tuple(_with_memory(one, memory) for one in _pipelines(plan))
+    return dataclasses.replace(
+        plan,
+        cluster=plan.cluster.with_memory_of(memory),
+        stages=stages,
+        pipelines=pipelines,
+    )
+
+
+def _pipelines(plan: Plan) -> tuple[Plan, ...]:
+    found: Any = plan.pipelines  # of one class with this plan
+    return tuple(found)
+
+
+def accepted(
+    plan: Plan, verify: Callable[[Plan], Any], again: Callable[[float], Plan]
+) -> Plan:
+    """The plan, or the next best one, whose program the compiler accepts.
+
+    Without a compiler the first choice is returned, and its notes say why. Where the
+    compiler refuses a plan, the next one is made with the margin by which the
+    prediction for the refused one was too low.
+
+    Args:
+        plan: the first choice.
+        verify: compiles a plan; gives a ``Verification``.
+        again: plans once more, with a margin.
+
+    Raises:
+        PlanError: the plan cannot be compiled, or the compiler refused every plan that
+            was made.
+    """
+    refused: list[str] = []
+    margin = 0.0
+    for _ in range(MOST_COMPILED):
+        try:
+            found = verify(plan)
+        except NoCompiler as error:
+            text = f"not verified, for want of a compiler: {error}"
+            return dataclasses.replace(plan, notes=(*plan.notes, text))
+        needed = found.peak.compiled
+        if found.fits:
+            text = f"verified: {found.target.words} accepts it"
+            if needed:
+                text += f" with {gigabytes(needed)} per device"
+            said = f", after {'; '.join(refused)}" if refused else ""
+            return dataclasses.replace(plan, notes=(*plan.notes, text + said))
+        if not needed:
+            raise PlanError(
+                f"verified=True: the compiler of {found.target.words} refused "
+                f"{_words(plan)}: {found.failure or found.refused or 'no reason given'}"
+            )
+        predicted = plan.memory.total_bytes
+        refused.append(
+            f"{_words(plan)} was refused ({gigabytes(needed)} compiled, "
+            f"{gigabytes(predicted)} predicted)"
+        )
+        tell("planning with the room that was lacking")
+        lacked = 1.02 * needed / max(1, predicted) - 1
+        margin = min(max(lacked, 1.5 * margin, 0.02), MOST_MARGIN)
+        try:
+            plan = again(margin)
+        except NothingFits as error:
+            raise PlanError(
+                f"verified=True: {'; '.join(refused)}, and no plan leaves more room. "
+                f"{error}"
+            ) from error
+    raise PlanError(
+        f"verified=True: the compiler refused {len(refused)} plans: "
+        f"{'; '.join(refused)}. Give the model more devices, or a smaller batch"
+    )
+
+
+def _words(plan: Plan) -> str:
+    sizes = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"
+    return f"{sizes}, {plan.num_micro_batches} micro-batches"
