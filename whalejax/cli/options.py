@@ -82,7 +82,7 @@ class TrainCommand:
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
     place of --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
-    --remat, --offload, --attention, --loss-chunks and --compiler-options.
+    --remat, --offload, --attention, --loss-chunks, --combine and --compiler-options.
     """
 
     model: Model
