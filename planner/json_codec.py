@@ -35,7 +35,13 @@ def encode(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: encode(getattr(value, name)) for name in _kept(value)}
+        left_out = _unless_default(type(value))
+        return {
+            name: encode(own)
+            for name in _kept(value)
+            for own in [getattr(value, name)]
+            if name not in left_out or own != left_out[name]
+        }
     return value
 
 
@@ -104,6 +110,19 @@ def _kept(kind: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(kind) if f.metadata.get("kept", True)]
 
 
+@functools.cache
+def _unless_default(kind: Any) -> dict[str, Any]:
+    """Fields that files hold only where they are not at their default.
+
+    So what a later version can do beside changes no file that does not use it.
+    """
+    return {
+        f.name: f.default
+        for f in dataclasses.fields(kind)
+        if f.metadata.get("unless_default", False)
+    }
+
+
 def _decode_class(kind: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
         raise DataError(
@@ -112,13 +131,14 @@ def _decode_class(kind: Any, data: Any, path: str) -> Any:
     hints = _hints(kind)
     names = _kept(kind)
     unknown = sorted(map(str, set(data) - set(names)))
-    missing = sorted(set(names) - set(data))
+    missing = sorted(set(names) - set(data) - set(_unless_default(kind)))
     if unknown or missing:
         raise DataError(
             f"{path or 'the top level'} has unknown entries {quoted(unknown)} "
             f"and lacks {missing}"
         )
-    return kind(**{n: decode(hints[n], data[n], f"{path}.{n}") for n in names})
+    given = [name for name in names if name in data]
+    return kind(**{n: decode(hints[n], data[n], f"{path}.{n}") for n in given})
 
 
 def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:

@@ -27,6 +27,9 @@ REMAT_POLICIES: Final = ("none", "dots", "named", "full")
 
 ATTENTION_KINDS: Final = ("ring", "gather")
 
+COMBINATIONS: Final = ("mean", "adasum", "adasum_nodes", "adasum_updates")
+"""Ways in which ranks of ``data`` combine their gradients."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptions:
@@ -40,6 +43,7 @@ class UserOptions:
         sequence_parallel: whether ``tensor`` shards the sequence between products.
         attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by its name.
         loss_chunks: parts of a device's tokens whose logits are made one at a time.
+        combine: one of ``COMBINATIONS``.
     """
 
     remat: str | Mapping[str, str] | None = None
@@ -47,6 +51,7 @@ class UserOptions:
     sequence_parallel: bool | None = None
     attention: str | Mapping[str, str] | None = None
     loss_chunks: int | None = None
+    combine: str = "mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,7 @@ class FixedOptions:
         sequence_parallel: whether ``tensor`` shards the sequence between products.
         attention: how attention runs, by TaskGraph.
         loss_chunks: parts of the tokens whose logits are made one at a time.
+        combine: how ranks of ``data`` combine their gradients.
     """
 
     remat: Remat | None = None
@@ -66,6 +72,7 @@ class FixedOptions:
     sequence_parallel: bool | None = None
     attention: Chosen | None = None
     loss_chunks: int | None = None
+    combine: str = "mean"
 
     def or_off(self, **decided: Any) -> dict[str, Any]:
         """Values of all options for a candidate: fixed ones, else those of no effect.
@@ -98,6 +105,11 @@ class FixedOptions:
                 "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
                 "micro-batches make fewer logits at once"
             )
+        if self.combine != "mean":
+            yield (
+                f'combine is "{self.combine}": stages add up the gradients of all '
+                "micro-batches and ranks. Leave combine out, or the axis stage"
+            )
         if any(kind == "ring" for _, kind in self.attention or ()):
             yield (
                 'attention is "ring": stages do not run attention in blocks yet. Leave '
@@ -120,6 +132,10 @@ class StepOptions:
         attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
             not as the model computes it; ``"*"`` stands for the others.
         loss_chunks: parts of a device's tokens whose logits are made one at a time.
+        combine: how ranks of ``data`` combine what each has of its own samples:
+            ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
+            means over the ranks of a node, or ``"adasum_updates"`` of what each rank's
+            optimizer makes of them.
     """
 
     remat: Remat = ()
@@ -127,6 +143,7 @@ class StepOptions:
     sequence_parallel: bool = False
     attention: Chosen = ()
     loss_chunks: int = 1
+    combine: str = dataclasses.field(default="mean", metadata={"unless_default": True})
 
 
 class ProgramOptions(NamedTuple):
@@ -174,6 +191,7 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
     "sequence_parallel": "sequence parallelism",
     "attention": "attention",
     "loss_chunks": "parts of the logits",
+    "combine": "combination of gradients",
 }
 """What messages between processes call each option."""
 
@@ -208,6 +226,7 @@ def option_words(chosen: StepOptions) -> list[str]:
         remat_words(chosen.remat),
         offload_words(chosen.offload),
         f"logits in {chosen.loss_chunks} chunks" if chosen.loss_chunks > 1 else "",
+        combine_words(chosen.combine),
     ]
     return [*filter(None, words)]
 
@@ -220,6 +239,7 @@ def option_rows(chosen: StepOptions) -> list[tuple[str, str]]:
         ("seq", "parallel over tensor" if chosen.sequence_parallel else ""),
         ("attends", attention_words(chosen.attention)),
         ("logits", f"{chosen.loss_chunks} chunks"),
+        *[("combine", combine_words(chosen.combine))] * (chosen.combine != "mean"),
     ]
 
 
@@ -229,6 +249,7 @@ def option_limits(chosen: StepOptions) -> list[tuple[str, str, tuple[str, ...]]]
         *((f"remat.{n}", policy, REMAT_POLICIES) for n, policy in chosen.remat),
         *((f"attention.{n}", kind, ATTENTION_KINDS) for n, kind in chosen.attention),
         *(("offload", what, OFFLOADS) for what in chosen.offload),
+        ("combine", chosen.combine, COMBINATIONS),
     ]
 
 
@@ -269,6 +290,7 @@ def check_user_options(options: UserOptions, problems: Arguments) -> None:
                 f"such as {{'*': '{example}'}}, or None for the planner to choose",
             )
     _check_offload(options.offload, problems)
+    problems.choice("combine", options.combine, COMBINATIONS)
     chunks = options.loss_chunks
     whole = isinstance(chunks, int) and is_whole(chunks, 1)
     if chunks is not None and not whole:
@@ -302,6 +324,19 @@ def by_task_graph(value: object) -> bool:
         for pair in value.items()
         for text in pair
     )
+
+
+def combine_words(combine: str) -> str:
+    """How ranks of ``data`` combine gradients, in few words; empty for their mean.
+
+    >>> combine_words("adasum_nodes")
+    'Adasum of gradients across nodes'
+    """
+    return {
+        "adasum": "Adasum of gradients",
+        "adasum_nodes": "Adasum of gradients across nodes",
+        "adasum_updates": "Adasum of updates",
+    }.get(combine, "")
 
 
 def offload_words(offload: tuple[str, ...]) -> str:

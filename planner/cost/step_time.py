@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from whalejax.meshes.fitted_constants import WHOLE, constants
+from whalejax.planner.cost.adasum import within_ranks
 from whalejax.planner.cost.operation_cost import RowCost, Setting, as_run
 from whalejax.planner.cost.optimizer_step import (
     combined_gradients,
@@ -28,6 +29,7 @@ def step_time(
     zero: int,
     count: int,
     cast_bytes: float,
+    apart: Sequence[Collective] | None = None,
 ) -> tuple[TimeTerms, tuple[Collective, ...]]:
     """Predict a step.
 
@@ -39,6 +41,8 @@ def step_time(
         zero: ZeRO level over ``data``.
         count: micro-batches of a step.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        apart: by which ranks of ``data`` combine gradients in the update, which then
+            are reduced over other axes alone; None where all are reduced at once.
 
     Returns:
         The terms, and every collective as the compiler runs it.
@@ -46,11 +50,14 @@ def step_time(
     storage = storage_collectives(facts, layouts, s, cast_bytes)
     found = [c for cost in costs for c in cost.collectives]
     gradients = [c for c in found if c.what == "gradient"]
+    if apart is not None:
+        gradients = within_ranks(gradients)
     whole = whole_shares(facts, layouts, s, cast_bytes)
     asked = [
         *(c for c in found if c.what != "gradient"),
         *storage.in_micro_batch,
         *combined_gradients(gradients, zero, s.mesh, s.cluster, *whole),
+        *(apart or ()),
         *storage.in_update,
     ]
     run = []
@@ -58,7 +65,10 @@ def step_time(
     for collective in asked:
         c, once = as_run(collective, s)
         run.append(c)
-        seconds[c.what] += once * c.times(count) / c.count
+        # What meets in the update has no computation to hide behind.
+        late = c.phase == "update" and c.what in ("gradient", "moments")
+        name = "combined" if late else c.what
+        seconds[name] += once * c.times(count) / c.count
     seconds["parameter"] += turning_seconds(facts, layouts, s, cast_bytes, count)
     # On the CPU all devices share the cores, and nothing hides.
     hidden = constants().platforms.get(s.cluster.platform, WHOLE)
@@ -66,7 +76,8 @@ def step_time(
     terms = TimeTerms(
         compute_seconds=sum(cost.compute_seconds for cost in costs) * count,
         launch_seconds=launches * s.cluster.slowest.launch_seconds,
-        gradient_seconds=seconds["gradient"] * (1 - hidden.overlap_gradients),
+        gradient_seconds=seconds["gradient"] * (1 - hidden.overlap_gradients)
+        + seconds["combined"],
         parameter_seconds=seconds["parameter"] * (1 - hidden.overlap_parameters),
         activation_seconds=seconds["activation"]
         + _exposed(seconds["ring"], costs, s, count),

@@ -32,6 +32,14 @@ from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
+from whalejax.planner.search.combining import (
+    added,
+    combine_seconds,
+    combined,
+    may_combine,
+    with_buffers,
+    zero_levels,
+)
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.search.layout_memory import Laid, LayoutMemory
 from whalejax.planner.search.ranking import best_first
@@ -244,6 +252,7 @@ class Search:
             )
             if all(mesh[axis] == size for axis, size in fixed.items())
             and replicas(mesh) % self.request.copies == 0
+            and may_combine(self.request, mesh, self.cluster)
         ]
         found = [m for m in every if among is None or tuple(m.values()) in among]
 
@@ -322,9 +331,10 @@ class Search:
 
         What can be is added to ``scored``.
         """
-        levels = (0, 1, 2) if mesh["data"] > 1 else (0,)
+        levels: tuple[int, ...] = (0, 1, 2) if mesh["data"] > 1 else (0,)
         if self.request.zero is not None:
             levels = (self.request.zero,)
+        levels = zero_levels(self.request, levels)
         costs: dict[int, tuple[RowCost, ...]] = {}
         shared = 0.0
         for zero in levels:
@@ -367,7 +377,9 @@ class Search:
         if count not in case.times:
             s, costs = self.setting(case.mesh, count), case.costs
             costs[count] = costs.get(count) or self.prices.of(case.tables, s)
-            case.times[count] = step_time(
+            way = self.request.combine
+            met = combined(self.facts, case.layouts, case.mesh, self.cluster, way)
+            time, collectives = step_time(
                 self.facts,
                 case.layouts,
                 costs[count],
@@ -375,7 +387,10 @@ class Search:
                 zero=case.zero,
                 count=count,
                 cast_bytes=self.request.cast_bytes,
+                apart=met.collectives if way != "mean" else None,
             )
+            beside = combine_seconds(met.nbytes, self.cluster)
+            case.times[count] = added(time, beside), collectives
         return case.times[count]
 
     def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
@@ -482,7 +497,12 @@ class Search:
             gathered=largest_gather(collectives),
         )
         found = self._apart if "activations" in offload else self.moments
-        return self.memory.of(found, laid, s)
+        memory = self.memory.of(found, laid, s)
+        way = self.request.combine
+        if way == "mean":
+            return memory
+        met = combined(self.facts, case.layouts, case.mesh, self.cluster, way)
+        return with_buffers(memory, met.nbytes)
 
     def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
         """What a plan takes with so many micro-batches' activations at once.

@@ -38,6 +38,7 @@ def plan(
     sequence_parallel: bool | None = None,
     attention: str | Mapping[str, str] | None = None,
     loss_chunks: int | None = None,
+    combine: str = "mean",
     shares: str | Sequence[int] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
     margin: float | None = None,
@@ -108,6 +109,13 @@ def plan(
         loss_chunks: into how many parts each device cuts its tokens to make logits of
             one part at a time, and the loss of them, so that all logits never exist; 1
             makes them at once. None lets the planner choose, where memory is short.
+        combine: how ranks of the axis ``data`` combine what each has of its own
+            samples: ``"mean"`` of their gradients; ``"adasum"`` (adaptive summation:
+            per parameter and layer orthogonal gradients add up, parallel ones are
+            averaged); ``"adasum_nodes"``, Adasum across nodes of what the ranks of a
+            node have on average; or ``"adasum_updates"``, Adasum of what the
+            optimizer of each rank would add to the parameters, for optimizers whose
+            step is not linear in the gradient, as Adam's and LAMB's.
         shares: micro-batches of each data-parallel replica, in node order: ``"even"``
             gives all of them as many, and on devices of one kind cuts every micro-batch
             into equal parts; numbers that you fix, which a run may change as it

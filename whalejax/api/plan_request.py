@@ -51,6 +51,7 @@ from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.share_notes import split_notes
+from whalejax.planner.search.combining import check_combine, combine_notes
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.device_order import ordered
@@ -292,7 +293,7 @@ class PlanQuestion:
             has_optimizer=request.optimizer is not None,
             hosts=hosts,
         )
-        return Request(
+        found = Request(
             **options_of(options),
             optimizer=state,
             state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
@@ -309,6 +310,8 @@ class PlanQuestion:
             hosted=hosts,
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
         )
+        check_combine(found, graph, self.cluster, shares=request.shares)
+        return found
 
     def _count(self, programs: Programs) -> int | None:
         """Micro-batches, if the user says how many, or what else is asked for does."""
@@ -386,6 +389,7 @@ class PlanQuestion:
             *bf16_note(found, graph),
             *efficiency_notes(self.cluster.kinds, widest_work(graph)),
             *loss_notes(captured, found),
+            *combine_notes(found),
         )
         found = dataclasses.replace(
             found,
@@ -395,7 +399,8 @@ class PlanQuestion:
             notes=notes,
             question=self,
         )
-        return ordered(found)
+        # Ranks of a node are averaged where they stand one after the other.
+        return found if found.combine == "adasum_nodes" else ordered(found)
 
 
 @without_mesh

@@ -48,6 +48,7 @@ def fixed_options(
         sequence_parallel=options.sequence_parallel,
         attention=_attention(options, programs),
         loss_chunks=_loss_chunks(options.loss_chunks, programs),
+        combine=options.combine,
     )
 
 

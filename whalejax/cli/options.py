@@ -82,7 +82,7 @@ class TrainCommand:
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
     place of --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
-    --remat, --offload, --attention, --loss-chunks and --compiler-options.
+    --remat, --offload, --attention, --loss-chunks, --combine and --compiler-options.
     """
 
     model: Model
@@ -114,6 +114,9 @@ class TrainCommand:
     attention: Attention = ()
     loss_chunks: OptionalNumber = None
     """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
+    combine: OptionalText = None
+    """how ranks of data combine gradients: mean, adasum, adasum_nodes (Adasum of the
+    nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
@@ -154,6 +157,9 @@ class PlanCommand:
     attention: Attention = ()
     loss_chunks: OptionalNumber = None
     """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
+    combine: OptionalText = None
+    """how ranks of data combine gradients: mean, adasum, adasum_nodes (Adasum of the
+    nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     margin: Annotated[float | None, conf.arg(metavar="PART")] = None
@@ -586,6 +592,7 @@ _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "offload": ("offload", _offload),
     "attention": ("attention", _by_task_graph("attention", "ring")),
     "loss_chunks": ("loss_chunks", int),
+    "combine": ("combine", str),
     "compiler_options": ("compiler_options", compiler_options),
 }
 """Options that are settings of ``wh.plan``: the name there, and what reads words."""

@@ -13,7 +13,7 @@ from whalejax.lowering.pipeline_spmd.executor import (
     pipelined_gradients,
     pipelined_losses,
 )
-from whalejax.lowering.spmd import executor
+from whalejax.lowering.spmd import executor, per_rank
 from whalejax.lowering.spmd.executor import Program, Sums
 
 
@@ -32,6 +32,8 @@ def gradients_of(
         program: what to run.
         params, rest, batch, rng, step, scale: as for ``spmd.gradients_of``.
     """
+    if program.plan.combine != "mean":
+        return per_rank.gradients_of(program, params, rest, batch, rng, step, scale)
     if program.plan.stages is None:
         return executor.gradients_of(program, params, rest, batch, rng, step, scale)
     stack = stack_of(program.captured)
@@ -51,6 +53,8 @@ def losses_of(
     Args:
         program, params, rest, batch, rng, step: as for ``spmd.losses_of``.
     """
+    if program.plan.combine != "mean":
+        return per_rank.losses_of(program, params, rest, batch, rng, step)
     if program.plan.stages is None:
         return executor.losses_of(program, params, rest, batch, rng, step)
     stack = stack_of(program.captured)

@@ -20,6 +20,7 @@ from whalejax.lowering.dispatch import gradients_of, losses_of
 from whalejax.lowering.metrics import reported, wide
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.spmd import per_rank
 from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, update
@@ -100,12 +101,13 @@ class OneProgram(StepRunner):
         self.mesh: Mesh = plan.mesh(devices)
         self._agreement = Agreement(self.mesh, one_kind=True)
         self.watch = Watch(alone=not self.mesh.is_multi_process)
-        analysed = analysed_for(plan, captured.graph)
+        own = plan if plan.combine == "mean" else per_rank.plan_of_rank(plan)
+        analysed = analysed_for(own, captured.graph)
         self.program = Program(
             plan=plan,
             captured=captured,
             adapter=captured.adapter,
-            constraints=constraints_of(plan, analysed, captured),
+            constraints=constraints_of(own, analysed, captured),
             mesh=self.mesh,
             optimizer=optimizer,
             batch_axes=batch_axes,
@@ -188,7 +190,9 @@ class OneProgram(StepRunner):
             state.step,
             None if scaling is None else scaling.scale,
         )
-        return finished(program, state, sums, rest)
+        delta = program.plan.combine == per_rank.DELTA
+        end = per_rank.update if delta else update
+        return finished(program, state, sums, rest, end=end)
 
     def _evaluate(self, state: TrainState, batch: list[Any]) -> Evaluation:
         program = self.program
@@ -329,7 +333,7 @@ def finished(
     params = jax.tree.leaves(state.params)
     scaling = state.loss_scale
     gradients = [
-        (g / sums.weight.astype(g.dtype)).astype(p.dtype)
+        (g if sums.means else g / sums.weight.astype(g.dtype)).astype(p.dtype)
         for g, p in zip(map(wide, sums.gradients), params, strict=True)
     ]
     loss = sums.total / sums.weight

@@ -611,17 +611,21 @@ def step_of(
     adapter = at_precision(adapter.without_values(), plan.precision)
     example = jax.tree.map(aval_of, example)
 
-    def traced(adapter: Adapter) -> Captured:
+    def traced(adapter: Adapter, ranks: int = 1) -> Captured:
         return capture(
             adapter,
             example,
-            num_micro_batches=plan.num_micro_batches,
+            num_micro_batches=plan.num_micro_batches * ranks,
             batch_axes=batch_axes,
         )
 
     captured = traced(adapter)
     check_same_model(plan, captured, example)
     check_planned_state(plan, adapter, optimizer)
+    # Ranks that combine what each has of its own run the loss each on its own samples.
+    apart = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
+    if apart > 1:
+        captured = traced(adapter, apart)
     return TrainStep(
         plan,
         adapter,
@@ -630,5 +634,5 @@ def step_of(
         chosen,
         jax.tree.structure(example),
         captured.batch_axes,
-        lambda other: as_planned(traced(other), plan),
+        lambda other: as_planned(traced(other, apart), plan),
     )

@@ -15,7 +15,7 @@ from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
 from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.step_options import attention_words
+from whalejax.planner.step_options import attention_words, combine_words
 
 
 _KINDS = {
@@ -77,6 +77,8 @@ def _of_axis(plan: PlanData, axis: str) -> str:
         return f"{words}: {plan.stages.words()}, {plan.num_micro_batches} micro-batches"
     if axis == "data" and plan.zero:
         words += f", {_ZERO[plan.zero]}"
+    if axis == "data" and plan.combine != "mean":
+        words += f", {combine_words(plan.combine)}"
     if axis == "data" and plan.shares:
         words += f", shares {' '.join(map(str, plan.shares))} of its micro-batches"
     if axis == "context":
@@ -94,9 +96,13 @@ def _synchronous(plan: PlanData) -> Iterator[str]:
     if plan.num_devices == 1:
         yield "one device waits for nobody"
         return
+    if plan.combine == "mean":
+        met = "the gradients of the whole global batch are summed before the"
+    else:
+        met = f"{combine_words(plan.combine)} of all ranks of data comes before the"
     yield (
-        "all devices: the gradients of the whole global batch are summed before the "
-        "one update of a step, and nobody computes with older parameters"
+        f"all devices: {met} one update of a step, and nobody computes with older "
+        "parameters"
     )
     if plan.stages is not None:
         yield (
@@ -146,6 +152,7 @@ SENT = {
     "activation": "partial sums of activations",
     "border": "activations that change layout",
     "ring": "keys and values that go round",
+    "moments": "optimizer state that is averaged",
 }
 """What collectives send, in words."""
 

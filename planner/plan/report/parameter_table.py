@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.planner.cost.optimizer_step import combined_gradients
-from whalejax.planner.entries import Collective, LeafPlan, starred
+from whalejax.planner.entries import (
+    Collective,
+    CollectiveKind,
+    LeafPlan,
+    starred,
+)
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import Spec, shards
 
@@ -97,8 +102,10 @@ def collectives_of(
     axes = added_axes(leaf.compute_spec, leaf.param_spec)
     if axes and leaf.gathers:
         found.append(_gather(axes, "forward", used, leaf.gathers))
-    # Ranks that take unlike shares sum their gradients when all are done.
-    last = ("data",) if unlike and "data" in leaf.summed else ()
+    # Ranks that take unlike shares sum their gradients when all are done, and those
+    # that combine them by Adasum exchange parts of them.
+    adasum = plan.combine != "mean"
+    last = ("data",) if (unlike or adasum) and "data" in leaf.summed else ()
     summed = tuple(axis for axis in leaf.summed if axis not in last)
     if summed:
         whole = _sum(summed, "backward", used)
@@ -108,7 +115,9 @@ def collectives_of(
         found += parts if cut else (whole,)
     if last:
         kept = leaf.nbytes // shards(leaf.gradient_spec, mesh)
-        found.append(_sum(last, "update", kept))
+        sent = _sum(last, "update", kept)
+        kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather")
+        found += [replace(sent, kind=k) for k in kinds] if adasum else [sent]
     axes = added_axes(leaf.param_spec, leaf.optimizer_spec)
     if axes:
         stored = leaf.nbytes // shards(leaf.param_spec, mesh)

@@ -51,16 +51,18 @@ class Sums:
         weight: sum of their weights.
         metrics: sum of each metric.
         gradients: sum of the gradients of the totals, in flat order.
+        means: gradients are of the mean loss already.
     """
 
     total: Any
     weight: Any
     metrics: Any
     gradients: tuple[Any, ...]
+    means: bool = False
 
 
 jax.tree_util.register_dataclass(
-    Sums, data_fields=["total", "weight", "metrics", "gradients"], meta_fields=[]
+    Sums, data_fields=["total", "weight", "metrics", "gradients"], meta_fields=["means"]
 )
 
 
@@ -213,6 +215,7 @@ def gradients_of(
     rng: Any,
     step: Any,
     scale: Any = None,
+    first: Any = 0,
 ) -> tuple[Sums, Any]:
     """Loss and gradients of the global batch, and the new rest.
 
@@ -224,12 +227,13 @@ def gradients_of(
         step: number of the step; keys fold it in, and the micro-batch's index.
         scale: what the loss is multiplied by before it is differentiated, and the
             gradients divided by; or None.
+        first: number of the first micro-batch, from which keys count.
     """
-    one = differentiator(program, params, rest, rng, step, scale)
+    one = differentiator(program, params, rest, rng, step, scale, first)
     count = program.plan.num_micro_batches
     if count == 1:
-        first: tuple[Sums, Any] = one(rest, batch, 0)
-        return first
+        alone: tuple[Sums, Any] = one(rest, batch, 0)
+        return alone
     return _accumulate(program, one, rest, batch, count)
 
 
@@ -240,11 +244,12 @@ def differentiator(
     rng: Any,
     step: Any,
     scale: Any = None,
+    first: Any = 0,
 ) -> Callable[..., tuple[Sums, Any]]:
     """What takes a micro-batch forward and back.
 
     Args:
-        program, params, rng, step, scale: as for ``gradients_of``.
+        program, params, rng, step, scale, first: as for ``gradients_of``.
         rest: what is not trained, as the step began, or at least its random keys.
 
     Returns:
@@ -273,8 +278,9 @@ def differentiator(
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
     def one(rest: Any, batch: Sequence[Any], index: Any) -> tuple[Sums, Any]:
-        folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), index)
-        key = None if rng is None else jax.random.fold_in(rng, index)
+        drawn = index + first
+        folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), drawn)
+        key = None if rng is None else jax.random.fold_in(rng, drawn)
         (_, (total, (weight, metrics, fresh))), gradients = differentiate(
             differentiated, folded, batch, key
         )
@@ -323,13 +329,14 @@ def losses_of(
     batch: Sequence[Any],
     rng: Any,
     step: Any,
+    first: Any = 0,
 ) -> Sums:
     """The summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step: as for ``gradients_of``.
+        program, params, rest, batch, rng, step, first: as for ``gradients_of``.
     """
-    one = evaluator(program, params, rest, rng, step)
+    one = evaluator(program, params, rest, rng, step, first)
     count = program.plan.num_micro_batches
     if count == 1:
         return one(0, batch)
@@ -347,20 +354,26 @@ def losses_of(
 
 
 def evaluator(
-    program: Program, params: Sequence[Any], rest: Any, rng: Any, step: Any
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    rng: Any,
+    step: Any,
+    first: Any = 0,
 ) -> Callable[..., Sums]:
     """What takes a micro-batch forward: from its index and flat leaves to sums.
 
     Args:
-        program, params, rest, rng, step: as for ``gradients_of``.
+        program, params, rest, rng, step, first: as for ``gradients_of``.
     """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
 
     def one(index: Any, batch: Sequence[Any]) -> Sums:
-        key = None if rng is None else jax.random.fold_in(rng, index)
-        folded = adapter.fold_rest(at_step, index)
+        drawn = index + first
+        key = None if rng is None else jax.random.fold_in(rng, drawn)
+        folded = adapter.fold_rest(at_step, drawn)
         total, (weight, metrics, _) = program.loss(params, folded, batch, key)
         return sums_of(program, total, weight, metrics, (), index)
 

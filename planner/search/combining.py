@@ -1,0 +1,255 @@
+"""What a search has to keep to where ranks of ``data`` combine by Adasum.
+
+Each rank keeps a gradient of its own, so there are several ranks, each holds the whole
+of what it combines, and none takes a larger share of the batch than another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems
+from whalejax.planner.cost.adasum import DATA, Part, combining, node_size
+from whalejax.planner.cost.collectives import axis_parts
+from whalejax.planner.entries import Collective
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+BUFFERS = 3
+"""Times the gradients of a device that are there at once while ranks combine: laid out
+to be sent, as received from all, and as the levels leave them with what they lost."""
+
+PASSES = 12
+"""Times that the levels together read and write as many bytes as the gradients have."""
+
+
+def check_combine(
+    request: Request, graph: Graph, cluster: Cluster, *, shares: object
+) -> None:
+    """Refuse what ranks cannot combine.
+
+    Args:
+        request: what is asked for.
+        graph: the captured loss.
+        cluster: the machine.
+        shares: of micro-batches that replicas are asked to take.
+
+    Raises:
+        PlanError: every problem, with its numbers and a remedy.
+    """
+    if request.combine == "mean":
+        return
+    problems = Problems("combine", PlanError)
+    texts = (
+        *_of_ranks(request, cluster),
+        *_of_shares(request, cluster, shares),
+        *_of_storage(request),
+        *(request.refused_by_stages() if "stage" in (request.mesh or {}) else ()),
+        *_of_parameters(graph),
+    )
+    for text in texts:
+        problems.add(text)
+    problems.raise_if_any()
+
+
+def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:
+    way, mesh = request.combine, dict(request.mesh or {})
+    ranks = mesh.get(DATA)
+    others = math.prod(size for axis, size in mesh.items() if axis != DATA)
+    most = request.num_devices // others
+    if ranks == 1 or most < 2:
+        which = "mesh= fixes data 1" if ranks == 1 else f"data is at most {most}"
+        yield (
+            f'combine is "{way}", and {which} of {request.num_devices} devices: one '
+            'rank has nothing to combine with. Give data at least 2, as in mesh={"data"'
+            ": 2}, or leave combine out"
+        )
+    if way == "adasum_nodes" and len(cluster.nodes) < 2:
+        yield (
+            f'combine is "{way}", and all {cluster.num_devices} devices are on one '
+            'node, whose ranks are averaged: nothing is left to combine. Take "adasum"'
+            ", or a cluster of several nodes"
+        )
+
+
+def _of_shares(request: Request, cluster: Cluster, shares: object) -> Iterator[str]:
+    kinds = list(dict.fromkeys(node.kind.name for node in cluster.nodes))
+    alike = shares is None or (isinstance(shares, str) and len(kinds) == 1)
+    if alike and len(kinds) == 1:
+        return
+    which = f"shares is {shares}" if len(kinds) == 1 else f"devices are {kinds}"
+    yield (
+        f'combine is "{request.combine}", and {which}: ranks then take shares of their '
+        "own, and Adasum knows no weights, so one with more samples would count as one "
+        "with fewer. Leave shares out, on devices of one kind; or leave combine out"
+    )
+
+
+def _of_storage(request: Request) -> Iterator[str]:
+    way = request.combine
+    if way == "adasum_updates" and request.zero:
+        yield (
+            f'zero is {request.zero}, and with combine "{way}" each rank makes updates '
+            "with all of the optimizer's state: expected 0. Give that, or shard over "
+            "the mesh axis fsdp"
+        )
+    elif (request.zero or 0) > 1:
+        yield (
+            f'zero is {request.zero}, and with combine "{way}" each rank has all of '
+            "its gradients: expected 0 or 1. Give that, or shard over the mesh axis "
+            "fsdp"
+        )
+    if request.offload:
+        yield (
+            f"offload is {', '.join(request.offload)}, and ranks that combine by "
+            "Adasum keep nothing in host memory. Leave one of the two out"
+        )
+
+
+def _of_parameters(graph: Graph) -> Iterator[str]:
+    read = {t for op in graph.ops for t in op.operands} | set(graph.whole)
+    trained = [t for t in graph.params if not t.frozen]
+    unread = [t.path for t in trained if t.id not in read]
+    if unread:
+        some = ", ".join(unread[:3]) + " …" * (len(unread) > 3)
+        yield (
+            f"{len(unread)} of {len(trained)} trained parameters have no gradient, "
+            f"because the loss does not read them: {some}. There is nothing of them "
+            "to combine; leave them out of trainable="
+        )
+    odd = [f"{t.path} ({t.dtype})" for t in trained if t.dtype.startswith("complex")]
+    if odd:
+        yield (
+            f"{len(odd)} of {len(trained)} trained parameters are complex numbers, of "
+            f"which Adasum is not defined: {', '.join(odd[:3])}. Leave combine out"
+        )
+
+
+def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> bool:
+    """Whether a mesh has ranks that combine as asked for."""
+    if request.combine == "mean":
+        return True
+    ranks: int = mesh[DATA]
+    if request.combine != "adasum_nodes":
+        return ranks > 1
+    parts = axis_parts((DATA,), mesh, cluster)
+    return bool(parts) and parts[-1].level != cluster.levels[0]
+
+
+def zero_levels(request: Request, levels: Sequence[int]) -> tuple[int, ...]:
+    """Of some levels of ZeRO over ``data`` those under which ranks can combine."""
+    most = {"mean": 2, "adasum_updates": 0}.get(request.combine, 1)
+    return tuple(level for level in levels if level <= most)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Combined:
+    """What combining costs under one layout.
+
+    Attributes:
+        collectives: of one step.
+        nbytes: of the gradients of a device, as they are laid out to be sent.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    nbytes: int = 0
+
+
+def combined(
+    facts: LeafFacts,
+    layouts: Sequence[LeafLayout],
+    mesh: Mapping[str, int],
+    cluster: Cluster,
+    combine: str,
+) -> Combined:
+    """What it takes to combine the gradients or updates of all ranks.
+
+    Args:
+        facts: the parameters.
+        layouts: of each of their groups.
+        mesh: axis sizes.
+        cluster: the machine.
+        combine: the way.
+    """
+    if combine == "mean":
+        return Combined()
+    parts, itemsize, state = list[Part](), 4, 0.0
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        if not group.trained:
+            continue
+        parts += [Part.of(group.shape, layout.param, group.slices, mesh)] * count
+        itemsize = max(itemsize, group.nbytes // max(1, math.prod(group.shape)))
+        cut = math.prod(mesh[a] for axes in layout.param for a in axes)
+        state += count * group.optimizer_bytes / cut
+    node = node_size(mesh, cluster, combine)
+    found = combining(parts, mesh, node=node, itemsize_bytes=itemsize)
+    nbytes = found[0].payload_bytes
+    if combine == "adasum_updates" and state:
+        mean = dataclasses.replace(
+            found[0], kind="all-reduce", what="moments", payload_bytes=int(state)
+        )
+        found.append(mean)
+    return Combined(collectives=tuple(found), nbytes=nbytes)
+
+
+def with_buffers(memory: MemoryTerms, nbytes: int) -> MemoryTerms:
+    """Memory at the fuller of two moments: as it was, or while ranks combine."""
+    resting = memory.total_bytes - memory.activations_bytes - memory.working_bytes
+    over = resting + BUFFERS * nbytes - memory.total_bytes
+    working = memory.working_bytes + max(0, over)
+    return dataclasses.replace(memory, working_bytes=working)
+
+
+def combine_seconds(nbytes: int, cluster: Cluster) -> float:
+    """Time of the arithmetic of all levels."""
+    return float(cluster.slowest.elementwise_seconds(PASSES * nbytes, 0.0))
+
+
+def added(time: TimeTerms, seconds: float) -> TimeTerms:
+    """A step with what combining takes beside its collectives."""
+    return dataclasses.replace(time, update_seconds=time.update_seconds + seconds)
+
+
+_FORMS = {
+    "adasum": "gradients over {ranks} ranks of data",
+    "adasum_nodes": "gradients over {groups} groups of {node} ranks of data, which are "
+    "averaged first",
+    "adasum_updates": "updates over {ranks} ranks of data: each makes its own from the "
+    "optimizer state that all share, which then becomes the mean of theirs",
+}
+
+
+def combine_notes(plan: PlanData) -> list[str]:
+    """What to know of a plan whose ranks combine by Adasum."""
+    if plan.combine == "mean":
+        return []
+    mesh = plan.axis_sizes
+    ranks, node = mesh[DATA], node_size(mesh, plan.cluster, plan.combine)
+    groups = ranks // node
+    form = _FORMS[plan.combine].format(ranks=ranks, groups=groups, node=node)
+    notes = [
+        f"Adasum of {form}; statistics over the batch are those of each rank's own "
+        "samples, and the order of ranks is part of the result"
+    ]
+    if groups & (groups - 1):
+        padded = 2 ** (groups - 1).bit_length()
+        notes.append(
+            f"{groups} is no power of two: Adasum pairs them as if {padded - groups} "
+            f"more made {padded} whose gradients are zero, which change nothing "
+            "(Adasum(0, b) = b); one without a partner counts as much as the pairs "
+            "that it meets later"
+        )
+    if plan.combine == "adasum_updates":
+        notes.append(
+            "checkpoints hold one optimizer state, the mean of the ranks', and any "
+            "plan can go on from them"
+        )
+    return notes

@@ -1,0 +1,418 @@
+"""Adasum over the ranks of ``data``: its algebra, any number of ranks, whole steps."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from jax.sharding import AxisType, Mesh
+
+import whalejax as wh
+from tests.adasum import differ, difference, on_devices, reference, tree
+from tests.compilations import count_compilations
+from whalejax import hlo
+from whalejax.lowering.spmd.adasum import combined
+
+
+TIGHT = 1e-6
+"""Of the norm of a tensor, against float64 of the same inputs."""
+
+NEAR = 1e-5
+"""The same where gradients of one device are compared, which round otherwise."""
+
+LAYERS, WIDTH = 3, 8
+
+
+# Algebra.
+
+
+@functools.cache
+def _two() -> Any:
+    devices = np.array(jax.devices()[:2])
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    ones = np.ones(2, np.float32)
+    return jax.jit(lambda x: combined([x], ones, [((),)], [1], mesh)[0])
+
+
+def _of(a: Any, b: Any) -> np.ndarray:
+    return np.asarray(_two()(np.float32([a, b])), np.float64)
+
+
+_NUMBERS = st.floats(-8, 8, width=32).map(lambda x: x if abs(x) > 0.125 else 0.0)
+_VECTORS = arrays.arrays(np.float32, 12, elements=_NUMBERS)
+
+
+@settings(max_examples=25)
+@given(_VECTORS, st.sampled_from([-2.0, -1.0, 0.25, 1.0, 3.0]))
+def test_parallel_tensors_are_averaged(a: np.ndarray, c: float) -> None:
+    near = TIGHT * np.linalg.norm(a)
+    assert np.linalg.norm(_of(a, c * a) - (1 + c) / 2 * a) <= near
+
+
+@settings(max_examples=25)
+@given(_VECTORS, _VECTORS)
+def test_orthogonal_tensors_are_added_up(a: np.ndarray, b: np.ndarray) -> None:
+    one, other = a * (np.arange(12) < 6), b * (np.arange(12) >= 6)
+    assert np.array_equal(_of(one, other), one + other)
+
+
+@settings(max_examples=25)
+@given(_VECTORS)
+def test_zero_is_neutral(a: np.ndarray) -> None:
+    nothing = np.zeros_like(a)
+    assert np.array_equal(_of(a, nothing), a) and np.array_equal(_of(nothing, a), a)
+
+
+@settings(max_examples=25)
+@given(_VECTORS, _VECTORS, st.integers(-60, 60))
+def test_homogeneous_whatever_the_scale(
+    a: np.ndarray, b: np.ndarray, power: int
+) -> None:
+    """Squares of such numbers are no floats any more."""
+    scale = np.float32(2.0**power)
+    assert np.array_equal(_of(scale * a, scale * b), scale * _of(a, b))
+
+
+def test_another_order_of_ranks_gives_another_result() -> None:
+    draw = np.random.default_rng(0).normal(size=(4, 50))
+    other = tree([draw[i] for i in (0, 2, 1, 3)])
+    assert difference(other, tree(draw)) > 0.01
+
+
+# Any number of ranks.
+
+
+def _tensors(ranks: int) -> tuple[list[np.ndarray], list[int]]:
+    """Float16 numbers as float32: vectors, stacked layers, and a number alone."""
+    draw = np.random.default_rng(ranks)
+    shapes = {(3, 40, 8): 3, (7,): 1, (): 1, (4, 130): 1}
+    stacked = [
+        (draw.normal(size=(ranks, *s)) + 2 * draw.normal(size=s))
+        .astype(np.float16)
+        .astype(np.float32)
+        for s in shapes
+    ]
+    return stacked, [*shapes.values()]
+
+
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4, 5, 6, 7, 8))]
+)
+def test_ranks_agree_with_the_definition(ranks: int) -> None:
+    stacked, slices = _tensors(ranks)
+    found = on_devices(stacked, slices)
+    for x, own, several in zip(found, stacked, slices, strict=True):
+        assert differ(x) == 0
+        assert difference(x, reference(own, several), several) <= TIGHT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 3, "tensor": 2}]
+)
+def test_dot_products_are_summed_over_axes_that_share_a_parameter(
+    mesh: dict[str, int],
+) -> None:
+    stacked, slices = _tensors(mesh["data"])
+    fsdp = ("fsdp",) if "fsdp" in mesh else ()
+    specs = [((), fsdp, ("tensor",)), ((),), (), (fsdp, ("tensor",))]
+    found = on_devices(stacked, slices, specs=specs, mesh=mesh)
+    for x, own, several in zip(found, stacked, slices, strict=True):
+        assert differ(x) == 0
+        assert difference(x, reference(own, several), several) <= TIGHT
+
+
+@pytest.mark.full
+def test_layers_may_lie_on_several_devices() -> None:
+    draw = np.random.default_rng(1).normal(size=(2, 4, 10)).astype(np.float32)
+    mesh = {"data": 2, "fsdp": 2}
+    (found,) = on_devices([draw], [4], specs=[(("fsdp",), ())], mesh=mesh)
+    assert difference(found, reference(draw, 4), 4) <= TIGHT
+
+
+@pytest.mark.full
+def test_ranks_of_a_node_are_averaged_by_the_weights_of_their_samples() -> None:
+    draw = np.random.default_rng(2).normal(size=(4, 30)).astype(np.float32)
+    by = [1.0, 3.0, 0.0, 2.0]
+    draw[2] = 0.0
+    (found,) = on_devices([draw], [1], weights=by, node=2)
+    nodes = [draw[:2].sum(0) / 4.0, draw[2:].sum(0) / 2.0]
+    assert difference(found, tree(nodes)) <= TIGHT
+
+
+# Whole steps.
+
+
+def _scanned(params: Any, batch: Any) -> Any:
+    def layer(h: Any, w: Any) -> Any:
+        return jnp.tanh(h @ w["kernel"] + w["bias"][None]), None
+
+    h, _ = jax.lax.scan(layer, batch["x"] @ params["into"], params["layers"])
+    return ((h @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def _unrolled(params: Any, batch: Any) -> Any:
+    layers = [
+        {"kernel": params[f"kernel{i}"], "bias": params[f"bias{i}"]}
+        for i in range(LAYERS)
+    ]
+    h = batch["x"] @ params["into"]
+    for w in layers:
+        h = jnp.tanh(h @ w["kernel"] + w["bias"][None])
+    return ((h @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def _model(scanned: bool = True) -> Any:
+    keys = jax.random.split(jax.random.key(0), 4)
+    kernel = 0.5 * jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH))
+    bias = 0.1 * jax.random.normal(keys[2], (LAYERS, WIDTH))
+    ends = {
+        "into": 0.5 * jax.random.normal(keys[0], (4, WIDTH)),
+        "out": 0.5 * jax.random.normal(keys[3], (WIDTH, 2)),
+    }
+    if scanned:
+        return {"layers": {"kernel": kernel, "bias": bias}, **ends}
+    each = {f"kernel{i}": kernel[i] for i in range(LAYERS)}
+    return {**each, **{f"bias{i}": bias[i] for i in range(LAYERS)}, **ends}
+
+
+def _batch(samples: int = 16) -> Any:
+    draw = np.random.default_rng(3)
+    shapes = {"x": (samples, 4), "y": (samples, 2)}
+    return {k: jnp.asarray(draw.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+_KEEPS = optax.chain(optax.trace(decay=0.0), optax.scale(-0.125))
+"""Keeps the gradient that it is given."""
+
+
+def _step(mesh: dict[str, int], scanned: bool = True, **options: Any) -> Any:
+    loss, model = (_scanned if scanned else _unrolled), _model(scanned)
+    devices = int(np.prod([*mesh.values()]))
+    asked = {"optimizer": _KEEPS, "combine": "adasum"} | options
+    tx = asked["optimizer"]
+    cluster = asked.pop("cluster", f"cpu:{devices}")
+    plan = wh.plan(loss, model, _batch(), cluster=cluster, mesh=mesh, **asked)
+    step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices()[:devices])
+    return step, model
+
+
+def _expected(ranks: int) -> Any:
+    """Gradients of every rank's own samples by one device, combined."""
+    model, batch = _model(), _batch()
+    cut = jax.tree.map(lambda x: x.reshape(ranks, -1, *x.shape[1:]), batch)
+    each = [
+        jax.grad(_scanned)(model, jax.tree.map(lambda x, r=r: x[r], cut))
+        for r in range(ranks)
+    ]
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *own: reference(
+            np.stack(own), LAYERS if path[0].key == "layers" else 1
+        ),
+        *each,
+    )
+
+
+def _assert_near(found: Any, expected: Any, near: float = NEAR) -> None:
+    pairs = jax.tree_util.tree_map_with_path(
+        lambda path, x, y: difference(x, y, LAYERS if path[0].key == "layers" else 1),
+        found,
+        expected,
+    )
+    assert max(jax.tree.leaves(pairs)) <= near, pairs
+
+
+def _combining(plan: wh.Plan) -> Counter[Any]:
+    return Counter(
+        {
+            (c.kind, frozenset(c.axes), c.payload_bytes): c.count
+            for c in plan.collectives
+            if c.phase == "update" and c.what == "gradient"
+        }
+    )
+
+
+def test_a_step_combines_as_planned() -> None:
+    """Four micro-batches on two ranks of two tensor-parallel devices."""
+    mesh = {"data": 2, "tensor": 2}
+    step, model = _step(mesh, num_micro_batches=4)
+    state = step.init_from(model)
+    with count_compilations() as compiled:
+        for _ in range(2):
+            before, (state, metrics) = state, step(state, _batch())
+            if int(state.step) == 1:
+                _assert_near(state.opt_state[0].trace, _expected(2))
+                assert np.isclose(metrics["loss"], _scanned(model, _batch()))
+    assert compiled.count == 1 and before is not state
+    assert sum(map(differ, jax.tree.leaves(state.params))) == 0
+    found = hlo.collectives(step.lower().compile().as_text()).instructions
+    there = Counter(
+        (i.kind, frozenset(i.axes(step.plan.axis_sizes) or ()), i.payload_bytes)
+        for i in found
+        for _ in range(i.count)
+    )
+    planned = _combining(step.plan)
+    assert sum(planned.values()) == 3 and not planned - there
+    over_data = Counter({k: n for k, n in there.items() if "data" in k[1]})
+    assert not {k for k in over_data - planned if k[2] > 64}
+    assert "Adasum of gradients" in step.plan.describe()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_scanned_and_unrolled_layers_are_combined_alike(ranks: int) -> None:
+    samples = {3: 15, 8: 16}[ranks]
+    found = []
+    for scanned in (True, False):
+        loss, model = (_scanned if scanned else _unrolled), _model(scanned)
+        plan = wh.plan(
+            *(loss, model, _batch(samples)),
+            cluster=f"cpu:{ranks}",
+            mesh={"data": ranks},
+            combine="adasum",
+            optimizer=_KEEPS,
+        )
+        step = wh.compile(
+            *(plan, loss, model), optimizer=_KEEPS, devices=jax.devices()[:ranks]
+        )
+        state, _ = step(step.init_from(model), _batch(samples))
+        found.append(state.opt_state[0].trace)
+    stacked, alone = found
+    for i in range(LAYERS):
+        for name in ("kernel", "bias"):
+            one, other = stacked["layers"][name][i], alone[f"{name}{i}"]
+            assert difference(one, np.asarray(other, np.float64)) <= NEAR
+
+
+@pytest.mark.full
+def test_float16_skips_a_step_on_all_ranks_at_once() -> None:
+    step, model = _step({"data": 2}, precision="f16", num_micro_batches=2)
+    state = step.init_from(model)
+    batch = _batch()
+    far = {**batch, "x": batch["x"].at[0].set(jnp.inf)}
+    before = jax.tree.map(np.asarray, state.params)
+    state, metrics = step(state, far)
+    assert int(metrics["skipped_steps"]) == 1
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, state.params))
+    state, metrics = step(state, batch)
+    assert int(metrics["skipped_steps"]) == 1
+    _assert_near(state.opt_state[0].trace, _expected(2), near=2e-2)
+
+
+@pytest.mark.full
+def test_clipping_and_evaluation() -> None:
+    clipped = optax.chain(optax.clip_by_global_norm(0.01), _KEEPS)
+    step, model = _step({"data": 2}, optimizer=clipped, zero=1)
+    state, metrics = step(step.init_from(model), _batch())
+    norm = optax.global_norm(state.opt_state[1][0].trace)
+    assert np.isclose(norm, 0.01, rtol=1e-5)
+    fresh = step.init_from(model)
+    assert np.isclose(step.eval(fresh, _batch())["loss"], metrics["loss"])
+
+
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+def test_updates_of_ranks_are_combined_and_their_moments_averaged(
+    tmp_path: Any,
+) -> None:
+    tx = optax.adam(0.01)
+    step, model = _step({"data": 2}, optimizer=tx, combine="adasum_updates")
+    state, _ = step(step.init_from(model), _batch())
+    ranks, states = [], []
+    for r in range(2):
+        own = jax.tree.map(lambda x, r=r: x.reshape(2, -1, *x.shape[1:])[r], _batch())
+        grads = jax.grad(_scanned)(model, own)
+        changes, after = tx.update(grads, tx.init(model), model)
+        ranks.append(changes)
+        states.append(after)
+    expected = jax.tree_util.tree_map_with_path(
+        lambda path, *own: reference(
+            np.stack(own), LAYERS if path[0].key == "layers" else 1
+        ),
+        *ranks,
+    )
+    moved = jax.tree.map(lambda x, y: x - y, state.params, model)
+    _assert_near(moved, expected, near=1e-3)
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, states[0][0].mu, states[1][0].mu)
+    _assert_near(state.opt_state[0].mu, jax.tree.map(np.asarray, mean))
+    step.save(tmp_path / "saved", state)
+    kept = jax.tree.map(np.asarray, state.opt_state)
+    for combine in ("adasum_updates", "mean"):
+        other, _ = _step({"data": 2}, optimizer=tx, combine=combine)
+        read = other.restore(tmp_path / "saved")
+        assert jax.tree.all(jax.tree.map(np.array_equal, kept, read.opt_state))
+        other(read, _batch())
+
+
+@pytest.mark.full
+def test_ranks_of_a_node_are_averaged_before_nodes_combine() -> None:
+    step, model = _step({"data": 4}, combine="adasum_nodes", cluster="cpu:2x2")
+    state, _ = step(step.init_from(model), _batch())
+    _assert_near(state.opt_state[0].trace, _expected(2))
+    assert any("2 groups of 2 ranks" in note for note in step.plan.notes)
+
+
+# Bad input.
+
+
+def _refusal(cluster: str = "cpu:4", **options: Any) -> str:
+    loss, model = options.pop("loss", _scanned), options.pop("model", _model())
+    asked = {"optimizer": optax.sgd(0.1), "combine": "adasum"} | options
+    with pytest.raises(wh.WhaleError) as error:
+        wh.plan(loss, model, _batch(), cluster=cluster, **asked)
+    return str(error.value)
+
+
+def test_one_rank_has_nothing_to_combine_with() -> None:
+    assert (
+        'combine is "adasum", and mesh= fixes data 1 of 4 devices: one rank has '
+        'nothing to combine with. Give data at least 2, as in mesh={"data": 2}, or '
+        "leave combine out"
+    ) in _refusal(mesh={"data": 1, "tensor": 4})
+    assert "data is at most 1 of 1 devices" in _refusal("cpu:1")
+    assert "data is at most 1 of 4 devices" in _refusal(mesh={"fsdp": 4})
+
+
+@pytest.mark.relaxed_promotion
+def test_several_problems_are_told_at_once() -> None:
+    text = _refusal(shares=[3, 1], zero=2, num_micro_batches=4, mesh={"data": 2})
+    assert "shares is [3, 1]" in text and "Adasum knows no weights" in text
+    assert 'zero is 2, and with combine "adasum" each rank has all of its' in text
+    text = _refusal(
+        combine="adasum_updates", zero=1, offload="optimizer", optimizer=optax.adam(0.1)
+    )
+    assert "offload is optimizer" in text
+    assert "expected 0. Give that, or shard over the mesh axis fsdp" in text
+
+
+def test_parameters_without_gradient_are_named() -> None:
+    model = {**_model(), "unread": jnp.ones((3,))}
+    assert (
+        "1 of 5 trained parameters have no gradient, because the loss does not read "
+        "them: unread. There is nothing of them to combine; leave them out of "
+        "trainable="
+    ) in _refusal(model=model)
+
+
+def test_unknown_ways_stages_and_lone_nodes_are_refused() -> None:
+    text = _refusal(combine="sum")
+    assert re.search("combine is 'sum'; expected one of 'mean', 'adasum'", text)
+    assert "leave combine out, or the axis stage" in _refusal(mesh={"stage": 2}).lower()
+    text = _refusal(combine="adasum_nodes")
+    assert "all 4 devices are on one node" in text and 'Take "adasum"' in text
+
+
+def test_the_planner_gives_data_several_ranks() -> None:
+    asked = {"cluster": "cpu:4", "combine": "adasum", "num_micro_batches": 1}
+    plan = wh.plan(_scanned, _model(), _batch(), **asked)
+    assert plan.axis_sizes["data"] > 1 and plan.combine == "adasum"
