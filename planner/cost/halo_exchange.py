@@ -4,7 +4,8 @@ Dimensions are exchanged one after the other, each with what the ones before it 
 so that corners arrive too. A convolution exchanges three times in a step: its operand
 forward, the operand again for the kernel's gradient (halos are not kept), and the
 result's cotangent for the operand's gradient. Where the program exchanges itself
-(``Window.local``) the third sends back the cotangents of the halos that came in.
+(``Window.local``) the compiler keeps the halos, and what is exchanged backward is
+their cotangents, which go home.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def exchanges(
     extents: Sequence[tuple[int, ...]],
     kept: Sequence[Any],
     *,
-    reread: bool,
+    kernel: bool,
     image: bool,
     again: bool,
 ) -> Iterator[Exchange]:
@@ -63,8 +64,8 @@ def exchanges(
         mesh: axis sizes.
         extents: of operand and result, unsharded, by dimension.
         kept: bytes of operand and result on one device.
-        reread: the backward pass reads the operand.
-        image: a gradient flows to the operand.
+        kernel: a gradient flows to the kernel of a convolution.
+        image: one flows to the operand.
         again: the forward pass runs again in the backward pass.
     """
     ahead, behind = [], []
@@ -89,7 +90,7 @@ def exchanges(
         )
     yield from _strips(ahead, kept[0], "forward", 1 + again)
     local = any(window.local for window in windows)
-    if reread:
+    if kernel and not local:
         yield from _strips(ahead, kept[0], "backward", 1)
     if image and local:
         yield from _strips(ahead, kept[0], "backward", 1)

@@ -29,12 +29,7 @@ from whalejax.planner.cost.collectives import (
 from whalejax.planner.cost.halo_exchange import exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.graph import (
-    ATTENTION,
-    CONVOLUTION,
-    LINEAR,
-    LINEAR_WINDOWS,
-)
+from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
 from whalejax.planner.sharding.fused_parameters import lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
@@ -398,10 +393,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
         return []
     extents = [tuple(map(math.prod, slot.sizes)) for slot in (image, result)]
     kept = [local_bytes(slot, hits, s) for slot in (image, result)]
-    if row.kind == CONVOLUTION:
-        reread = row.operands[1].differentiable
-    else:
-        reread = image.differentiable and row.kind not in LINEAR_WINDOWS
+    kernel = row.kind == CONVOLUTION and row.operands[1].differentiable
     return [
         Collective(
             kind="collective-permute",
@@ -418,7 +410,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
             s.shape,
             extents,
             kept,
-            reread=reread,
+            kernel=kernel,
             image=image.differentiable,
             again=row.remat,
         )

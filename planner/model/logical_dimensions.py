@@ -37,7 +37,7 @@ class Role:
             ``SPACES``, or empty.
         common: of such a dimension, what divides its size at every resolution of the
             model; ``size`` is that of the largest.
-        unshared: why no spatial axis can shard what is space otherwise, or empty.
+        unshared: the axis that could shard it and why it cannot, or empty.
     """
 
     index: int

@@ -114,8 +114,10 @@ class _Chains:
             spaces = {space for root in roots for space in self.spaces[root]}
             if len(spaces) != 1 or not _disjoint(holds, roots):
                 continue
+            space = spaces.pop()
             why = next((self.against[r] for r in roots if r in self.against), "")
-            one = Spatial(number=number, space=spaces.pop(), unshared=why)
+            why = f"{space}: {why}" if why else ""
+            one = Spatial(number=number, space=space, unshared=why)
             found.update(dict.fromkeys(roots, one))
         return found
 

@@ -44,7 +44,7 @@ from whalejax.planner.sharding.layout import (
     replicas,
 )
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
-from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.operation_rows import Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
@@ -73,6 +73,7 @@ NO_SPACE = "no dimension for a spatial axis"
 SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
+HALO_IS_WIDER = "a halo is wider than what a device has of the dimension"
 """Reasons to refuse a layout."""
 
 LEAST_SHARE = 0.5
@@ -113,6 +114,23 @@ def fixed_space(mesh: Mapping[str, int] | None) -> dict[str, int]:
     """The spatial axes above 1 that a user fixes."""
     given = mesh or {}
     return {a: given[a] for a in SPATIAL_AXES if given.get(a, 1) > 1}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WideHalo:
+    """An operation that needs more of a dimension than a neighbour has.
+
+    Attributes:
+        axis: the spatial axis.
+        row: the operation.
+        halo: elements that it needs of neighbours on one side.
+        size: elements of the dimension, of all devices.
+    """
+
+    axis: str
+    row: Row
+    halo: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -379,7 +397,27 @@ class Search:
                 return NO_SPACE
             if any(role.divisible % size for role in roles):
                 return SPACE_DOES_NOT_DIVIDE
-        return ""
+        return HALO_IS_WIDER if any(self.wide_halos(mesh)) else ""
+
+    def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
+        """Where windows reach further than into the next device's part."""
+        axes = {
+            role: axis
+            for axis in SPATIAL_AXES
+            if mesh.get(axis, 1) > 1
+            for role in self.options.space[axis]
+        }
+        for row in self.rows.ops if axes else ():
+            for window in row.windows:
+                atoms = row.operands[0].layout[window.dim]
+                axis = next((axes[role] for role in atoms if role in axes), None)
+                if axis is None:
+                    continue
+                size = math.prod(row.operands[0].sizes[window.dim])
+                result = math.prod(row.results[0].sizes[window.out])
+                halo = max(window.halo(size, result, mesh[axis]))
+                if halo > size // mesh[axis]:
+                    yield WideHalo(axis=axis, row=row, halo=halo, size=size)
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1

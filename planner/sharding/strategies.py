@@ -130,8 +130,8 @@ class Options:
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
         """How many devices share the batch under a table.
 
-        All axes may but ``context`` and those that share space. An axis that the table lacks shards nothing. Also where the batch is one sample,
-        and so no dimension at all.
+        All axes may but ``context`` and those of space. An axis that the table lacks
+        shards nothing. Also where the batch is one sample, and so no dimension at all.
         """
         never = ("context", *SPATIAL_AXES)
         lent = (a for a in mesh if a not in never and self._lends(table, a))

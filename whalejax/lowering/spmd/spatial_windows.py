@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.rules.behaviour import Equation
@@ -126,7 +127,7 @@ def _outside(equation: Any, dtype: Any) -> Any:
         sign = -1 if name == "reduce_window_max" else 1
         if _compat.is_inexact(dtype):
             return jnp.asarray(sign * jnp.inf, dtype)
-        limits = jnp.iinfo(dtype)
+        limits = np.iinfo(dtype)
         return jnp.asarray(limits.min if sign < 0 else limits.max, dtype)
     return jnp.zeros((), dtype)
 
