@@ -76,6 +76,10 @@ IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
 HALO_IS_WIDER = "a halo is wider than what a device has of the dimension"
 """Reasons to refuse a layout."""
 
+SPACE_SLACK = 1.1
+"""How much slower than the best a plan that shares space may be for its memory to be
+weighed; more than what ties and what is listed beside the best."""
+
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
 
@@ -265,11 +269,22 @@ class Search:
             if any(s.fits for s in self.scored):
                 break
         if self._wants_space():
-            for space in self.spaces():
-                for mesh in self.meshes(space=space):
-                    for tables in self._tables(mesh):
-                        self.score(mesh, tables)
+            self._share_space()
         return ranked([s for s in self.scored if s.fits])
+
+    def _share_space(self) -> None:
+        """Evaluate every mesh on which devices share the space of samples.
+
+        Those that shard nothing else come first: what they take bounds what of the
+        others is worth its evaluation.
+        """
+        every = [m for space in self.spaces() for m in self.meshes(space=space)]
+        every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
+        for mesh in every:
+            for tables in self._tables(mesh):
+                self.score(mesh, tables)
+            fitting = [one.time.step_seconds for one in self.scored if one.fits]
+            self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
 
     def _wants_space(self) -> bool:
         """The space of samples may be worth sharing: the user leaves it open, and

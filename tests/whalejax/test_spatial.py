@@ -144,7 +144,8 @@ def held(job: wh.Job, mesh: dict[str, int]) -> None:
     devices = int(np.prod([*mesh.values()]))
     with jax.enable_x64(True):
         one = equality.on_one_device(job)
-        found = equality.check(one, steps=2, devices=devices, mesh=mesh)
+        # ZeRO would gather parameters beside.
+        found = equality.check(one, steps=2, devices=devices, mesh=mesh, zero=0)
         assert found.error <= equality.FLOAT64_TOLERANCE, (
             found.worst_path,
             found.worst,
@@ -163,7 +164,7 @@ def test_every_window_on_eight_parts_of_a_sample() -> None:
 
 @pytest.mark.relaxed_promotion
 def test_windows_without_padding_beside_data() -> None:
-    # 42 → 40 → 36 → 17 would not divide; 43 − 2 − 4 = 37 → 18 → 9 does by neither.
+    # 24 → 22 → 18 → 8 → 4: no part of an operand is a multiple of its windows.
     held(job_of(plain_net, (24, 24, 9)), {"data": 2, "depth": 2, "height": 2})
 
 
@@ -191,7 +192,7 @@ def test_reference_models(name: str, norm: bool) -> None:
     option = {"batch_norm": norm} if name == "cosmoflow-test" else {"groups": 2 * norm}
     job = model_job(name, batch_size=2, **option)
     one = equality.on_one_device(job)
-    found = equality.check(one, mesh=ALL)
+    found = equality.check(one, mesh=ALL, zero=0)
     assert found.error <= 10 * equality.FLOAT32_TOLERANCE, found.worst_path
     assert sum(halos(found.plan).values()) == exchanged(found.step)
 
