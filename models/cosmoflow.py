@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx

@@ -280,10 +280,12 @@ class Search:
         """
         every = [m for space in self.spaces() for m in self.meshes(space=space)]
         every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
+        seen = 0
         for mesh in every:
             for tables in self._tables(mesh):
                 self.score(mesh, tables)
-            fitting = [one.time.step_seconds for one in self.scored if one.fits]
+            fresh, seen = self.scored[seen:], len(self.scored)
+            fitting = (one.time.step_seconds for one in fresh if one.fits)
             self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
 
     def _wants_space(self) -> bool:
