@@ -27,6 +27,8 @@ _NAMES: Final = {
     "bert-base": ("bert", "base"),
     "bert-large": ("bert", "large"),
     "bert-test": ("bert", "test"),
+    "cosmoflow": ("cosmoflow", "128"),
+    "cosmoflow-test": ("cosmoflow", "test"),
     "gnmt": ("gnmt", "base"),
     "gnmt-test": ("gnmt", "test"),
     "gpt": ("gpt", "quick"),
@@ -52,6 +54,8 @@ _NAMES: Final = {
     "t5-base": ("t5", "base"),
     "t5-large": ("t5", "large"),
     "t5-test": ("t5", "test"),
+    "unet3d": ("unet3d", "paper"),
+    "unet3d-test": ("unet3d", "test"),
     "vgg16": ("vgg", "16"),
     "vgg-test": ("vgg", "test"),
 }

@@ -233,8 +233,8 @@ class Collective:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
         axes: mesh axes it runs over.
         phase: forward, backward or update; turn for what is handed from stage to stage.
-        what: gradient, activation, parameter, border, or ring for what goes round
-            while something is computed.
+        what: gradient, activation, parameter, border, ring for what goes round while
+            something is computed, or halo for what windows need of neighbours.
         payload_bytes: bytes on one device, each time.
         count: how often in one micro-batch (in one step for the update).
         scope: one place of the model.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from whalejax.api.plan import plan as plan
     from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
+    from whalejax.api.volumes import Volumes as Volumes
     from whalejax.distributed.init_distributed import (
         init_distributed as init_distributed,
     )
@@ -54,6 +55,7 @@ _MODULE_OF_NAME = {
     "TrainState": "whalejax.runtime.state",
     "TrainStep": "whalejax.runtime.train_step",
     "WeightedLoss": "whalejax.api.losses",
+    "Volumes": "whalejax.api.volumes",
     "WhaleError": "whalejax.meshes",
     "attention": "whalejax.api.attention",
     "cluster": "whalejax.meshes",

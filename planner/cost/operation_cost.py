@@ -26,6 +26,7 @@ from whalejax.planner.cost.collectives import (
     collective_seconds,
     runs_as,
 )
+from whalejax.planner.cost.halo_exchange import exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
@@ -102,7 +103,7 @@ def hits_of(present: frozenset[int], table: Table, s: Setting) -> dict[str, int]
     taken: dict[int, int] = {}
     for axis, role in axis_roles(present, table, s.shape).items():
         parts = taken.get(role, 1) * s.shape[axis]
-        if s.dims.roles[role].size % parts == 0:
+        if s.dims.roles[role].divisible % parts == 0:
             hits[axis] = role
             taken[role] = parts
     return hits
@@ -122,7 +123,11 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     seconds = (ahead + behind) * row.count
     return RowCost(
         compute_seconds=seconds,
-        collectives=(*gradients_of(row, hits, s), *rounds_of(row, hits, s)),
+        collectives=(
+            *gradients_of(row, hits, s),
+            *rounds_of(row, hits, s),
+            *halos_of(row, hits, s),
+        ),
         launches=launches * row.count,
         covers_seconds=seconds if row.kind == ATTENTION else 0.0,
     )
@@ -369,6 +374,46 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]
             scope=row.scope,
         )
         for what, phase, payload, count in sent
+    ]
+
+
+def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
+    """What devices that share space exchange where windows reach over their borders."""
+    if not row.windows:
+        return []
+    image, result = row.operands[0], row.results[0]
+    axes: dict[int, str] = {}
+    for axis, role in hits.items():
+        axes.update(
+            (n, axis)
+            for n, window in enumerate(row.windows)
+            if role in image.layout[window.dim]
+        )
+    if not axes:
+        return []
+    extents = [tuple(map(math.prod, slot.sizes)) for slot in (image, result)]
+    kept = [local_bytes(slot, hits, s) for slot in (image, result)]
+    kernel = row.kind == CONVOLUTION and row.operands[1].differentiable
+    return [
+        Collective(
+            kind="collective-permute",
+            axes=(one.axis,),
+            phase=one.phase,
+            what="halo",
+            payload_bytes=_whole(one.payload_bytes),
+            count=one.count * row.count,
+            scope=row.scope,
+        )
+        for one in exchanges(
+            row.windows,
+            axes,
+            s.shape,
+            extents,
+            kept,
+            kernel=kernel,
+            image=image.differentiable,
+            again=row.remat,
+        )
     ]
 
 

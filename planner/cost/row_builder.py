@@ -225,6 +225,7 @@ class Views:
             remat=self.again[index],
             fused=op.kernel is not None,
             scope="",
+            windows=op.windows,
         )
 
     def _product(

@@ -81,7 +81,7 @@ def step_time(
         parameter_seconds=seconds["parameter"] * (1 - hidden.overlap_parameters),
         activation_seconds=seconds["activation"]
         + _exposed(seconds["ring"], costs, s, count),
-        border_seconds=seconds["border"],
+        border_seconds=seconds["border"] + seconds["halo"],
         update_seconds=update_seconds(facts, layouts, s.cluster, s),
     )
     return terms, tuple(run)

@@ -15,12 +15,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from whalejax.planner.model.windows import Window
+
 
 LOOPS = ("scan", "while", "cond")
 """Kinds of operations that tie values across a loop or branches and compute nothing."""
 
 CONVOLUTION = "conv_general_dilated"
 """The kind of operations that convolve."""
+
+LINEAR_WINDOWS = frozenset(("reduce_window_sum",))
+"""Kinds of poolings whose backward pass reads nothing of the forward's."""
 
 ATTENTION = "attention"
 """The kind of operations that are attention as a whole: two products and a softmax, run
@@ -135,7 +140,8 @@ class Factor:
         kind: ``linked``: the members are one dimension and may be sharded together
             (it is contracted where no result holds it); ``unshardable``: the
             operation needs the whole of this dimension on every device; ``halo``: so it
-            does, because its windows reach over the edges of a shard.
+            does, because its windows reach over the edges of a shard, unless a spatial
+            axis shards it (see ``Op.windows``).
     """
 
     members: tuple[tuple[int, int], ...]
@@ -178,6 +184,7 @@ class Op:
         chunks: into how many parts its tokens are cut, one part in memory at a time.
         zigzag: attention whose mask is causal, so that rows are dealt out in zig-zag
             order.
+        windows: how it slides along spatial dimensions of operand 0 and result 0.
     """
 
     kind: str
@@ -200,6 +207,7 @@ class Op:
     share: float = 1.0
     zigzag: bool = False
     chunks: int = 1
+    windows: tuple[Window, ...] = ()
 
     @property
     def regathers(self) -> bool:

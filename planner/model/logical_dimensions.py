@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import Factor, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
+from whalejax.planner.model.space import Spatial, spatial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,11 @@ class Role:
         is_batch: it is the batch dimension.
         of_weights: some parameter holds it.
         copies: how many classes folded into it.
+        space: the mesh axis that may shard it though windows slide along it: one of
+            ``SPACES``, or empty.
+        common: of such a dimension, what divides its size at every resolution of the
+            model; ``size`` is that of the largest.
+        unshared: the axis that could shard it and why it cannot, or empty.
     """
 
     index: int
@@ -42,6 +48,14 @@ class Role:
     is_batch: bool = False
     of_weights: bool = False
     copies: int = 1
+    space: str = ""
+    common: int = 0
+    unshared: str = ""
+
+    @property
+    def divisible(self) -> int:
+        """What a number of devices must divide to share it everywhere."""
+        return self.common or self.size
 
 
 def fold(
@@ -58,17 +72,24 @@ def fold(
         Representative of a class to the index of its role, and the roles.
     """
     facts = _Facts(atoms, classes)
+    space = spatial(atoms, classes, holds)
     groups: dict[object, list[int]] = defaultdict(list)
     for root in facts.roots:
-        groups[facts.signature(root)].append(root)
-    apart = (_apart(group, holds) for group in groups.values())
+        known = space.get(root)
+        groups[facts.signature(root) if known is None else known].append(root)
+    apart = (
+        [group] if isinstance(key, Spatial) else _apart(group, holds)
+        for key, group in groups.items()
+    )
     role_of: dict[int, int] = {}
     roles: list[Role] = []
     taken: Counter[str] = Counter()
     for roots in itertools.chain.from_iterable(apart):
         index = len(roles)
         role_of.update(dict.fromkeys(roots, index))
-        roles.append(facts.role(index, roots, taken))
+        role = facts.role(index, roots, taken)
+        known = space.get(roots[0])
+        roles.append(role if known is None else known.role(role, facts.sizes(roots)))
     return role_of, tuple(roles)
 
 
@@ -142,6 +163,10 @@ class _Facts:
             if name and not many:
                 self.names[root][name] += 1
 
+    def sizes(self, roots: Sequence[int]) -> list[int]:
+        """Of some classes."""
+        return [self.size[root] for root in roots]
+
     def signature(self, root: int) -> object:
         """Equal for classes that play the same part in equal layers."""
         if root in self.batch:
@@ -207,7 +232,7 @@ def _blame(op: Op, factor: Factor) -> str:
         return f"no rule for the primitive {op.kind!r}{place}"
     if factor.kind == "halo":
         return (
-            f"windows of {op.kind}{place} reach over the edges of a shard, and no plan "
-            "exchanges them (a halo)"
+            f"windows of {op.kind}{place} reach over the edges of a shard, which only "
+            "the axes depth, height and width exchange (a halo)"
         )
     return f"{op.kind}{place} needs it whole"

@@ -33,7 +33,7 @@ from whalejax.planner.search.batched.partition import cut_layers, stage_layers
 from whalejax.planner.search.batched.share_notes import share_notes, stage_kinds
 from whalejax.planner.search.batched.step_time import handed_seconds, part_seconds
 from whalejax.planner.search.request import Hosted
-from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
+from whalejax.planner.sharding.layout import GRID_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
 from whalejax.planner.step_options import (
@@ -79,7 +79,7 @@ class Estimate:
         sizes = {"stage": f.stage, "data": f.data, "fsdp": f.fsdp}
         self.mesh = {
             a: int(sizes[a][0] if a in sizes else cells[Column(a)][self.cell])
-            for a in MESH_AXES
+            for a in GRID_AXES
         }
         self.order = ORDERS[int(f.order[0])]
         self.axes = tuple((a, self.mesh[a]) for a in self.order if self.mesh[a] > 1)
@@ -95,7 +95,7 @@ class Estimate:
             found.append(
                 "stages are estimated as they would be without an executor's limits"
             )
-        usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
+        usual = tuple(a for a in GRID_AXES if self.mesh[a] > 1)
         if tuple(a for a, _ in self.axes) != usual:
             found.append(f"axes lie in another order than {', '.join(usual)}")
         if self.case.placement.by == "all" and not self.search.cluster.is_uniform:

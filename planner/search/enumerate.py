@@ -45,9 +45,14 @@ from whalejax.planner.search.layout_memory import Laid, LayoutMemory
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
-from whalejax.planner.sharding.layout import Table, divisors, replicas
+from whalejax.planner.sharding.layout import (
+    SPATIAL_AXES,
+    Table,
+    divisors,
+    replicas,
+)
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
-from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.operation_rows import Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
@@ -67,28 +72,42 @@ from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""Mesh axes that the search gives sizes to, outermost first."""
+"""Mesh axes that the search gives sizes to, outermost first; beside them those of space
+where samples are shared (``SPATIAL_AXES``)."""
 
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
+NO_SPACE = "no dimension for a spatial axis"
+SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
+HALO_IS_WIDER = "a halo is wider than what a device has of the dimension"
 """Reasons to refuse a layout."""
+
+SPACE_SLACK = 1.1
+"""How much slower than the best a plan that shares space may be for its memory to be
+weighed; more than what ties and what is listed beside the best."""
 
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
 
 
-def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
+def meshes(
+    num_devices: int, context: int = 1, space: Mapping[str, int] | None = None
+) -> Iterator[dict[str, int]]:
     """Every factorisation into data, fsdp, expert and tensor, outermost first.
 
     Args:
         num_devices: the product of all axes.
         context: the size of that axis, a divisor of it.
+        space: sizes of spatial axes; those that are 1 are left out of the meshes.
     """
     sizes = divisors(num_devices)
+    spatial = {a: (space or {}).get(a, 1) for a in SPATIAL_AXES}
+    spatial = {axis: size for axis, size in spatial.items() if size > 1}
+    inner = context * math.prod(spatial.values())
     for tensor, expert in itertools.product(sizes, sizes):
-        rest, over = divmod(num_devices, tensor * expert * context)
+        rest, over = divmod(num_devices, tensor * expert * inner)
         if over:
             continue
         for fsdp in sizes:
@@ -98,8 +117,32 @@ def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
                     "fsdp": fsdp,
                     "expert": expert,
                     "context": context,
+                    **spatial,
                     "tensor": tensor,
                 }
+
+
+def fixed_space(mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """The spatial axes above 1 that a user fixes."""
+    given = mesh or {}
+    return {a: given[a] for a in SPATIAL_AXES if given.get(a, 1) > 1}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WideHalo:
+    """An operation that needs more of a dimension than a neighbour has.
+
+    Attributes:
+        axis: the spatial axis.
+        row: the operation.
+        halo: elements that it needs of neighbours on one side.
+        size: elements of the dimension, of all devices.
+    """
+
+    axis: str
+    row: Row
+    halo: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,9 +276,62 @@ class Search:
                     self.score(mesh, tables)
             if any(s.fits for s in self.scored):
                 break
+        if self._wants_space():
+            self._share_space()
         return ranked([s for s in self.scored if s.fits])
 
-    def meshes(self, context: int | None = None) -> list[dict[str, int]]:
+    def _share_space(self) -> None:
+        """Evaluate every mesh on which devices share the space of samples.
+
+        Those that shard nothing else come first: what they take bounds what of the
+        others is worth its evaluation.
+        """
+        every = [m for space in self.spaces() for m in self.meshes(space=space)]
+        every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
+        seen = 0
+        for mesh in every:
+            for tables in self._tables(mesh):
+                self.score(mesh, tables)
+            fresh, seen = self.scored[seen:], len(self.scored)
+            fitting = (one.time.step_seconds for one in fresh if one.fits)
+            self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
+
+    def _wants_space(self) -> bool:
+        """The space of samples may be worth sharing: the user leaves it open, and
+        samples are fewer than devices, or memory is short.
+
+        Where every device can have samples of its own and enough memory, sharing a
+        sample moves what is not moved otherwise and gives nothing.
+        """
+        request = self.request
+        if not any(self.options.space.values()) or self.split is not None:
+            return False
+        if fixed_space(request.mesh) or request.num_devices == 1:
+            return False
+        batch = self.graph.batch_size * self.graph.num_micro_batches
+        batch //= request.num_micro_batches or 1
+        few = batch % request.num_devices != 0
+        return few or not self.scored or any(not one.roomy for one in self.scored)
+
+    def spaces(self) -> list[dict[str, int]]:
+        """Sizes of the spatial axes that the model's extents allow and none fixes."""
+        fixed, count = self.request.mesh or {}, self.request.num_devices
+        choices = []
+        for axis in SPATIAL_AXES:
+            roles = [self.dims.roles[r] for r in self.options.space[axis]]
+            common = math.gcd(*(r.divisible for r in roles)) if roles else 1
+            sizes = [n for n in divisors(count) if common % n == 0]
+            choices.append([n for n in sizes if n == fixed.get(axis, n)] or [1])
+        every = (
+            dict(zip(SPATIAL_AXES, sizes, strict=True))
+            for sizes in itertools.product(*choices)
+        )
+        found = [one for one in every if 1 < math.prod(one.values()) <= count]
+        return [one for one in found if count % math.prod(one.values()) == 0]
+
+    def meshes(
+        self, context: int | None = None, space: Mapping[str, int] | None = None
+    ) -> list[dict[str, int]]:
         """The meshes that obey what the user fixed, by ``mesh``, marks and metadata.
 
         Of the axes that metadata names, as many are above size 1 as the devices and
@@ -243,14 +339,19 @@ class Search:
 
         Args:
             context: the size of that axis; None for the one that the user fixed.
+            space: sizes of the spatial axes; None for those that the user fixed.
         """
         fixed, among = self.request.mesh or {}, self.request.among
+        if space is not None or fixed_space(fixed):
+            among = None  # What is promising was found without them.
         every = [
             mesh
             for mesh in meshes(
-                self.request.num_devices, context or fixed.get("context", 1)
+                self.request.num_devices,
+                context or fixed.get("context", 1),
+                fixed_space(fixed) if space is None else space,
             )
-            if all(mesh[axis] == size for axis, size in fixed.items())
+            if all(mesh.get(axis, 1) == size for axis, size in fixed.items())
             and replicas(mesh) % self.request.copies == 0
             and may_combine(self.request, mesh, self.cluster)
         ]
@@ -263,7 +364,8 @@ class Search:
         return [mesh for mesh in found if obeyed(mesh) == most]
 
     def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
-        reason = self._no_context(mesh) or sharded_by_split(self.options, mesh)
+        reason = self._no_context(mesh) or self._no_space(mesh)
+        reason = reason or sharded_by_split(self.options, mesh)
         reason = self.hosting.nothing or reason
         if reason:
             self._refuse(reason)
@@ -309,6 +411,39 @@ class Search:
         sizes = [self.options.sizes[r] for r in self.options.sequence]
         divides = all(size % mesh["context"] == 0 for size in sizes)
         return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
+
+    def _no_space(self, mesh: Mapping[str, int]) -> str:
+        """Why a mesh's spatial axes share no space, or an empty text."""
+        for axis in SPATIAL_AXES:
+            size = mesh.get(axis, 1)
+            if size == 1:
+                continue
+            roles = [self.dims.roles[r] for r in self.options.space[axis]]
+            if not roles:
+                return NO_SPACE
+            if any(role.divisible % size for role in roles):
+                return SPACE_DOES_NOT_DIVIDE
+        return HALO_IS_WIDER if any(self.wide_halos(mesh)) else ""
+
+    def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
+        """Where windows reach further than into the next device's part."""
+        axes = {
+            role: axis
+            for axis in SPATIAL_AXES
+            if mesh.get(axis, 1) > 1
+            for role in self.options.space[axis]
+        }
+        for row in self.rows.ops if axes else ():
+            for window in row.windows:
+                atoms = row.operands[0].layout[window.dim]
+                axis = next((axes[role] for role in atoms if role in axes), None)
+                if axis is None:
+                    continue
+                size = math.prod(row.operands[0].sizes[window.dim])
+                result = math.prod(row.results[0].sizes[window.out])
+                halo = max(window.halo(size, result, mesh[axis]))
+                if halo > size // mesh[axis]:
+                    yield WideHalo(axis=axis, row=row, halo=halo, size=size)
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1

@@ -16,9 +16,13 @@ from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
+    HALO_IS_WIDER,
     NO_SEQUENCE,
+    NO_SPACE,
     SEQUENCE_DOES_NOT_DIVIDE,
+    SPACE_DOES_NOT_DIVIDE,
     Search,
+    fixed_space,
 )
 from whalejax.planner.search.host_offload import (
     NOTHING_IS_SLICED,
@@ -84,6 +88,9 @@ def _reason(search: Search, why: str) -> str:
             "attention's sequence does: leave context out"
         ),
         SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
+        NO_SPACE: _no_space(search),
+        SPACE_DOES_NOT_DIVIDE: _extents(search),
+        HALO_IS_WIDER: _wide_halos(search),
         UPDATED_IN_OTHER_SHARDS: (
             "ZeRO 1 and 2 update others: take zero=0, with fsdp in place of data where "
             "all shall be sharded"
@@ -115,6 +122,55 @@ def _padding(search: Search) -> str:
             "what was added"
         )
     return "; ".join([*found, "or fix another size"]) if found else "Fix another size"
+
+
+def _no_space(search: Search) -> str:
+    """Which spatial axes have nothing to share, and why."""
+    found = []
+    for axis in fixed_space(search.request.mesh):
+        if search.options.space[axis]:
+            continue
+        whys = (r.unshared for r in search.dims.roles)
+        why = next((w for w in whys if w.startswith(f"{axis}: ")), "")
+        if not why:
+            dims = "two or three" if axis != "depth" else "three"
+            why = f"{axis}: the model has no convolution over {dims} dimensions"
+        found.append(why)
+    return f"{'; '.join(found)}. Leave these axes out, and use data or fsdp instead"
+
+
+def _extents(search: Search) -> str:
+    """What the extents of space have in common, and what would divide."""
+    found = []
+    for axis, size in fixed_space(search.request.mesh).items():
+        for index in search.options.space[axis]:
+            role = search.dims.roles[index]
+            if role.divisible % size == 0:
+                continue
+            padded = role.size * size // math.gcd(role.divisible, size)
+            usable = ", ".join(map(str, divisors(role.divisible)))
+            found.append(
+                f"{axis} {size}: the extent is {role.size}, and {role.divisible} "
+                f"divides it at every resolution of the model: take {axis} of "
+                f"{usable}, or pad the extent to {padded}"
+            )
+    return "; ".join(found)
+
+
+def _wide_halos(search: Search) -> str:
+    """The operations whose windows reach too far, and what would do."""
+    found = []
+    mesh = fixed_space(search.request.mesh)
+    for wide in search.wide_halos(mesh):
+        parts = mesh[wide.axis]
+        most = max(n for n in divisors(parts) if wide.size // n >= wide.halo or n == 1)
+        place = f" at {wide.row.scope}" if wide.row.scope else ""
+        found.append(
+            f"{wide.row.kind}{place} needs {wide.halo} of a neighbour, and with "
+            f"{wide.axis} {parts} each has {wide.size // parts} of {wide.size}: take "
+            f"{wide.axis} {most}, or a larger extent"
+        )
+    return "; ".join(dict.fromkeys(found))
 
 
 def _devices(count: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
@@ -20,11 +20,11 @@ from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.batched.prefilter import MANY, promising
 from whalejax.planner.search.batched.space import Spaces
-from whalejax.planner.search.enumerate import PLANNED_AXES, Search, meshes, ranked
+from whalejax.planner.search.enumerate import Search, fixed_space, meshes, ranked
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request, Scored
-from whalejax.planner.sharding.layout import replicas
+from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
     Split,
@@ -135,8 +135,10 @@ def searches(
     only the promising ones are looked at.
     """
     known = {} if known is None else known
-    fixed = dict(request.mesh or {})
+    fixed = _written(request.mesh)
     every = meshes(request.num_devices, fixed.get("context", 1))
+    if fixed_space(fixed):
+        return _Searches(graph, cluster, request, again, known).all()
     count = sum(fixed.items() <= mesh.items() for mesh in every)
     if count > MANY and request.among is None:
         graphs = unlike(graph, request, again)
@@ -156,6 +158,12 @@ def searches(
         if found and (bound == math.inf or count > 4 * MANY):
             return found
     return _Searches(graph, cluster, request, again, known).all()
+
+
+def _written(mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """What a user fixes, as meshes have it: without spatial axes of one."""
+    every = (mesh or {}).items()
+    return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
 
 def _others(
@@ -439,10 +447,10 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     count = request.num_devices
     check_marks(graph, count, stages)
     found = copies([g for g in graph.task_graphs if g.marks], count, stages)
-    mesh = {a: n for a, n in (request.mesh or {}).items() if a in PLANNED_AXES}
+    mesh = {a: n for a, n in _written(request.mesh).items() if a != STAGE}
     if found > 1 and not any(
         mesh.items() <= one.items() and replicas(one) % found == 0
-        for one in meshes(count // stages, mesh.get("context", 1))
+        for one in meshes(count // stages, mesh.get("context", 1), fixed_space(mesh))
     ):
         given = {"stage": stages, **mesh} if stages > 1 else mesh
         fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())

@@ -15,10 +15,17 @@ from typing import Any
 
 from whalejax.planner.entries import Spec as Spec
 from whalejax.planner.model.dimensions import Layout
+from whalejax.planner.model.windows import SPACES
 
 
-MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+SPATIAL_AXES = SPACES
+"""Names of the mesh axes that share the space of a sample, outermost first."""
+
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", *SPATIAL_AXES, "tensor")
 """Names of the mesh axes, outermost first."""
+
+GRID_AXES = tuple(axis for axis in MESH_AXES if axis not in SPATIAL_AXES)
+"""Those that the search by arrays gives sizes to."""
 
 STAGE = MESH_AXES[0]
 """The mesh axis of stages, which shards layers and nothing else."""
@@ -63,10 +70,13 @@ def largest_divisor(number: int, most: int) -> int:
 def replicas(mesh: Mapping[str, int]) -> int:
     """Devices that compute with the same shards of parameters, on a mesh of all axes.
 
+    Spatial axes may be left out.
+
     >>> replicas({"data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 8})
     8
     """
-    return mesh["data"] * mesh["fsdp"] * mesh["context"]
+    spatial = math.prod(mesh.get(axis, 1) for axis in SPATIAL_AXES)
+    return mesh["data"] * mesh["fsdp"] * mesh["context"] * spatial
 
 
 def axis_roles(

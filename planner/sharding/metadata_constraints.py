@@ -16,7 +16,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimensions import Dimensions, Role
 from whalejax.planner.model.graph import Graph, TaskGraph, Tensor
 from whalejax.planner.model.repeated_layers import sliced_params
-from whalejax.planner.sharding.layout import STAGE
+from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE
 from whalejax.planner.terms import NO_EFFECT
 
 
@@ -29,6 +29,9 @@ NO_WEIGHTS = {
         "map that name: axis_names={{{name!r}: 'fsdp'}}"
     ),
     "context": "which shards the sequence of activations. Drop that name",
+    **dict.fromkeys(
+        SPATIAL_AXES, "which shares the space of activations. Drop that name"
+    ),
 }
 """Mesh axes that metadata cannot fix for a weight, and what to do instead; ``name`` is
 the model's own name of the axis."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Layout, roles_of
+from whalejax.planner.model.windows import Window
 from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms
 
 
@@ -88,6 +89,7 @@ class Row:
         remat: it runs again in the backward pass.
         fused: it is part of a kernel that computes it again for the backward pass.
         scope: one place in the model, for reports.
+        windows: how it slides along spatial dimensions; see ``Op.windows``.
     """
 
     kind: str
@@ -104,6 +106,7 @@ class Row:
     remat: bool
     fused: bool
     scope: str
+    windows: tuple[Window, ...] = ()
 
     @property
     def slots(self) -> tuple[Slot, ...]:

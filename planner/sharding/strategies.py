@@ -20,7 +20,7 @@ from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.expert_regions import expert_roles, weight_homes
 from whalejax.planner.model.graph import Graph, Mark, TaskGraph
 from whalejax.planner.model.sequence import attended, meeting_in_values
-from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
 from whalejax.planner.sharding.metadata_constraints import (
     Limits,
     Pin,
@@ -89,6 +89,7 @@ class Options:
         choices: by TaskGraph index.
         batch: the batch roles.
         sequence: roles that the ``context`` axis shards: those that meet themselves.
+        space: by spatial axis, the roles that it may shard.
         minor: roles that some reader of a parameter finds only as a minor atom; no
             PartitionSpec can name them there.
         sizes: of all roles, by index.
@@ -100,6 +101,7 @@ class Options:
     choices: Mapping[int, Choice]
     batch: tuple[int, ...]
     sequence: tuple[int, ...]
+    space: Mapping[str, tuple[int, ...]]
     minor: frozenset[int]
     sizes: tuple[int, ...]
     homes: Mapping[int, int]
@@ -117,6 +119,7 @@ class Options:
             "data": self.batch,
             "fsdp": self.batch,
             "context": self.sequence,
+            **{a: self.space[a] for a in SPATIAL_AXES if mesh.get(a, 1) > 1},
         }
         found: list[Table] = []
         for expert in self._expert(choice, mesh):
@@ -125,12 +128,13 @@ class Options:
         return found
 
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
-        """How many devices share the batch under a table; all but the context axis may.
+        """How many devices share the batch under a table.
 
-        An axis that the table lacks shards nothing. Also where the batch is one sample,
-        and so no dimension at all.
+        All axes may but ``context`` and those of space. An axis that the table lacks
+        shards nothing. Also where the batch is one sample, and so no dimension at all.
         """
-        lent = (a for a in mesh if a != "context" and self._lends(table, a))
+        never = ("context", *SPATIAL_AXES)
+        lent = (a for a in mesh if a not in never and self._lends(table, a))
         return math.prod(mesh[axis] for axis in lent)
 
     def _lends(self, table: Table, axis: str) -> bool:
@@ -278,6 +282,10 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
         choices=found,
         batch=tuple(r.index for r in dims.batch),
         sequence=_sequence(graph, dims, rows),
+        space={
+            axis: tuple(r.index for r in dims.roles if r.space == axis)
+            for axis in SPATIAL_AXES
+        },
         minor=limits.minor,
         sizes=tuple(r.size for r in dims.roles),
         homes=homes,

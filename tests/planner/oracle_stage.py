@@ -18,7 +18,7 @@ from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cells import Links
 from whalejax.planner.search.batched.layout_variants import Variant
-from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.layout import GRID_AXES
 
 
 class Inner:
@@ -34,7 +34,7 @@ class Inner:
         self.links = links
         samples, expert, context, tensor = sizes
         data = search.graph.batch_size // (samples * expert)
-        mesh: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+        mesh: dict[str, int] = dict.fromkeys(GRID_AXES, 1)
         mesh |= {"data": data, "expert": expert, "context": context, "tensor": tensor}
         batch = frozenset(r.index for r in links.dims.batch)
         self.s = Setting(mesh, 1, search.cluster, links.dims, batch)

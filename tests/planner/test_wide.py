@@ -42,7 +42,7 @@ from whalejax.planner.search.batched.partition import cut_layers
 from whalejax.planner.search.batched.step_time import CaseCosts, settle, weigh
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
-from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.layout import GRID_AXES
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 
 
@@ -229,11 +229,11 @@ def test_rates_of_links_are_those_of_one_mesh(kind: str, text: str) -> None:
     for order in ORDERS:
         inside = [axis for axis in reversed(order)]
         columns = [np.array([size_of(a, m) for m in meshes]) for a in inside]
-        which = [np.full(len(meshes), MESH_AXES.index(a)) for a in inside]
+        which = [np.full(len(meshes), GRID_AXES.index(a)) for a in inside]
         spans = spans_of(
             ("data", "tensor"),
             list(zip(which, columns, strict=True)),
-            MESH_AXES,
+            GRID_AXES,
             machine,
         )
         per_byte, per_time = span_rates(kind, spans, machine)  # type: ignore[arg-type]

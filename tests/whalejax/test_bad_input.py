@@ -152,7 +152,7 @@ def test_a_mesh_of_unknown_axes_and_sizes() -> None:
     assert refused(mesh={"model": 8, "data": 0}) == (
         "wh.plan(mesh=…): 2 problems\n"
         "  1. there is no mesh axis 'model' to fix; expected one of stage, data, "
-        "fsdp, expert, context, tensor\n"
+        "fsdp, expert, context, depth, height, width, tensor\n"
         "  2. data is 0; expected a whole number, 1 or more"
     )
 
@@ -377,7 +377,8 @@ def test_a_mesh_axis_of_the_users_own() -> None:
 
     text = refused(loss, variables)
     assert "Dense_0.kernel: its metadata names the mesh axis 'model'" in text
-    assert "which is none of ours (stage, data, fsdp, expert, context, tensor)" in text
+    ours = "stage, data, fsdp, expert, context, depth, height, width, tensor"
+    assert f"which is none of ours ({ours})" in text
     assert "Map it, as in axis_names={'model': 'tensor'}." in text
     found = planned(loss, variables, axis_names={"model": "tensor"}, mesh={"tensor": 8})
     assert found.leaf("Dense_0.kernel").compute_spec == ((), ("tensor",))

@@ -293,8 +293,11 @@ def test_letters_are_those_written_by_hand(case: Case) -> None:
     [
         (lambda w, x: conv()(x, w), "conv_general_dilated"),
         (
-            lambda w, x: lax.reduce_window(
-                conv()(x, w), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+            lambda w, x: conv()(
+                lax.reduce_window(
+                    x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+                ),
+                w,
             ),
             "reduce_window_max",
         ),

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whalejax import _compat
@@ -38,7 +38,7 @@ from whalejax.planner.plan.stage_notes import (
 )
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replicas import decide_shares
-from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.spmd import Known, check_marks
 from whalejax.planner.search.stage_cuts import TooFewParts, Whole
@@ -100,6 +100,7 @@ def decider(
             "micro-batches are shared out between pipelines of a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
+    _check_space(mesh, stages=found or stages > 1, uneven=bool(uneven))
     staging = _Staging(programs, asked, uneven)
     if found or stages > 1:
         search = staging.of_any_number if found else staging
@@ -109,6 +110,27 @@ def decider(
     if named and not isinstance(uneven, tuple):
         return functools.partial(staging.of_named, search), request
     return search, request
+
+
+def _check_space(mesh: Mapping[str, int], *, stages: bool, uneven: bool) -> None:
+    """Refuse spatial axes beside what no executor runs with them.
+
+    Raises:
+        PlanError: which, and what to leave out.
+    """
+    space = fixed_space(mesh)
+    given = " × ".join(f"{axis} {size}" for axis, size in space.items())
+    if space and stages:
+        raise PlanError(
+            f"mesh= fixes {given}, and stages of a pipeline do not share the space of "
+            "samples. Leave out stage and the marks stage and pipeline, or these axes"
+        )
+    if space and uneven:
+        raise PlanError(
+            f"mesh= fixes {given}, and devices that share the space of a sample have "
+            "equal parts of it: neither shares= nor devices of several kinds go with "
+            "it. Leave out shares=, take a cluster of one kind, or leave out these axes"
+        )
 
 
 def _any(
@@ -130,6 +152,8 @@ def _any(
         )
         return search(graph, cluster, asked, **options)
 
+    if fixed_space(request.mesh):
+        return runs()
     return decide_any(
         graph,
         cluster,

@@ -28,7 +28,7 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
-from whalejax.planner.sharding.layout import MESH_AXES, STAGE
+from whalejax.planner.sharding.layout import GRID_AXES, MESH_AXES, STAGE
 
 
 def search(
@@ -184,7 +184,8 @@ def mesh_of(candidate: Candidate) -> dict[str, int] | None:
     if "(" in words:
         return None
     sizes = {axis: int(size) for axis, size in _AXIS.findall(words)}
-    return {a: sizes.get(a, 1) for a in MESH_AXES if a != STAGE or a in sizes}
+    always = (a for a in MESH_AXES if a in sizes or a in GRID_AXES and a != STAGE)
+    return {a: sizes.get(a, 1) for a in always}
 
 
 def _places(

@@ -250,6 +250,7 @@ def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, .
             share=draft.behaviour.share,
             zigzag=draft.behaviour.zigzag,
             chunks=draft.chunks,
+            windows=draft.behaviour.windows,
         )
         for draft, region in zip(walk.ops, of_op, strict=True)
     )

@@ -330,6 +330,32 @@ class TrainStep:
                 return np.unique(np.concatenate(mine))
         return rows
 
+    def batch_regions(self) -> dict[str, tuple[tuple[slice, ...], ...]]:
+        """What of a sample this process's devices hold.
+
+        Returns:
+            By the path of a batch leaf, for each dimension of a sample (the batch's own
+            is left out) the pieces of it that lie here, in order: one slice, but for
+            devices whose parts are no neighbours.
+        """
+        found = {}
+        shardings = self._runner.batch_shardings
+        for leaf, axis, sharding in zip(
+            self.plan.batch, self.batch_axes, shardings, strict=True
+        ):
+            pieces: list[set[tuple[int, int]]] = [set() for _ in leaf.shape]
+            indices = sharding.addressable_devices_indices_map(leaf.shape)
+            for index in indices.values():
+                for dim, cut in enumerate(index or ()):
+                    start, stop, _ = cut.indices(leaf.shape[dim])
+                    pieces[dim].add((start, stop))
+            found[leaf.path] = tuple(
+                tuple(slice(*piece) for piece in sorted(each))
+                for dim, each in enumerate(pieces)
+                if dim != axis
+            )
+        return found
+
     @property
     def seconds(self) -> tuple[float, ...]:
         """Of a micro-batch on each replica, as measured so far; 0 where not known."""

@@ -15,6 +15,7 @@ from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
 from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import SPATIAL_AXES
 from whalejax.planner.step_options import attention_words, combine_words
 
 
@@ -24,6 +25,7 @@ _KINDS = {
     "(ZeRO-3)",
     "expert": "expert parallelism",
     "context": "sequence parallelism",
+    **dict.fromkeys(SPATIAL_AXES, "spatial parallelism"),
     "tensor": "operator (tensor) parallelism",
     "stage": "pipeline parallelism",
 }
@@ -153,6 +155,7 @@ SENT = {
     "border": "activations that change layout",
     "ring": "keys and values that go round",
     "moments": "optimizer state that is averaged",
+    "halo": "halos: samples of neighbours that windows reach into",
 }
 """What collectives send, in words."""
 

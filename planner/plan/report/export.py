@@ -24,6 +24,9 @@ MAXTEXT = {
     "fsdp": "fsdp",
     "expert": "expert",
     "context": "context",
+    "depth": "depth",
+    "height": "height",
+    "width": "width",
     "tensor": "tensor",
 }
 """Our mesh axes and the word that MaxText's flags have for them."""

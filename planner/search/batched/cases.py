@@ -43,7 +43,7 @@ from whalejax.planner.search.batched.mesh_grid import (
 from whalejax.planner.search.batched.parameter_bytes import Storage
 from whalejax.planner.search.batched.placement import Group as Group
 from whalejax.planner.search.batched.placement import Placement as Placement
-from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.layout import GRID_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
 from whalejax.planner.terms import OFFLOADS
 
@@ -178,7 +178,7 @@ class _Rows:
         if (kind, axes) not in self._rates:
             wires = self.model.wires
             if self._places is None:
-                columns = [self.mesh[axis] for axis in MESH_AXES]
+                columns = [self.mesh[axis] for axis in GRID_AXES]
                 first, inverse = agreeing([*columns, self.frames.order])
                 sizes = np.stack([column[first] for column in columns])
                 self._places = wires.places(sizes, self.frames.order[first])[inverse]
@@ -573,4 +573,4 @@ class Cases(_Rows):
 def usual_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Axes of a reduction with ``fsdp`` beside ``data``, in the usual order."""
     named = {*axes, "fsdp"} if "data" in axes else set(axes)
-    return tuple(a for a in MESH_AXES if a in named)
+    return tuple(a for a in GRID_AXES if a in named)

@@ -40,7 +40,7 @@ from whalejax.planner.model.layer_chain import LAYER, Chain
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.sharding.fused_parameters import Fused, lying
-from whalejax.planner.sharding.layout import MESH_AXES, Spec
+from whalejax.planner.sharding.layout import GRID_AXES, Spec
 from whalejax.planner.sharding.operation_rows import Flow, Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
@@ -262,12 +262,12 @@ class Pricer:
         sizes = {axis: c[Column(axis)] for axis in ("expert", "context", "tensor")}
         data = batch_size / (c[Column("samples")] * sizes["expert"])
         sizes |= {"stage": one, "data": data, "fsdp": one}
-        return {axis: sizes[axis] for axis in MESH_AXES}
+        return {axis: sizes[axis] for axis in GRID_AXES}
 
     def _like(self, rows: Array) -> dict[str, int]:
         """One mesh of a variant: with the batch in parts, if any has it so."""
         best = rows[int(np.argmax(self.mesh["data"][rows]))]
-        return {axis: int(self.mesh[axis][best]) for axis in MESH_AXES}
+        return {axis: int(self.mesh[axis][best]) for axis in GRID_AXES}
 
     def setting(self, variants: tuple[int, ...]) -> tuple[Array, Setting]:
         """The cells of some variants, and their meshes."""

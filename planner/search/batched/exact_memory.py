@@ -21,7 +21,7 @@ from whalejax.planner.search.batched.space import Space
 from whalejax.planner.search.host_offload import Hosting
 from whalejax.planner.search.layout_memory import Laid, LayoutMemory
 from whalejax.planner.search.request import Request
-from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.layout import GRID_AXES
 from whalejax.planner.sharding.parameter_layout import batch_homes, lay_out
 from whalejax.planner.terms import OFFLOADS, MemoryTerms
 
@@ -134,7 +134,7 @@ class ExactMemory:
             return None
         cell = int(frames.cell[row])
         variant = self.space.served[int(cases.model.cells[Column("variant")][cell])]
-        mesh = {axis: int(cases.mesh[axis][row]) for axis in MESH_AXES}
+        mesh = {axis: int(cases.mesh[axis][row]) for axis in GRID_AXES}
         inside = {axis: size for axis, size in mesh.items() if axis != "stage"}
         count = int(frames.micro_batches[row])
         laid = Laid(

@@ -10,11 +10,11 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import Spans, spans_of
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import ORDERS
-from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.layout import GRID_AXES
 
 
-_INNERMOST = np.array([[MESH_AXES.index(a) for a in reversed(o)] for o in ORDERS])
-"""For each order, its axes innermost first, as indices into ``MESH_AXES``."""
+_INNERMOST = np.array([[GRID_AXES.index(a) for a in reversed(o)] for o in ORDERS])
+"""For each order, its axes innermost first, as indices into ``GRID_AXES``."""
 
 Rates = tuple[Array, Array]
 """Seconds for each payload byte and for each time, of every mesh."""
@@ -31,7 +31,7 @@ class Wires:
     def __init__(self, cluster: Cluster, like: Wires | None = None) -> None:
         self._cluster = cluster
         self._known: dict[tuple[int, ...], int] = {}
-        self._sizes = np.zeros((len(MESH_AXES), 0), dtype=np.int64)
+        self._sizes = np.zeros((len(GRID_AXES), 0), dtype=np.int64)
         self._orders = np.zeros(0, dtype=np.int64)
         if like is not None:
             self._known = dict(like._known)
@@ -42,7 +42,7 @@ class Wires:
         """Where meshes stand among those that are known; from now on they are.
 
         Args:
-            sizes: (axis, mesh), axes as in ``MESH_AXES``; no mesh twice.
+            sizes: (axis, mesh), axes as in ``GRID_AXES``; no mesh twice.
             orders: indices into ``ORDERS``.
         """
         known, before = self._known, len(self._known)
@@ -67,7 +67,7 @@ class Wires:
         found = self._rates.get((kind, axes))
         start = 0 if found is None else len(found[0])
         if found is None or start < len(self._orders):
-            spans = spans_of(axes, self._ordered(start), MESH_AXES, self._cluster)
+            spans = spans_of(axes, self._ordered(start), GRID_AXES, self._cluster)
             more = priced(spans)
             if found is not None:
                 byte, time = (np.concatenate(p) for p in zip(found, more, strict=True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from whalejax.planner.search.batched.layout_variants import Array
-from whalejax.planner.sharding.layout import MESH_AXES, divisors
+from whalejax.planner.sharding.layout import GRID_AXES, divisors
 
 
 SCHEDULES = ("1f1b", "1f1b-ahead", "gpipe", "interleaved")
@@ -26,9 +26,9 @@ CHUNKS = (2, 3, 4, 6, 8)
 
 def orders() -> tuple[tuple[str, ...], ...]:
     """Mesh axes outermost first: the usual order, and each other axis innermost."""
-    rest = [a for a in MESH_AXES if a != "tensor"]
-    moved = [tuple(a for a in MESH_AXES if a != axis) + (axis,) for axis in rest]
-    return (MESH_AXES, *moved)
+    rest = [a for a in GRID_AXES if a != "tensor"]
+    moved = [tuple(a for a in GRID_AXES if a != axis) + (axis,) for axis in rest]
+    return (GRID_AXES, *moved)
 
 
 ORDERS = orders()
@@ -217,7 +217,7 @@ def _differs(frames: Frames, sizes: Mapping[str, Array]) -> dict[int, Array]:
     found = {}
     for index, order in enumerate(ORDERS[1:], start=1):
         other = np.zeros(len(frames), dtype=bool)
-        for axis in MESH_AXES[MESH_AXES.index(order[-1]) + 1 :]:
+        for axis in GRID_AXES[GRID_AXES.index(order[-1]) + 1 :]:
             other |= mesh[axis] > 1
         found[index] = other & (mesh[order[-1]] > 1)
     return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.planner.model.graph import Factor, FactorKind
+from whalejax.planner.model.windows import Window
 
 
 Shape = tuple[int, ...]
@@ -61,7 +62,7 @@ class Behaviour:
         parts: (dimension, count) where the operation cuts or joins operand 0 or
             result 0 into equal parts; the walk writes it as a reshape and a split.
         unknown: no rule is known.
-        share, zigzag: see ``planner.model.graph.Op``.
+        share, zigzag, windows: see ``planner.model.graph.Op``.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -75,6 +76,7 @@ class Behaviour:
     unknown: bool = False
     share: float = 1.0
     zigzag: bool = False
+    windows: tuple[Window, ...] = ()
 
 
 Rule = Callable[[Equation], Behaviour]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
+from whalejax.capture.rules.windows import windows_of_convolution
 
 
 def _product(shape: Sequence[int], dims: Iterable[int]) -> int:
@@ -71,7 +72,7 @@ def _ragged_dot(equation: Equation) -> Behaviour:
 
 
 def _conv(equation: Equation) -> Behaviour:
-    """Spatial dimensions stay whole, but for those that are taken point by point."""
+    """Of spatial dimensions, those that are taken point by point are as any other."""
     params = equation.params
     numbers = params["dimension_numbers"]
     (lhs_n, lhs_c, *lhs_space) = numbers.lhs_spec
@@ -108,6 +109,7 @@ def _conv(equation: Equation) -> Behaviour:
         flops=2 * pixels * taps * channels,
         matmul=(pixels, taps, channels // groups, groups),
         saves=((1, 0), (0, 1)),
+        windows=windows_of_convolution(equation),
     )
 
 

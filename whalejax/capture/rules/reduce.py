@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Final
 
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
+from whalejax.capture.rules.windows import windows_of_pooling
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> Letters:
@@ -122,14 +123,14 @@ def _reduce_window(equation: Equation) -> Behaviour:
         alone = tuple(padding[dim]) == (0, 0) and dilation[dim] == 1
         if alone and windows[dim] == strides[dim] == 1:
             letters.link((0, dim), (result, dim))
-        elif alone and windows[dim] <= strides[dim]:
-            letters.each_whole([(0, dim), (result, dim)])
         else:
             letters.link((0, dim), kind="halo")
             letters.link((result, dim), kind="halo")
     linear = equation.name == "reduce_window_sum"
     return Behaviour(
-        factors=letters.factors, saves=() if linear else ((0, 0), (result, 0))
+        factors=letters.factors,
+        saves=() if linear else ((0, 0), (result, 0)),
+        windows=windows_of_pooling(equation),
     )
 
 

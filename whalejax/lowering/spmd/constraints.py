@@ -44,8 +44,8 @@ class Constraints:
             they are used in: stored layout, then used layout.
         regathers: positions that gather them again for their backward pass.
         rings: positions of attention that runs in blocks, with layouts of operands.
-        lookups: positions of lookups, scatters, sorts and convolutions, with layouts
-            of operands.
+        lookups: positions of lookups, scatters, sorts, convolutions and poolings, with
+            layouts of operands.
         chunks: into how many the tokens of a device are cut in calls that make logits.
         waiting: what waits in host memory for the backward pass: position of a
             checkpointed region to numbers of its inputs, and of an equation inside one
@@ -145,7 +145,8 @@ class _Collector:
                 for slot, tensor in enumerate(op.operands):
                     self._operand(index, slot, tensor, table)
             seen.add(op.position)
-            by_part = op.kind in INDEXED or op.kind == CONVOLUTION
+            slides = op.kind == CONVOLUTION or bool(op.windows)
+            by_part = op.kind in INDEXED or slides
             kind = "lookup" if by_part else op.kind
             if kind in ("lookup", ATTENTION):
                 self.read[kind][op.position] = tuple(

@@ -27,6 +27,7 @@ from whalejax.lowering.spmd.grouped_conv import grouped, is_grouped
 from whalejax.lowering.spmd.host_parameters import Away, settled, viewed
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.ring_attention import attend
+from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
 from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.sharding.layout import Spec
 
@@ -317,6 +318,9 @@ def _as_it_is(
     """One operation as it was traced, or as devices have to be told to compute it."""
     laid = scope.constraints.lookups.get(position, ())
     specs = [laid[s] if s is not None and laid else () for s in slots]
+    windows = shared_windows(equation, specs)
+    if windows:
+        return in_slabs(equation, values, specs, windows, scope.mesh)
     if is_grouped(equation) and laid:
         return grouped(equation, values, specs, scope.mesh)
     flows = scope.constraints.flows.get(position)

@@ -1,0 +1,182 @@
+"""CosmoFlow: a 3-D convolutional network that reads parameters off a volume.
+
+It shows samples that no device can hold: activations grow with the cube of the extent,
+so that at 512³ one sample takes many devices, which share its depth, height and width
+(``mesh={"depth": 2, "height": 2, "width": 2}``). Convolutions of three, each with a
+pooling of two behind it, then three dense layers. Nothing is annotated: the planner
+finds the space.
+
+After Mathuriya et al., "CosmoFlow: Using Deep Learning to Learn the Universe at Scale"
+(2018), in the form of Oyama et al., "The Case for Strong Scaling in Deep Learning:
+Training Large 3D CNNs with Hybrid Parallelism" (2020): sixteen channels that double,
+seven convolutions for 512³ and five for 128³, dense layers of 2,048 and 256, and four
+outputs. In Flax NNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import whalejax as wh
+from whalejax.models._batches import default_batch_size
+from whalejax.models._fields import regression_volumes
+from whalejax.models._layers import Array, widened
+from whalejax.models._names import change, pick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CosmoFlowConfig:
+    """Sizes and switches; the defaults are those for volumes of 128³.
+
+    Attributes:
+        extent: depth, height and width of a volume, in voxels.
+        inputs: channels of a volume.
+        channels: of each convolution; each halves the volume behind it.
+        hidden: widths of the dense layers before the last.
+        outputs: numbers that are read off.
+        batch_norm: a batch normalisation behind each convolution.
+        dtype: compute dtype; follows the parameters where None.
+        param_dtype: dtype of the parameters.
+    """
+
+    extent: int = 128
+    inputs: int = 4
+    channels: tuple[int, ...] = (16, 32, 64, 128, 256)
+    hidden: tuple[int, ...] = (2048, 256)
+    outputs: int = 4
+    batch_norm: bool = False
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+
+SIZES: Final[Mapping[str, CosmoFlowConfig]] = {
+    "128": CosmoFlowConfig(),
+    "512": CosmoFlowConfig(extent=512, channels=(16, 32, 64, 128, 256, 256, 256)),
+    "test": CosmoFlowConfig(
+        extent=16, inputs=2, channels=(4, 8), hidden=(16, 8), outputs=2
+    ),
+}
+
+
+def _kinds(config: CosmoFlowConfig) -> dict[str, Any]:
+    return {
+        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+    }
+
+
+class CosmoFlow(nnx.Module):
+    """The whole model: volumes in, numbers out.
+
+    >>> model = CosmoFlow(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 16, 16, 16, 2))).shape
+    (2, 2)
+    """
+
+    def __init__(self, config: CosmoFlowConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        kinds = {**_kinds(config), "rngs": rngs}
+        inputs, convolutions, norms = config.inputs, [], []
+        for outputs in config.channels:
+            convolutions.append(nnx.Conv(inputs, outputs, (3, 3, 3), **kinds))
+            if config.batch_norm:
+                norms.append(nnx.BatchNorm(outputs, momentum=0.9, **kinds))
+            inputs = outputs
+        self.convolutions = nnx.List(convolutions)
+        self.norms = nnx.List(norms)
+        side = config.extent // 2 ** len(config.channels)
+        # Space stays three dimensions of the kernel, which share it as the volume's.
+        self.first = nnx.LinearGeneral(
+            (side, side, side, inputs), config.hidden[0], axis=(-4, -3, -2, -1), **kinds
+        )
+        widths = (*config.hidden, config.outputs)
+        self.dense = nnx.List(
+            [
+                nnx.Linear(before, after, **kinds)
+                for before, after in zip(widths, widths[1:], strict=False)
+            ]
+        )
+
+    def __call__(self, volumes: Array) -> Array:
+        """Numbers ``[batch, outputs]`` of ``[batch, depth, height, width, inputs]``."""
+        x = volumes.astype(self.convolutions[0].kernel.dtype)
+        for number, convolution in enumerate(self.convolutions):
+            x = convolution(x)
+            if self.config.batch_norm:
+                x = self.norms[number](x).astype(x.dtype)
+            x = nnx.max_pool(nnx.leaky_relu(x), (2, 2, 2), strides=(2, 2, 2))
+        x = self.first(x)
+        for layer in self.dense:
+            x = layer(nnx.leaky_relu(x))
+        return x
+
+
+def make_model(config: CosmoFlowConfig, key: Array) -> CosmoFlow:
+    """A fresh model."""
+    return CosmoFlow(config, rngs=nnx.Rngs(key))
+
+
+def loss_fn(model: CosmoFlow, batch: Mapping[str, Any]) -> Array:
+    """Mean squared error.
+
+    Args:
+        model: the model.
+        batch: ``volumes`` ``float[batch, depth, height, width, inputs]`` and
+            ``targets`` ``float[batch, outputs]``.
+    """
+    found = widened(model(jnp.asarray(batch["volumes"])))
+    return jnp.mean((found - jnp.asarray(batch["targets"])) ** 2)
+
+
+def job(
+    size: str = "128",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of a CosmoFlow on random fields whose spectral index it is to tell.
+
+    Args:
+        size: one of ``SIZES``; the test size has two convolutions.
+        batch_size: volumes in a global batch; 64, at test size 16.
+        learning_rate: of Adam.
+        seed: which sequence of batches.
+        changes: fields of ``CosmoFlowConfig``.
+
+    Raises:
+        WhaleError: unknown size or field, or a volume that cannot be halved so often.
+
+    >>> job("test").batch_at(0)["volumes"].shape
+    (16, 16, 16, 16, 2)
+    """
+    options = ("batch_size", "learning_rate", "seed")
+    config = change(pick(size, SIZES, "CosmoFlow size"), changes, options=options)
+    halvings = 2 ** len(config.channels)
+    if config.extent < 1 or config.extent % halvings:
+        raise wh.WhaleError(
+            f"extent is {config.extent!r}; expected a multiple of {halvings}: "
+            f"{len(config.channels)} convolutions halve the volume each"
+        )
+    return wh.Job(
+        loss_fn=loss_fn,
+        make_model=lambda key: make_model(config, key),
+        batch=lambda step, count: regression_volumes(
+            step,
+            count,
+            extent=config.extent,
+            channels=config.inputs,
+            outputs=config.outputs,
+            seed=seed,
+        ),
+        optimizer=optax.adam(learning_rate),
+        batch_size=default_batch_size(size, batch_size, 64),
+        name="cosmoflow" if size == "128" else f"cosmoflow-{size}",
+    )

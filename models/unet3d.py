@@ -1,0 +1,202 @@
+"""3-D U-Net: a class for every voxel of a volume.
+
+It shows space that gets shorter and longer again: convolutions of three at each
+resolution, poolings of two on the way down, transposed convolutions of two on the way
+up, and what was there before beside them. Logits are as large as the volume, so that
+devices that share depth, height and width share all of it. Normalisation is over
+groups of channels of one sample, or over the batch. Nothing is annotated.
+
+After Çiçek et al., "3D U-Net: Learning Dense Volumetric Segmentation from Sparse
+Annotation" (2016), with padded convolutions, so that labels have the volume's extents.
+In Flax NNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import whalejax as wh
+from whalejax.models._batches import default_batch_size
+from whalejax.models._fields import segmented_volumes
+from whalejax.models._layers import Array, cross_entropy
+from whalejax.models._names import change, pick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UNet3DConfig:
+    """Sizes and switches; the defaults are those of the paper.
+
+    Attributes:
+        extent: depth, height and width of a volume, in voxels.
+        inputs: channels of a volume.
+        channels: at each resolution; the volume is halved between them.
+        groups: of channels that are normalised together; 0 for batch normalisation.
+        classes: of a voxel.
+        dtype: compute dtype; follows the parameters where None.
+        param_dtype: dtype of the parameters.
+    """
+
+    extent: int = 128
+    inputs: int = 1
+    channels: tuple[int, ...] = (32, 64, 128, 256)
+    groups: int = 8
+    classes: int = 3
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+
+SIZES: Final[Mapping[str, UNet3DConfig]] = {
+    "paper": UNet3DConfig(),
+    "test": UNet3DConfig(extent=16, channels=(4, 8), groups=2, classes=2),
+}
+
+
+def _kinds(config: UNet3DConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+    return {
+        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+        "rngs": rngs,
+    }
+
+
+class Block(nnx.Module):
+    """Two convolutions of three, each with a normalisation."""
+
+    def __init__(
+        self, config: UNet3DConfig, inputs: int, outputs: int, rngs: nnx.Rngs
+    ) -> None:
+        kinds = _kinds(config, rngs)
+        self.convolutions = nnx.List(
+            [
+                nnx.Conv(before, outputs, (3, 3, 3), use_bias=False, **kinds)
+                for before in (inputs, outputs)
+            ]
+        )
+        self.norms = nnx.List(
+            [
+                nnx.GroupNorm(outputs, num_groups=config.groups, **kinds)
+                if config.groups
+                else nnx.BatchNorm(outputs, momentum=0.9, **kinds)
+                for _ in range(2)
+            ]
+        )
+
+    def __call__(self, x: Array) -> Array:
+        """Over ``x`` ``[batch, depth, height, width, channels]``."""
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = nnx.relu(norm(convolution(x)).astype(x.dtype))
+        return x
+
+
+class UNet3D(nnx.Module):
+    """The whole model: volumes in, logits of each voxel out.
+
+    >>> model = UNet3D(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((1, 16, 16, 16, 1))).shape
+    (1, 16, 16, 16, 2)
+    """
+
+    def __init__(self, config: UNet3DConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        kinds = _kinds(config, rngs)
+        widths = config.channels
+        inputs, down = config.inputs, []
+        for outputs in widths:
+            down.append(Block(config, inputs, outputs, rngs))
+            inputs = outputs
+        self.down = nnx.List(down)
+        up, widen = [], []
+        for below, here in zip(widths[:0:-1], widths[-2::-1], strict=True):
+            widen.append(
+                nnx.ConvTranspose(
+                    below, here, (2, 2, 2), strides=(2, 2, 2), padding="VALID", **kinds
+                )
+            )
+            up.append(Block(config, 2 * here, here, rngs))
+        self.widen, self.up = nnx.List(widen), nnx.List(up)
+        self.head = nnx.Conv(widths[0], config.classes, (1, 1, 1), **kinds)
+
+    def __call__(self, volumes: Array) -> Array:
+        """Logits ``[batch, depth, height, width, classes]`` of volumes."""
+        x = volumes.astype(self.head.kernel.dtype)
+        beside: list[Array] = []
+        for number, block in enumerate(self.down):
+            if number:
+                x = nnx.max_pool(x, (2, 2, 2), strides=(2, 2, 2))
+            x = block(x)
+            beside.append(x)
+        beside.pop()
+        for widen, block in zip(self.widen, self.up, strict=True):
+            x = block(jnp.concatenate([beside.pop(), widen(x)], axis=-1))
+        return self.head(x)
+
+
+def make_model(config: UNet3DConfig, key: Array) -> UNet3D:
+    """A fresh model."""
+    return UNet3D(config, rngs=nnx.Rngs(key))
+
+
+def loss_fn(model: UNet3D, batch: Mapping[str, Any]) -> Array:
+    """Mean cross-entropy of the voxels, in nats.
+
+    Args:
+        model: the model.
+        batch: ``volumes`` ``float[batch, depth, height, width, inputs]`` and ``labels``
+            ``int32[batch, depth, height, width]``.
+    """
+    logits = model(jnp.asarray(batch["volumes"]))
+    return jnp.mean(cross_entropy(logits, jnp.asarray(batch["labels"])))
+
+
+def job(
+    size: str = "paper",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of a 3-D U-Net on random fields, whose large structures are its labels.
+
+    Args:
+        size: one of ``SIZES``; the test size has two resolutions.
+        batch_size: volumes in a global batch; 8, at test size 16.
+        learning_rate: of Adam.
+        seed: which sequence of batches.
+        changes: fields of ``UNet3DConfig``.
+
+    Raises:
+        WhaleError: unknown size or field, or a volume that cannot be halved so often.
+
+    >>> job("test").batch_at(0)["labels"].shape
+    (16, 16, 16, 16)
+    """
+    options = ("batch_size", "learning_rate", "seed")
+    config = change(pick(size, SIZES, "3-D U-Net size"), changes, options=options)
+    halvings = 2 ** (len(config.channels) - 1)
+    if config.extent < 1 or config.extent % halvings:
+        raise wh.WhaleError(
+            f"extent is {config.extent!r}; expected a multiple of {halvings}: "
+            f"{len(config.channels)} resolutions halve the volume between them"
+        )
+    return wh.Job(
+        loss_fn=loss_fn,
+        make_model=lambda key: make_model(config, key),
+        batch=lambda step, count: segmented_volumes(
+            step,
+            count,
+            extent=config.extent,
+            channels=config.inputs,
+            classes=config.classes,
+            seed=seed,
+        ),
+        optimizer=optax.adam(learning_rate),
+        batch_size=default_batch_size(size, batch_size, 8),
+        name="unet3d" if size == "paper" else f"unet3d-{size}",
+    )

@@ -1,0 +1,150 @@
+"""Spatial dimensions: one logical dimension through every resolution of a model.
+
+A strided convolution or a pooling makes a dimension shorter, and a transposed
+convolution longer. For devices that share space it stays the same dimension: each has
+the same part of it before and after. The windows of operations tie such dimensions of
+unlike sizes together, beside the ties of the dimension analysis, which are between
+equal ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whalejax.planner.model.graph import Op
+from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spatial:
+    """Classes of dimensions that are one spatial dimension.
+
+    Attributes:
+        number: tells it from others.
+        space: the mesh axis that may shard it.
+        unshared: why it cannot be shared all the same, or empty.
+    """
+
+    number: int
+    space: str
+    unshared: str
+
+    def role(self, role: Any, sizes: Sequence[int]) -> Any:
+        """A role of these classes.
+
+        Args:
+            role: without what is said of space.
+            sizes: of the classes.
+        """
+        return replace(
+            role,
+            size=max(sizes),
+            space="" if self.unshared else self.space,
+            common=math.gcd(*sizes),
+            unshared=self.unshared,
+        )
+
+
+def spatial(
+    atoms: Atoms, classes: Union, holds: Sequence[set[int]]
+) -> dict[int, Spatial]:
+    """The classes that are space, by their representatives.
+
+    Args:
+        atoms: of the graph.
+        classes: which atoms are one class.
+        holds: for each class, by its representative, the tensors it stands in.
+    """
+    slides = [op for op in atoms.graph.ops if op.windows]
+    if not slides:
+        return {}
+    chains = _Chains(atoms, classes)
+    for op in slides:
+        chains.add(op)
+    return chains.found(holds)
+
+
+class _Chains:
+    """Classes that windows tie together, and what stands against sharing them."""
+
+    def __init__(self, atoms: Atoms, classes: Union) -> None:
+        self.atoms = atoms
+        self.find = classes.find
+        self.union = Union(len(atoms.owners))
+        self.members: set[int] = set()
+        self.spaces: dict[int, set[str]] = defaultdict(set)
+        self.against: dict[int, str] = {}
+
+    def add(self, op: Op) -> None:
+        """Tie what one operation slides along."""
+        for window in op.windows:
+            ends = [
+                [self.find(atom) for atom in self.atoms.of(tensor, dim)]
+                for tensor, dim in (
+                    (op.operands[0], window.dim),
+                    (op.results[0], window.out),
+                )
+            ]
+            roots = [root for end in ends for root in end]
+            for root in roots:
+                self.members.add(root)
+                if window.space:
+                    self.spaces[root].add(window.space)
+                if window.refused:
+                    why = f"{_words(op)}: {window.refused}"
+                    self.against.setdefault(root, why)
+                elif any(len(end) != 1 for end in ends):
+                    why = f"{_words(op)} slides along a dimension that is regrouped"
+                    self.against.setdefault(root, why)
+            for root in roots[1:]:
+                self.union.join(roots[0], root)
+
+    def found(self, holds: Sequence[set[int]]) -> dict[int, Spatial]:
+        """Chains in which some convolution says which dimension of space they are."""
+        self._others()
+        chains: dict[int, list[int]] = defaultdict(list)
+        for root in sorted(self.members):
+            chains[self.union.find(root)].append(root)
+        found: dict[int, Spatial] = {}
+        for number, roots in enumerate(chains.values()):
+            spaces = {space for root in roots for space in self.spaces[root]}
+            if len(spaces) != 1 or not _disjoint(holds, roots):
+                continue
+            space = spaces.pop()
+            why = next((self.against[r] for r in roots if r in self.against), "")
+            why = f"{space}: {why}" if why else ""
+            one = Spatial(number=number, space=space, unshared=why)
+            found.update(dict.fromkeys(roots, one))
+        return found
+
+    def _others(self) -> None:
+        """Operations that need a spatial dimension whole for another reason."""
+        for op in self.atoms.graph.ops:
+            slots = slots_of(op)
+            for factor in op.factors:
+                if factor.kind != "unshardable":
+                    continue
+                for slot, dim in factor.members:
+                    for atom in self.atoms.of(slots[slot], dim):
+                        root = self.find(atom)
+                        if root in self.members:
+                            why = f"{_words(op)} needs all of it"
+                            self.against.setdefault(root, why)
+
+
+def _disjoint(holds: Sequence[set[int]], roots: Sequence[int]) -> bool:
+    """No tensor has two of some classes."""
+    seen: set[int] = set()
+    for root in roots:
+        if not seen.isdisjoint(holds[root]):
+            return False
+        seen |= holds[root]
+    return True
+
+
+def _words(op: Op) -> str:
+    return f"{op.kind} at {op.scope}" if op.scope else op.kind

@@ -1,0 +1,127 @@
+"""Windows that slide over space: what a device needs of its neighbours' samples.
+
+A convolution or a pooling reads, for one element of its result, a window of its
+operand. Where devices share a spatial dimension in equal parts, the windows at the
+border of a part reach into the next one: that strip is the *halo*. Its width follows
+from the window alone: with a window that spans ``span`` elements, moves by ``stride``
+and begins ``low`` elements before the first, a part needs ``low`` elements below and
+``span - low - stride`` above (Dryden et al., "Improving Strong-Scaling of CNN Training
+by Exploiting Finer-Grained Parallelism", IPDPS 2019, section III).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+SPACES = ("depth", "height", "width")
+"""Names of spatial dimensions, and of the mesh axes that shard them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How an operation slides along one spatial dimension.
+
+    Attributes:
+        dim, out: the dimension of operand 0 and that of result 0.
+        space: one of ``SPACES`` where the operation tells (a convolution does), or
+            empty.
+        span: elements from the first to the last that one window reads.
+        stride: elements of the operand from one window to the next.
+        low: elements of padding before the first.
+        spread: elements of the result that one of the operand gives: above 1 for a
+            transposed convolution, whose windows then do not overlap.
+        local: every device computes its part by itself, after an exchange that the
+            program writes out; else the compiler is left to exchange halos.
+        refused: why devices cannot share the dimension here, or empty.
+    """
+
+    dim: int
+    out: int
+    space: str = ""
+    span: int = 1
+    stride: int = 1
+    low: int = 0
+    spread: int = 1
+    local: bool = False
+    refused: str = ""
+
+    def divides(self, size: int, result: int, parts: int) -> bool:
+        """Each of so many devices has an equal part of operand and of result."""
+        return size % parts == 0 and result % parts == 0
+
+    def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
+        """Elements that a device receives from below and from above.
+
+        Args:
+            size: elements of the operand along the dimension, of all devices.
+            result: elements of the result.
+            parts: devices.
+
+        >>> Window(dim=1, out=1, span=3, low=1).halo(16, 16, 4)
+        (1, 1)
+        >>> Window(dim=1, out=1, span=3, stride=2).halo(16, 8, 4)
+        (0, 1)
+        >>> Window(dim=1, out=1, span=2, stride=2).halo(16, 8, 4)
+        (0, 0)
+        >>> Window(dim=1, out=1, span=3).halo(16, 14, 2)  # nothing is padded
+        (1, 1)
+        """
+        if parts == 1 or self.spread > 1:
+            return 0, 0
+        own, made = size // parts, result // parts
+
+        def first(part: int) -> int:
+            return part * made * self.stride - self.low
+
+        below = (part * own - first(part) for part in range(1, parts))
+        above = (
+            first(part) + (made - 1) * self.stride + self.span - (part + 1) * own
+            for part in range(parts - 1)
+        )
+        return max(0, *below), max(0, *above)
+
+    def gradient_halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
+        """The same of the result's cotangent, for the gradient of the operand.
+
+        Args:
+            size, result, parts: as in ``halo``.
+
+        >>> Window(dim=1, out=1, span=3, stride=2).gradient_halo(16, 8, 4)
+        (1, 0)
+        """
+        if parts == 1 or self.spread > 1:
+            return 0, 0
+        own, made = size // parts, result // parts
+        below = (
+            part * made - -(-(part * own + self.low - self.span + 1) // self.stride)
+            for part in range(1, parts)
+        )
+        above = (
+            ((part + 1) * own - 1 + self.low) // self.stride - (part + 1) * made + 1
+            for part in range(parts - 1)
+        )
+        return max(0, *below), max(0, *above)
+
+    def read(self, result: int, parts: int) -> int:
+        """Elements of the operand that a device's part of the result is made of."""
+        return (result // parts - 1) * self.stride + self.span
+
+    def gradient_read(self, size: int, parts: int) -> int:
+        """Elements of the cotangent that a device's part of the gradient is made of."""
+        return math.ceil((size // parts + self.span - 1) / self.stride)
+
+
+def hops(halo: int, own: int) -> tuple[int, int]:
+    """Exchanges that bring a halo, and elements in each.
+
+    A halo wider than a neighbour's part comes from several of them.
+
+    >>> hops(1, 8), hops(5, 4), hops(0, 4)
+    ((1, 1), (2, 3), (0, 0))
+    """
+    if not halo:
+        return 0, 0
+    count = math.ceil(halo / own)
+    return count, math.ceil(halo / count)

@@ -1,0 +1,287 @@
+"""Samples whose space several devices share: gradients, halos, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import whalejax as wh
+from tests import equality
+from whalejax import hlo
+from whalejax.models import job as model_job
+
+
+ALL: Final = {"depth": 2, "height": 2, "width": 2}
+NUMBERS: Final = ("NDHWC", "DHWIO", "NDHWC")
+
+
+def convolved(
+    x: jax.Array,
+    kernel: jax.Array,
+    stride: int = 1,
+    padding: str = "SAME",
+    groups: int = 1,
+    dilation: int = 1,
+) -> jax.Array:
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride,) * 3,
+        padding,
+        rhs_dilation=(dilation,) * 3,
+        feature_group_count=groups,
+        dimension_numbers=NUMBERS,
+    )
+
+
+def pooled(kind: str, x: jax.Array, window: int, stride: int, padding: str) -> Any:
+    pool = {"max": nnx.max_pool, "avg": nnx.avg_pool}[kind]
+    return pool(x, (window,) * 3, (stride,) * 3, padding)
+
+
+def widened(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A transposed convolution whose stride is its kernel."""
+    size = kernel.shape[0]
+    return lax.conv_transpose(
+        x, kernel, (size,) * 3, "VALID", dimension_numbers=NUMBERS
+    )
+
+
+def normed(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    mean = jnp.mean(x, axes, keepdims=True)
+    spread = jnp.mean((x - mean) ** 2, axes, keepdims=True)
+    return (x - mean) * lax.rsqrt(spread + 1e-5)
+
+
+def grouped_norm(x: jax.Array) -> jax.Array:
+    apart = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    return normed(apart, (1, 2, 3, 5)).reshape(x.shape)
+
+
+def padded_net(p: Any, x: jax.Array) -> jax.Array:
+    """Kernels of 1, 3 and 5, strides of 1 and 2, every pooling, and back up."""
+    x = normed(convolved(x, p["k5"]), (0, 1, 2, 3))
+    y = grouped_norm(convolved(jnp.tanh(x), p["k3s2"], 2))
+    y = convolved(pooled("max", y, 3, 1, "SAME"), p["groups"], groups=2)
+    z = pooled("avg", x, 2, 2, "VALID") + pooled("max", x, 3, 2, "SAME")
+    y = y + convolved(z, p["k1"]) + pooled("avg", y, 3, 1, "SAME")
+    y = convolved(jnp.tanh(y), p["dilated"], dilation=2)
+    return jnp.sin(widened(y, p["up"])) * x
+
+
+def plain_net(p: Any, x: jax.Array) -> jax.Array:
+    """Nothing is padded: extents shrink, and parts are no multiples of strides."""
+    x = jnp.tanh(convolved(x, p["k3"], padding="VALID"))
+    x = jnp.tanh(convolved(x, p["k5"], padding="VALID"))
+    x = jnp.tanh(convolved(x, p["k3s2"], 2, "VALID"))
+    return convolved(x, p["k1s2"], 2, "VALID")
+
+
+def shapes(net: Any) -> dict[str, tuple[int, ...]]:
+    if net is plain_net:
+        return {
+            "k3": (3, 3, 3, 2, 4),
+            "k5": (5, 5, 5, 4, 4),
+            "k3s2": (3, 3, 3, 4, 4),
+            "k1s2": (1, 1, 1, 4, 4),
+        }
+    return {
+        "k5": (5, 5, 5, 2, 4),
+        "k3s2": (3, 3, 3, 4, 4),
+        "groups": (3, 3, 3, 2, 4),
+        "k1": (1, 1, 1, 4, 4),
+        "dilated": (3, 3, 3, 4, 4),
+        "up": (2, 2, 2, 4, 4),
+    }
+
+
+def job_of(net: Any, extents: tuple[int, ...], samples: int = 2) -> wh.Job:
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.normal(size=shape) / np.sqrt(np.prod(shape[:-1]))
+        for name, shape in shapes(net).items()
+    }
+    x = rng.normal(size=(samples, *extents, 2))
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        return jnp.mean(net(p, batch["x"]) ** 2)
+
+    return wh.Job(
+        loss_fn=loss,
+        make_model=lambda key: jax.tree.map(jnp.asarray, params),
+        batch=lambda step, count: {"x": jnp.asarray(x)},
+        optimizer=optax.sgd(1.0),
+        batch_size=samples,
+    )
+
+
+def halos(plan: wh.Plan) -> Counter[str]:
+    """Bytes that a plan exchanges at borders, by axis."""
+    found: Counter[str] = Counter()
+    for c in plan.collectives:
+        if c.what == "halo":
+            found[c.axes[0]] += c.payload_bytes * c.times(plan.num_micro_batches)
+    return found
+
+
+def exchanged(step: Any) -> int:
+    """Bytes that a compiled step permutes; it must gather and exchange nothing else."""
+    found = hlo.collectives(step.lower().compile().as_text())
+    assert set(found.nbytes) <= {"all-reduce", "collective-permute"}, found.nbytes
+    return int(found.nbytes.get("collective-permute", 0))
+
+
+def held(job: wh.Job, mesh: dict[str, int]) -> None:
+    """The gradient is that of one device, and halos are those that were predicted."""
+    devices = int(np.prod([*mesh.values()]))
+    with jax.enable_x64(True):
+        one = equality.on_one_device(job)
+        # ZeRO would gather parameters beside.
+        found = equality.check(one, steps=2, devices=devices, mesh=mesh, zero=0)
+        assert found.error <= equality.FLOAT64_TOLERANCE, (
+            found.worst_path,
+            found.worst,
+            found.loss_error,
+        )
+        assert found.compilations == 1
+        predicted = halos(found.plan)
+        assert {a for a, n in mesh.items() if n > 1} - {"data"} == set(predicted)
+        assert sum(predicted.values()) == exchanged(found.step)
+
+
+@pytest.mark.relaxed_promotion
+def test_every_window_on_eight_parts_of_a_sample() -> None:
+    held(job_of(padded_net, (16, 16, 16), 1), ALL)
+
+
+@pytest.mark.relaxed_promotion
+def test_windows_without_padding_beside_data() -> None:
+    # 24 → 22 → 18 → 8 → 4: no part of an operand is a multiple of its windows.
+    held(job_of(plain_net, (24, 24, 9)), {"data": 2, "depth": 2, "height": 2})
+
+
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"depth": 4},
+        {"height": 4, "width": 2},
+        {"data": 2, "depth": 4},
+        {"fsdp": 2, "depth": 2, "width": 2},
+    ],
+    ids=str,
+)
+def test_every_window_on_other_meshes(mesh: dict[str, int]) -> None:
+    held(job_of(padded_net, (16, 16, 16)), mesh)
+
+
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("name", ["cosmoflow-test", "unet3d-test"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_reference_models(name: str, norm: bool) -> None:
+    option = {"batch_norm": norm} if name == "cosmoflow-test" else {"groups": 2 * norm}
+    job = model_job(name, batch_size=2, **option)
+    one = equality.on_one_device(job)
+    found = equality.check(one, mesh=ALL, zero=0)
+    assert found.error <= 10 * equality.FLOAT32_TOLERANCE, found.worst_path
+    assert sum(halos(found.plan).values()) == exchanged(found.step)
+
+
+# What is refused.
+
+
+def refused(job: wh.Job, mesh: dict[str, int], **options: Any) -> str:
+    devices = int(np.prod([*mesh.values()]))
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.plan(
+            job.loss_fn,
+            job.make_model(None),
+            job.batch_at(0),
+            cluster=options.pop("cluster", wh.cluster(f"h100:{devices}")),
+            mesh=mesh,
+            **options,
+        )
+    return str(caught.value)
+
+
+def one_net(net: Any, extent: int = 12) -> wh.Job:
+    """A net of kernels that are given to it by name."""
+    x = jnp.ones((2, extent, extent, extent, 2))
+    kernels = {f"k{n}": jnp.ones((n, n, n, 2, 2)) for n in (1, 2, 3, 7)}
+    return wh.Job(
+        loss_fn=lambda p, b: jnp.mean(net(p, b["x"]) ** 2),
+        make_model=lambda key: kernels,
+        batch=lambda step, count: {"x": x},
+        optimizer=optax.sgd(1.0),
+        batch_size=2,
+    )
+
+
+def test_extents_that_an_axis_does_not_divide() -> None:
+    job = one_net(lambda p, x: pooled("max", convolved(x, p["k3"]), 2, 2, "VALID"))
+    assert (
+        "depth 4: the extent is 12, and 6 divides it at every resolution of the model: "
+        "take depth of 1, 2, 3, 6, or pad the extent to 24"
+    ) in refused(job, {"depth": 4})
+
+
+def test_a_halo_wider_than_a_part() -> None:
+    job = one_net(lambda p, x: convolved(x, p["k7"]))
+    text = refused(job, {"width": 6})
+    assert (
+        "conv_general_dilated needs 3 of a neighbour, and with width 6 each has 2 of "
+        "12: take width 3, or a larger extent"
+    ) in text
+
+
+def test_an_axis_for_a_dimension_that_is_no_space() -> None:
+    job = one_net(lambda p, x: jnp.tanh(x @ p["k1"][0, 0, 0]))
+    text = refused(job, {"height": 2})
+    assert "no dimension for a spatial axis; mesh= fixes height 2" in text
+    assert "height: the model has no convolution over two or three dimensions" in text
+    assert "use data or fsdp instead" in text
+
+
+@pytest.mark.parametrize(
+    ("net", "text"),
+    [
+        (
+            lambda p, x: jnp.cumsum(convolved(x, p["k3"]), axis=1),
+            "depth: cumsum needs all of it",
+        ),
+        (
+            lambda p, x: pooled("max", convolved(x, p["k3"]), 3, 2, "VALID"),
+            "depth: reduce_window_max: its windows of 3 with stride 2 make 5 of 12; "
+            "padded to 10 of 5 (SAME), devices could share them",
+        ),
+        (
+            lambda p, x: lax.conv_transpose(
+                x, p["k3"], (2, 2, 2), "SAME", dimension_numbers=NUMBERS
+            ),
+            "depth: conv_general_dilated: it is a transposed convolution of stride 2 "
+            "with a kernel of 3 and padding (2, 1); only one whose kernel is its "
+            "stride, with padding (1, 1), can share space",
+        ),
+    ],
+    ids=["running sum", "pooling", "transposed"],
+)
+def test_operations_that_cannot_share_space(net: Any, text: str) -> None:
+    assert text in refused(one_net(net), {"depth": 2})
+
+
+def test_what_no_executor_runs_beside_it() -> None:
+    job = one_net(lambda p, x: convolved(x, p["k3"]))
+    text = refused(job, {"stage": 2, "depth": 2})
+    assert "mesh= fixes depth 2, and stages of a pipeline do not share" in text
+    text = refused(job, {"data": 2, "depth": 2}, shares=[1, 1])
+    assert "neither shares= nor devices of several kinds go with it" in text

@@ -1,0 +1,121 @@
+"""Volumes in files: each process reads its part, and wrong files are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import tensorstore
+
+import whalejax as wh
+
+
+EXTENT: Final = 8
+SHAPE: Final = (EXTENT, EXTENT, EXTENT, 2)
+Write = Callable[[Path, np.ndarray], None]
+
+
+def write_npy(path: Path, values: np.ndarray) -> None:
+    np.save(path.with_suffix(".npy"), values)
+    path.with_suffix(".npy").rename(path)
+
+
+def write_zarr(path: Path, values: np.ndarray) -> None:
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": {"chunks": [2, 4, 8, 2]},
+    }
+    store = tensorstore.open(
+        spec, create=True, dtype=values.dtype.name, shape=values.shape
+    ).result()
+    store.write(values).result()
+
+
+@pytest.fixture(params=[write_npy, write_zarr], ids=["npy", "zarr"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    """Four volumes, each with its number in front of those of its voxels."""
+    paths = [tmp_path / f"{n}" for n in range(4)]
+    for n, path in enumerate(paths):
+        request.param(path, volume(n))
+    return paths
+
+
+def volume(number: int) -> np.ndarray:
+    size = int(np.prod(SHAPE))
+    return np.arange(number * size, (number + 1) * size, dtype=np.float32).reshape(
+        SHAPE
+    )
+
+
+def step_of(*pieces: tuple[slice, ...], shape: tuple[int, ...] = SHAPE) -> Any:
+    """What a reader sees of a compiled step, whose process holds some pieces."""
+    leaf = SimpleNamespace(path="['volumes']", shape=(4, *shape))
+    return SimpleNamespace(
+        plan=SimpleNamespace(batch=(leaf,)),
+        batch_regions=lambda: {leaf.path: pieces},
+    )
+
+
+def test_a_process_reads_its_slab_alone(files: list[Path]) -> None:
+    whole = slice(0, EXTENT)
+    step = step_of((slice(2, 4),), (slice(4, 8),), (whole,), (slice(0, 2),))
+    source = wh.Volumes({"volumes": files}, step)
+    for number in (3, 0):
+        found = source[number]["volumes"]
+        np.testing.assert_array_equal(found, volume(number)[2:4, 4:])
+    assert source.bytes_read == 2 * volume(0).nbytes // 8
+
+
+def test_parts_that_are_no_neighbours(files: list[Path]) -> None:
+    apart = (slice(0, 2), slice(6, 8))
+    step = step_of(apart, apart, (slice(0, EXTENT),), (slice(0, 2),))
+    found = wh.Volumes({"volumes": files}, step)[1]["volumes"]
+    rows = [0, 1, 6, 7]
+    np.testing.assert_array_equal(found, volume(1)[np.ix_(rows, rows)])
+
+
+def test_a_feed_stacks_what_was_read(files: list[Path]) -> None:
+    source = wh.Volumes({"volumes": files, "targets": np.arange(4.0)})
+    batch = next(iter(wh.Feed(source, 2, seed=None)))
+    np.testing.assert_array_equal(batch["volumes"], [volume(0), volume(1)])
+    assert batch["targets"].tolist() == [0.0, 1.0]
+    assert source.bytes_read == 2 * volume(0).nbytes
+
+
+def refused(leaves: Any, step: Any = None, number: int = 1) -> str:
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.Volumes(leaves, step)[number]
+    return str(caught.value)
+
+
+def test_a_file_of_another_shape(files: list[Path]) -> None:
+    slabs = ((slice(0, 4),),) * 4
+    text = refused({"volumes": files}, step_of(*slabs, shape=(16, 16, 16, 2)))
+    assert text == (
+        f"volumes[1] ({files[1]}) has shape (8, 8, 8, 2); the plan is for samples of "
+        "(16, 16, 16, 2). Give files of that shape, or plan again for this one"
+    )
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    pickled, empty = tmp_path / "pickled.npy", tmp_path / "empty"
+    np.save(pickled, np.array([{}], dtype=object), allow_pickle=True)
+    empty.mkdir()
+    names = [str(pickled), str(tmp_path / "none.npy"), str(empty)]
+    texts = [refused({"volumes": names}, number=n) for n in range(3)]
+    assert "Give .npy files of numbers, or folders with Zarr arrays" in texts[0]
+    assert "volumes[1]: there is no file" in texts[1]
+    assert "holds no Zarr array (neither .zarray nor zarr.json)" in texts[2]
+
+
+def test_leaves_that_cannot_be() -> None:
+    step = step_of(*((slice(0, 8),),) * 4)
+    text = refused({"volume": ["a.npy"], "targets": [1, 2]}, step)
+    assert "leaves have unlike numbers of samples: volume 1, targets 2" in text
+    assert "leaves are volume, targets; the plan's batch has ['volumes']" in text
+    assert "leaves is []; expected a file for each sample" in refused([])

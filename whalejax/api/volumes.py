@@ -1,0 +1,211 @@
+"""Volumes in files, of which each process reads what its devices hold and no more.
+
+A plan that shares the space of samples (mesh axes ``depth``, ``height``, ``width``)
+gives every process a slab of each volume. Halos are exchanged between devices, so that
+nobody reads what another one has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whalejax.meshes.checks import shown
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+if TYPE_CHECKING:
+    from whalejax.runtime.train_step import TrainStep
+
+
+Region = tuple[tuple[slice, ...], ...]
+"""For each dimension of a sample, the pieces of it that are read."""
+
+
+class Volumes:
+    """Samples in files: a source for ``wh.Feed`` that reads slabs.
+
+    A file is ``.npy``, of which the wanted part is mapped into memory, or a folder with
+    a Zarr array (of version 2 or 3), of which the chunks that hold it are read.
+
+    Attributes:
+        bytes_read: of files, so far; of Zarr whole chunks, before compression.
+
+    Example:
+        >>> import os, tempfile
+        >>> import numpy as np
+        >>> folder = tempfile.mkdtemp()
+        >>> files = [os.path.join(folder, f"{n}.npy") for n in range(4)]
+        >>> for n, file in enumerate(files):
+        ...     np.save(file, np.full((4, 4, 4, 1), n, np.float32))
+        >>> source = Volumes({"volumes": files, "targets": np.zeros((4, 2))})
+        >>> source[3]["volumes"].shape, len(source), source.bytes_read
+        ((4, 4, 4, 1), 4, 256)
+    """
+
+    def __init__(
+        self, leaves: Mapping[str, Sequence[Any]], step: TrainStep | None = None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            leaves: by the name of a batch leaf, a file for each sample; or an array or
+                a list with a value for each, as labels of whole samples are.
+            step: whose batches they are; it says what this process's devices hold. None
+                reads whole volumes.
+
+        Raises:
+            WhaleError: leaves that the plan does not have, or of unlike lengths; every
+                problem is listed.
+        """
+        problems = Problems("Volumes", WhaleError)
+        if not isinstance(leaves, Mapping) or not leaves:
+            raise WhaleError(
+                f"leaves is {shown(leaves)}; expected a file for each sample, by the "
+                "name of a batch leaf: {'volumes': ['0.npy', '1.npy']}"
+            )
+        counts = {name: len(each) for name, each in leaves.items()}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name} {n}" for name, n in counts.items())
+            problems.add(f"leaves have unlike numbers of samples: {listed}")
+        self._leaves = dict(leaves)
+        self._count = min(counts.values())
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._regions: dict[str, Region] = {}
+        self.bytes_read = 0
+        if step is not None:
+            self._take(step, problems)
+        problems.raise_if_any()
+
+    def _take(self, step: TrainStep, problems: Problems) -> None:
+        """What a step's plan says of the leaves."""
+        planned = {leaf.path: leaf.shape for leaf in step.plan.batch}
+        names = {f"[{name!r}]": name for name in self._leaves}
+        if names.keys() != planned.keys():
+            problems.add(
+                f"leaves are {', '.join(self._leaves)}; the plan's batch has "
+                f"{', '.join(planned)}. Name them alike"
+            )
+            return
+        for path, region in step.batch_regions().items():
+            self._regions[names[path]] = region
+            self._shapes[names[path]] = tuple(planned[path][1:])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int, /) -> dict[str, Any]:
+        """This process's part of a sample.
+
+        Raises:
+            WhaleError: a file cannot be read, or is of another shape.
+        """
+        return {name: self._read(name, number) for name in self._leaves}
+
+    def _read(self, name: str, number: int) -> Any:
+        found = self._leaves[name][number]
+        where = f"{name}[{number}]"
+        if isinstance(found, str | Path):
+            array = _opened(Path(found), where)
+            where += f" ({found})"
+        else:
+            array = np.asarray(found)
+        shape = tuple(array.shape)
+        wanted = self._shapes.get(name, shape)
+        if shape != wanted:
+            raise WhaleError(
+                f"{where} has shape {shape}; the plan is for samples of {wanted}. "
+                "Give files of that shape, or plan again for this one"
+            )
+        region = self._regions.get(name) or tuple((slice(0, n),) for n in shape)
+        if not isinstance(found, str | Path):
+            return _joined(array, region)
+        self.bytes_read += _touched(array, region)
+        return _joined(array, region)
+
+
+def _opened(path: Path, where: str) -> Any:
+    """An array in a file, of which nothing is read yet."""
+    if not path.exists():
+        raise WhaleError(f"{where}: there is no file {path}")
+    if path.is_dir():
+        return _opened_zarr(path, where)
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise WhaleError(
+            f"{where}: {path} cannot be read ({error}). Give .npy files of numbers, or "
+            "folders with Zarr arrays"
+        ) from error
+
+
+def _opened_zarr(path: Path, where: str) -> Any:
+    import tensorstore
+
+    drivers = {".zarray": "zarr", "zarr.json": "zarr3"}
+    driver = next((d for file, d in drivers.items() if (path / file).exists()), None)
+    if driver is None:
+        raise WhaleError(
+            f"{where}: the folder {path} holds no Zarr array (neither .zarray nor "
+            "zarr.json). Give the folder of one array, or a .npy file"
+        )
+    store = {"driver": "file", "path": str(path.absolute()) + "/"}
+    try:
+        return tensorstore.open(
+            {"driver": driver, "kvstore": store}, open=True, read=True
+        ).result()
+    except ValueError as error:
+        raise WhaleError(f"{where}: {path} cannot be read ({error})") from error
+
+
+def _joined(array: Any, region: Region) -> Any:
+    """The wanted part of an array."""
+    pieces = list(itertools.product(*region))
+    read = [_piece(array, piece) for piece in pieces]
+    if len(read) == 1:
+        return read[0]
+    shape = tuple(sum(s.stop - s.start for s in each) for each in region)
+    whole = np.empty(shape, read[0].dtype)
+    begins = [_begins(each) for each in region]
+    for piece, values in zip(pieces, read, strict=True):
+        place = tuple(
+            slice(start[s.start], start[s.start] + s.stop - s.start)
+            for start, s in zip(begins, piece, strict=True)
+        )
+        whole[place] = values
+    return whole
+
+
+def _begins(pieces: Sequence[slice]) -> dict[int, int]:
+    """Where each piece of a dimension goes, by where it begins in the array."""
+    found, place = {}, 0
+    for piece in pieces:
+        found[piece.start] = place
+        place += piece.stop - piece.start
+    return found
+
+
+def _piece(array: Any, piece: tuple[slice, ...]) -> Any:
+    part = array[piece]
+    return np.array(part.read().result() if hasattr(part, "read") else part)
+
+
+def _touched(array: Any, region: Region) -> int:
+    """Bytes of a file that reading a part of it takes."""
+    chunk = (1,) * len(region)
+    itemsize = getattr(array, "itemsize", None)
+    if itemsize is None:
+        chunk = array.chunk_layout.read_chunk.shape
+        itemsize = array.dtype.numpy_dtype.itemsize
+    elements = 1
+    for pieces, size, length in zip(region, chunk, array.shape, strict=True):
+        elements *= sum(
+            min(length, math.ceil(p.stop / size) * size) - p.start // size * size
+            for p in pieces
+        )
+    return int(elements * itemsize)

@@ -1,0 +1,139 @@
+"""How convolutions and poolings slide along spatial dimensions, as plain data.
+
+Rules of both read it, and so does the lowering, which tells from it what each device
+does. What devices cannot share says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from whalejax.capture.rules.behaviour import Equation
+from whalejax.planner.model.windows import SPACES, Window
+
+
+def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
+    """One window for each spatial dimension of an image or a volume.
+
+    A convolution of one spatial dimension runs along a sequence and has none.
+
+    Args:
+        equation: ``conv_general_dilated``.
+    """
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    dims, outs = numbers.lhs_spec[2:], numbers.out_spec[2:]
+    taps = [equation.inputs[1][dim] for dim in numbers.rhs_spec[2:]]
+    if not 2 <= len(dims) <= len(SPACES):
+        return ()
+    found = []
+    for number, space in enumerate(SPACES[-len(dims) :]):
+        dilation = params["rhs_dilation"][number]
+        window = Window(
+            dim=dims[number],
+            out=outs[number],
+            space=space,
+            span=dilation * (taps[number] - 1) + 1,
+            stride=params["window_strides"][number],
+            low=params["padding"][number][0],
+            spread=params["lhs_dilation"][number],
+            local=params["feature_group_count"] > 1 or _spreads(params),
+            refused=_refused_convolution(params, number, taps[number]),
+        )
+        found.append(_even(window, equation, 2))
+    return tuple(found)
+
+
+def _spreads(params: Any) -> bool:
+    return any(n > 1 for n in params["lhs_dilation"])
+
+
+def _refused_convolution(params: Any, number: int, taps: int) -> str:
+    """Why devices cannot share one of a convolution's spatial dimensions."""
+    if params["batch_group_count"] > 1:
+        return "it convolves groups of samples"
+    spread, stride = params["lhs_dilation"][number], params["window_strides"][number]
+    if spread == 1:
+        return ""
+    low, high = params["padding"][number]
+    alone = taps == spread and stride == 1 and low == high == spread - 1
+    if alone and params["rhs_dilation"][number] == 1:
+        return ""
+    return (
+        f"it is a transposed convolution of stride {spread} with a kernel of {taps} "
+        f"and padding ({low}, {high}); only one whose kernel is its stride, with "
+        f"padding ({spread - 1}, {spread - 1}), can share space"
+    )
+
+
+def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
+    """One window for each dimension that is pooled.
+
+    Args:
+        equation: ``reduce_window`` or one of its kin.
+    """
+    sizes, strides, padding, spread, dilation = pooled(equation)
+    result = len(equation.inputs)
+    if len(equation.outputs) != 1:
+        return ()
+    return tuple(
+        _even(
+            Window(
+                dim=dim,
+                out=dim,
+                span=dilation[dim] * (size - 1) + 1,
+                stride=strides[dim],
+                low=padding[dim][0],
+                local=True,
+                refused="it spreads its operand" if spread[dim] > 1 else "",
+            ),
+            equation,
+            result,
+        )
+        for dim, size in enumerate(sizes)
+        if size > 1 or strides[dim] > 1
+    )
+
+
+def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
+    """Sizes, strides, padding and dilation of operand and window, by dimension.
+
+    Args:
+        equation: a pooling.
+    """
+    params = equation.params
+    rank = len(equation.inputs[0])
+    ones = (1,) * rank
+    return (
+        params["window_dimensions"],
+        params.get("window_strides") or ones,
+        params.get("padding") or ((0, 0),) * rank,
+        params.get("base_dilation") or ones,
+        params.get("window_dilation") or ones,
+    )
+
+
+def _even(window: Window, equation: Equation, result: int) -> Window:
+    """The window; refused where what each device does cannot be the same."""
+    size = equation.inputs[0][window.dim]
+    made = equation.shape(result)[window.out]
+    if window.refused or not window.local:
+        return window
+    if size * window.spread == made * window.stride:
+        return window
+    return Window(
+        dim=window.dim,
+        out=window.out,
+        space=window.space,
+        span=window.span,
+        stride=window.stride,
+        low=window.low,
+        spread=window.spread,
+        local=True,
+        refused=(
+            f"its windows of {window.span} with stride {window.stride} make {made} of "
+            f"{size}; padded to {made * window.stride} of {made} (SAME), devices could "
+            "share them"
+        ),
+    )

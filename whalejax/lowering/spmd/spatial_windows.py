@@ -1,0 +1,189 @@
+"""Windows that slide over space which devices share, where the program says how.
+
+XLA exchanges halos of plain convolutions as cheaply as can be. Of poolings it exchanges
+far more in the backward pass than windows read (seven strips for one of three with
+stride two, two where windows do not overlap at all), and for the kernels' gradients of
+transposed and grouped convolutions it gathers whole samples. Those are written out
+here: each device receives strips from its neighbours, one dimension after the other so
+that corners arrive too, and computes its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.rules.behaviour import Equation
+from whalejax.capture.rules.table import behaviour
+from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
+from whalejax.planner.model.graph import CONVOLUTION, LINEAR_WINDOWS
+from whalejax.planner.model.windows import Window
+from whalejax.planner.sharding.layout import SPATIAL_AXES, Spec
+
+
+def shared_windows(equation: Any, specs: Sequence[Spec]) -> dict[str, Window]:
+    """By mesh axis, the window along the dimension that it shares.
+
+    Args:
+        equation: an operation.
+        specs: layouts of its operands; empty ones are whole.
+
+    Returns:
+        Nothing for an operation that is left to the compiler.
+    """
+    if not specs or not specs[0]:
+        return {}
+    if not any(axis in SPATIAL_AXES for axes in specs[0] for axis in axes):
+        return {}
+    view = Equation(
+        name=equation.primitive.name,
+        params=equation.params,
+        inputs=tuple(tuple(atom.aval.shape) for atom in equation.invars),
+        outputs=tuple(tuple(atom.aval.shape) for atom in equation.outvars),
+    )
+    windows = behaviour(view).windows
+    if not any(window.local for window in windows):
+        return {}
+    return {
+        axis: window
+        for window in windows
+        for axis in specs[0][window.dim]
+        if axis in SPATIAL_AXES
+    }
+
+
+def in_slabs(
+    equation: Any,
+    values: Sequence[Any],
+    specs: Sequence[Spec],
+    windows: Mapping[str, Window],
+    mesh: Any,
+) -> list[Any]:
+    """The result of an operation of which each device computes its part of space.
+
+    Args:
+        equation: a pooling, or a convolution.
+        values: its operands.
+        specs: the layout of the first operand; others are whole.
+        windows: from ``shared_windows``.
+        mesh: the devices.
+    """
+    image = equation.invars[0].aval
+    passed = _passed(equation)
+    given = tuple(
+        axes if dim in passed and image.shape[dim] % _parts(axes, mesh) == 0 else ()
+        for dim, axes in enumerate(specs[0])
+    )
+    local = _without_padding(equation, {w.dim for w in windows.values()})
+
+    def run(x: Any, *others: Any) -> list[Any]:
+        for axis, window in windows.items():
+            x = _with_halo(x, axis, window, _outside(equation, x.dtype), mesh)
+        return list(_compat.bind(local, [x, *others]))
+
+    return on_each(
+        OperationParts(
+            given=(given, *(((),) * len(v.aval.shape) for v in equation.invars[1:])),
+            out=(tuple(given[dim] for dim in _sources(equation)),),
+            run=run,
+        ),
+        values,
+        mesh,
+        linear=equation.primitive.name in LINEAR_WINDOWS,
+    )
+
+
+def _parts(axes: Sequence[str], mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _passed(equation: Any) -> set[int]:
+    """Dimensions of the first operand that each device may have a part of."""
+    if equation.primitive.name != CONVOLUTION:
+        return set(range(len(equation.invars[0].aval.shape)))
+    samples, _, *space = equation.params["dimension_numbers"].lhs_spec
+    return {samples, *space}
+
+
+def _sources(equation: Any) -> tuple[int, ...]:
+    """For each dimension of the result, that of the operand in its place."""
+    if equation.primitive.name != CONVOLUTION:
+        return tuple(range(len(equation.outvars[0].aval.shape)))
+    numbers = equation.params["dimension_numbers"]
+    pairs = zip(numbers.out_spec, numbers.lhs_spec, strict=True)
+    return tuple(source for _, source in sorted(pairs))
+
+
+def _outside(equation: Any, dtype: Any) -> Any:
+    """What stands beyond the first and the last element."""
+    name = equation.primitive.name
+    if name in ("reduce_window_max", "reduce_window_min"):
+        sign = -1 if name == "reduce_window_max" else 1
+        if _compat.is_inexact(dtype):
+            return jnp.asarray(sign * jnp.inf, dtype)
+        limits = np.iinfo(dtype)
+        return jnp.asarray(limits.min if sign < 0 else limits.max, dtype)
+    return jnp.zeros((), dtype)
+
+
+def _without_padding(equation: Any, shared: set[int]) -> Any:
+    """The equation as one device computes it: the halo takes the padding's place."""
+    params = dict(equation.params)
+    padding = list(params["padding"])
+    if equation.primitive.name == CONVOLUTION:
+        space = params["dimension_numbers"].lhs_spec[2:]
+        spread = params["lhs_dilation"]
+        places = [n for n, d in enumerate(space) if d in shared and spread[n] == 1]
+    else:
+        places = sorted(shared)
+    for place in places:
+        padding[place] = (0, 0)
+    params["padding"] = tuple(padding)
+    return equation.replace(params=params)
+
+
+def _with_halo(x: Any, axis: str, window: Window, outside: Any, mesh: Any) -> Any:
+    """A device's part with what its windows read of its neighbours'."""
+    parts, dim = mesh.shape[axis], window.dim
+    own = x.shape[dim]
+    below, above = window.halo(own * parts, own * parts // window.stride, parts)
+    strips = [x]
+    if below:
+        strips.insert(0, _received(x, axis, dim, below, outside, parts, up=True))
+    if above:
+        strips.append(_received(x, axis, dim, above, outside, parts, up=False))
+    return x if len(strips) == 1 else jnp.concatenate(strips, axis=dim)
+
+
+def _received(
+    x: Any, axis: str, dim: int, width: int, outside: Any, parts: int, *, up: bool
+) -> Any:
+    """A strip from a neighbour, or from several where it is wider than their parts.
+
+    Args:
+        x: a device's part.
+        axis, dim: the mesh axis and the dimension that it shares.
+        width: elements of the strip.
+        outside: what stands beyond the first and the last device.
+        parts: devices.
+        up: from those below, whose elements come before; else from those above.
+    """
+    own = x.shape[dim]
+    place = jax.lax.axis_index(axis)
+    pieces = []
+    for step in range(1, math.ceil(width / own) + 1):
+        some = min(own, width - (step - 1) * own)
+        start = own - some if up else 0
+        strip = jax.lax.slice_in_dim(x, start, start + some, axis=dim)
+        pairs = [(i, i + step) if up else (i + step, i) for i in range(parts - step)]
+        there = place >= step if up else place < parts - step
+        if pairs:
+            strip = jax.lax.ppermute(strip, axis, pairs)
+        pieces.append(jnp.where(there, strip, outside))
+    return jnp.concatenate(pieces[::-1] if up else pieces, axis=dim)
