@@ -120,6 +120,7 @@ class Ledger:
             for number in range(micro_batches)
             for phase in Phase
         }
+        self._held = [0] * stages
         self._commit = _Commit()
         self._record("step", {"stages": stages, "micro_batches": micro_batches})
 
@@ -172,6 +173,8 @@ class Ledger:
             return Verdict.DUPLICATE
         self._record("done", _fields(attempt))
         cell.is_done = True
+        if attempt.phase is Phase.BACKWARD:
+            self._held[attempt.stage] += 1
         return Verdict.COUNTED
 
     def give_up(self, attempt: Attempt) -> None:
@@ -198,10 +201,7 @@ class Ledger:
 
     def is_complete(self, stage: int) -> bool:
         """Whether all gradients of a stage are held by peers."""
-        return all(
-            self._cells[stage, number, Phase.BACKWARD].is_done
-            for number in range(self.micro_batches)
-        )
+        return self._held[stage] == self.micro_batches
 
     def is_done(self, stage: int, number: int, phase: Phase) -> bool:
         """Whether a call has been counted."""
@@ -367,8 +367,7 @@ class Ledger:
                 continue
             for stage in range(self.stages):
                 for phase in Phase:
-                    cell = self._cells[stage, number, phase]
-                    cell.current, cell.is_done = None, False
+                    self._clear(stage, self._cells[stage, number, phase], phase)
 
     def _lose(self, peer: str, incarnation: int) -> tuple[Task, ...]:
         lost = []
@@ -378,11 +377,16 @@ class Ledger:
                 continue
             if phase is Phase.FORWARD and cell.is_done:
                 continue
-            cell.current, cell.is_done = None, False
+            self._clear(stage, cell, phase)
             lost.append(Task(stage=stage, number=number, phase=phase))
             if phase is Phase.BACKWARD:
                 self._commit.is_sealed = False
         return tuple(lost)
+
+    def _clear(self, stage: int, cell: _Cell, phase: Phase) -> None:
+        if cell.is_done and phase is Phase.BACKWARD:
+            self._held[stage] -= 1
+        cell.current, cell.is_done = None, False
 
     def _cell(self, stage: int, number: int, phase: Phase) -> _Cell:
         cell = self._cells.get((stage, number, phase))

@@ -115,7 +115,8 @@ def pack(quantized: Quantized) -> bytes:
     """
     codes = np.ascontiguousarray(quantized.codes).reshape(-1)
     size = math.prod(quantized.shape)
-    return quantized.scales.astype("<f4").tobytes() + codes[:size].tobytes()
+    scales = np.asarray(quantized.scales, "<f4")
+    return scales.tobytes() + codes[:size].tobytes()
 
 
 def unpack(

@@ -305,7 +305,11 @@ class Rebalancer:
             now: seconds.
             costs: of a move to each stage.
         """
-        if self.rule is Rule.NONE or now < self._looked + self.period:
+        if self.rule is Rule.NONE or not peers:
+            return None
+        # Nothing runs while a stage has nobody: that does not wait for the next look.
+        is_whole = 0 not in _counts(peers, self.stages)
+        if is_whole and now < self._looked + self.period:
             return None
         if self._moving is not None and now < self._moving[2]:
             return None
@@ -314,8 +318,6 @@ class Rebalancer:
         if present != self._present:
             self._present = present
             self._left.clear()
-        if not peers or self.stages == 1:
-            return None
         choose = paper_move if self.rule is Rule.PAPER else optimum_move
         move = choose(peers, self.stages)
         if move is None or not self._pays(move, peers, costs[move.target]):

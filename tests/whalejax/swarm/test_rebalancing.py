@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from whalejax.swarm.rebalancing import (
 )
 
 
+Choose = Callable[[list[PeerLoad], int], Move | None]
 CHEAP = MoveCost(state_bytes=10**6, bytes_per_second=1e7)
 
 
@@ -104,8 +106,7 @@ def test_fast_and_slow_peers_in_every_stage_reach_the_optimum() -> None:
     "call",
     [lambda: best_counts(2, [1.0, 1.0, 1.0]), lambda: best_stages({"a": (1, 1)}, 2)],
 )
-def test_too_few_peers_are_an_error(call: object) -> None:
-    assert callable(call)
+def test_too_few_peers_are_an_error(call: Callable[[], object]) -> None:
     with pytest.raises(WhaleError, match="Have more peers, or fewer stages"):
         call()
 
@@ -127,14 +128,12 @@ def test_the_rule_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("choose", [paper_move, optimum_move])
-def test_the_last_peer_of_a_stage_stays(choose: object) -> None:
-    assert callable(choose)
+def test_the_last_peer_of_a_stage_stays(choose: Choose) -> None:
     assert choose(alike((1, 1, 1), (9.0, 0.0, 0.0)), 3) is None
 
 
 @pytest.mark.parametrize("choose", [paper_move, optimum_move])
-def test_an_empty_stage_comes_first(choose: object) -> None:
-    assert callable(choose)
+def test_an_empty_stage_comes_first(choose: Choose) -> None:
     move = choose(alike((3, 0, 2), (9.0, 0.0, 1.0)), 3)
     assert move is not None and move.target == 1
 
