@@ -28,7 +28,6 @@ from whalejax.swarm.rebalancing import (
     newcomer_stage,
     optimum_move,
     pipeline_speed,
-    stage_speeds,
 )
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
 
@@ -66,8 +65,8 @@ class Setting:
     Attributes:
         stages: in order.
         micro_batches: of a step, over all trainers.
-        in_flight: micro-batches under way at once, over all trainers; all of the step
-            where it is 0.
+        in_flight: micro-batches under way at once, over all trainers; two for each
+            peer that serves where it is 0.
         trainers: that share the micro-batches; each has wirings of its own.
         rule: of rebalancing.
         period: seconds from one look to the next.
@@ -213,7 +212,9 @@ class Simulator:
             step=0, stages=self._count, micro_batches=setting.micro_batches
         )
         self._waiting: list[deque[int]] = [deque() for _ in range(setting.trainers)]
+        self._under_way = [0] * setting.trainers
         self._step_began, self._is_summing = 0.0, False
+        self._serving = self._fewest = 0  # peers, of all stages and of the smallest
         self._arriving: list[_Peer] = []
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
         self._committed = 0
@@ -483,11 +484,11 @@ class Simulator:
     def _deadline(self, call: _Call) -> float:
         cost = self.setting.stages[call.attempt.stage]
         predicted = max(cost.forward_seconds, cost.backward_seconds)
-        waiting = max(1, self._in_flight() // max(1, len(self._peers)))
+        waiting = self._in_flight() / max(1, self._fewest)
         return max(call.sent + DEADLINE_FACTOR * predicted * (1 + waiting), self.now)
 
     def _in_flight(self) -> int:
-        return self.setting.in_flight or self.setting.micro_batches
+        return self.setting.in_flight or max(self._count, 2 * self._serving)
 
     def _answered(self, peer: _Peer, call_id: int) -> None:
         if not peer.is_alive:
@@ -525,7 +526,9 @@ class Simulator:
         elif stage > 0:
             self._call(stage - 1, number, Phase.BACKWARD)
         else:
-            self._begin_one(number % self.setting.trainers)
+            trainer = number % self.setting.trainers
+            self._under_way[trainer] -= 1
+            self._begin_more(trainer)
 
     def _timed_out(self, peer: _Peer, call_id: int) -> None:
         call = peer.calls.pop(call_id, None)
@@ -565,14 +568,17 @@ class Simulator:
             waiting.extend(
                 range(trainer, self.setting.micro_batches, self.setting.trainers)
             )
-        # A last stage computes forward and backward in one call.
-        limit = min(self._in_flight(), self.setting.micro_batches)
-        for number in range(limit):
-            self._begin_one(number % self.setting.trainers)
+        self._under_way = [0] * self.setting.trainers
+        for trainer in range(self.setting.trainers):
+            self._begin_more(trainer)
 
-    def _begin_one(self, trainer: int) -> None:
-        if self._waiting[trainer]:
+    def _begin_more(self, trainer: int) -> None:
+        """As many micro-batches as may be under way at once."""
+        limit = -(-self._in_flight() // self.setting.trainers)
+        while self._waiting[trainer] and self._under_way[trainer] < limit:
             number = self._waiting[trainer].popleft()
+            self._under_way[trainer] += 1
+            # A last stage computes forward and backward in one call.
             only = self._count == 1
             self._call(0, number, Phase.BACKWARD if only else Phase.FORWARD)
 
@@ -714,8 +720,9 @@ class Simulator:
                 self._serves(peer)
                 self._moves += 1
         here = self._loads(with_movers=True)
-        serving = stage_speeds(self._loads(), self._count)
-        self._is_empty = min(serving) <= 0
+        counts = [len(self._members(stage)) for stage in range(self._count)]
+        self._serving, self._fewest = sum(counts), min(counts)
+        self._is_empty = self._fewest == 0
         self._best_speed = 0.0
         if len(here) >= self._count:
             speeds = {load.peer: load.speeds for load in here}
