@@ -43,6 +43,9 @@ def plan(
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
     margin: float | None = None,
     verified: bool = False,
+    swarm: bool = False,
+    bandwidth: str | float | None = None,
+    wire: str | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -128,6 +131,15 @@ def plan(
         verified: the compiler for the cluster has accepted the plan. Where it refuses
             one for its memory, the next best plan is taken that leaves the room that
             was lacking. Needs the compiler, as ``Plan.verify`` does, and minutes.
+        swarm: plan for peers that may come and go over slow links: each device of the
+            cluster is one peer, and each stage is served by several. The stages are as
+            few as memory and links allow, or as ``mesh={"stage": n}`` says; what is
+            predicted and wanted of peers is ``plan.swarm``.
+        bandwidth: of a peer's link, either way: ``"200Mb/s"``, ``"25MB/s"``, or bytes
+            per second. Only with ``swarm``.
+        wire: format of activations and their gradients between peers: ``"f32"``,
+            ``"bf16"`` or ``"int8"`` (in blocks of 256 values with a scale); None takes
+            the most exact that keeps peers busy. Only with ``swarm``.
 
     Returns:
         The plan; ``print`` shows it.
