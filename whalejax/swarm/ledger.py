@@ -1,0 +1,459 @@
+"""Each micro-batch exactly once: who computed what in one step, and what was lost.
+
+The ledger of a step knows, of each stage and micro-batch, the attempt that counts. A
+call that was given up can never count: a repetition has a higher attempt, and the
+answer of the older one is told apart. A step is committed by an assignment that names
+each micro-batch of a stage exactly once. Each change is a record; records rebuild the
+ledger after its trainer has died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+Write = Callable[[str, Mapping[str, object]], None]
+MOST_NAMED: Final = 8  # numbers that an error lists
+
+
+class Phase(StrEnum):
+    """What a call computes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Verdict(StrEnum):
+    """What an answer is worth.
+
+    ``COUNTED``: it is the one that counts. ``LATE``: its attempt was given up or its
+    peer lost. ``DUPLICATE``: this attempt was counted before.
+    """
+
+    COUNTED = "counted"
+    LATE = "late"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A call: the number of the attempt is unique in its stage, phase and number."""
+
+    stage: int
+    number: int
+    phase: Phase
+    peer: str
+    incarnation: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Task:
+    """What is to be computed, for the first time or again."""
+
+    stage: int
+    number: int
+    phase: Phase
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cell:
+    """One phase of one micro-batch in one stage."""
+
+    newest: int = 0
+    current: Attempt | None = None
+    is_done: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Commit:
+    """Of which round the sealed assignment is, and the digests of a committed step."""
+
+    is_sealed: bool = False
+    round: int = 0
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+class Ledger:
+    """Of one step.
+
+    Example:
+        >>> ledger = Ledger(step=0, stages=1, micro_batches=2)
+        >>> for number, peer in enumerate(("a", "b")):
+        ...     call = ledger.begin(0, number, Phase.BACKWARD, peer, incarnation=1)
+        ...     print(ledger.done(call))
+        counted
+        counted
+        >>> ledger.assignment(0)
+        {'a': (0,), 'b': (1,)}
+        >>> ledger.lost_with("b", 1)
+        (Task(stage=0, number=1, phase=<Phase.BACKWARD: 'backward'>),)
+    """
+
+    def __init__(
+        self, *, step: int, stages: int, micro_batches: int, write: Write | None = None
+    ) -> None:
+        """Open it.
+
+        Args:
+            step: that it is of.
+            stages: of the model.
+            micro_batches: of the step, over all trainers.
+            write: takes each record, as an event's name and its fields, before
+                anything follows from it; such as the ``write`` of a journal's lines.
+        """
+        if step < 0 or stages < 1 or micro_batches < 1:
+            raise WhaleError(
+                f"ledger: step {step}, {stages} stages, {micro_batches} micro-batches; "
+                "a step is at least 0, and there is at least 1 stage and micro-batch"
+            )
+        self.step, self.stages, self.micro_batches = step, stages, micro_batches
+        self._write = write
+        self._cells: dict[tuple[int, int, Phase], _Cell] = {
+            (stage, number, phase): _Cell()
+            for stage in range(stages)
+            for number in range(micro_batches)
+            for phase in Phase
+        }
+        self._held = [0] * stages
+        self._commit = _Commit()
+        self._record("step", {"stages": stages, "micro_batches": micro_batches})
+
+    def begin(
+        self, stage: int, number: int, phase: Phase, peer: str, incarnation: int
+    ) -> Attempt:
+        """A call is about to be made; whatever was under way for it is given up.
+
+        Args:
+            stage: of the call.
+            number: of the micro-batch.
+            phase: forward or backward.
+            peer: to which it goes.
+            incarnation: of that peer.
+
+        Raises:
+            WhaleError: it is done already, is none of this step, or the step's
+                assignment is sealed.
+        """
+        cell = self._cell(stage, number, phase)
+        if cell.is_done or self._commit.is_sealed:
+            why = "is done" if cell.is_done else "belongs to a sealed assignment"
+            raise WhaleError(
+                f"ledger, step {self.step}: {phase} of micro-batch {number} in stage "
+                f"{stage} {why} and cannot be given to {peer}; ask lost_with what must "
+                "be computed again"
+            )
+        attempt = Attempt(
+            stage=stage,
+            number=number,
+            phase=phase,
+            peer=peer,
+            incarnation=incarnation,
+            attempt=cell.newest + 1,
+        )
+        self._record("begun", _fields(attempt))
+        cell.newest, cell.current = attempt.attempt, attempt
+        return attempt
+
+    def done(self, attempt: Attempt) -> Verdict:
+        """An answer has come; whether it counts.
+
+        Args:
+            attempt: what ``begin`` returned for the call.
+        """
+        cell = self._cell(attempt.stage, attempt.number, attempt.phase)
+        if cell.current != attempt:
+            return Verdict.LATE
+        if cell.is_done:
+            return Verdict.DUPLICATE
+        self._record("done", _fields(attempt))
+        cell.is_done = True
+        if attempt.phase is Phase.BACKWARD:
+            self._held[attempt.stage] += 1
+        return Verdict.COUNTED
+
+    def give_up(self, attempt: Attempt) -> None:
+        """A call has failed or timed out: its answer will not count any more."""
+        cell = self._cell(attempt.stage, attempt.number, attempt.phase)
+        if cell.current == attempt and not cell.is_done:
+            self._record("given up", _fields(attempt))
+            cell.current = None
+
+    def lost_with(self, peer: str, incarnation: int) -> tuple[Task, ...]:
+        """A peer is gone: what was under way at it, and the gradients it held.
+
+        A forward that is done stays done: its result is with the trainer. A sealed
+        assignment that names the peer is open again.
+
+        Args:
+            peer: its name.
+            incarnation: the one that is gone, with all before it.
+        """
+        if self._commit.digests:
+            return ()
+        self._record("lost peer", {"peer": peer, "incarnation": incarnation})
+        return self._lose(peer, incarnation)
+
+    def is_complete(self, stage: int) -> bool:
+        """Whether all gradients of a stage are held by peers."""
+        return self._held[stage] == self.micro_batches
+
+    def is_done(self, stage: int, number: int, phase: Phase) -> bool:
+        """Whether a call has been counted."""
+        return self._cell(stage, number, phase).is_done
+
+    def assignment(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """Which peer sums which micro-batches of a stage: a partition of 0..M-1.
+
+        Args:
+            stage: its number.
+
+        Returns:
+            Of each peer, in order of names, its micro-batches in ascending order.
+
+        Raises:
+            WhaleError: gradients are missing.
+        """
+        held: dict[str, list[int]] = {}
+        missing = []
+        for number in range(self.micro_batches):
+            cell = self._cell(stage, number, Phase.BACKWARD)
+            if cell.is_done and cell.current is not None:
+                held.setdefault(cell.current.peer, []).append(number)
+            else:
+                missing.append(number)
+        if missing:
+            raise WhaleError(
+                f"ledger, step {self.step}: stage {stage} has the gradients of "
+                f"{self.micro_batches - len(missing)} of {self.micro_batches} "
+                f"micro-batches and cannot be committed; missing {_named(missing)}"
+            )
+        found = {peer: tuple(numbers) for peer, numbers in sorted(held.items())}
+        check_partition(found, self.micro_batches, f"step {self.step}, stage {stage}")
+        return found
+
+    def holders(self, stage: int) -> dict[str, int]:
+        """The incarnation of each peer that a stage's assignment names."""
+        found = {}
+        for number in range(self.micro_batches):
+            cell = self._cell(stage, number, Phase.BACKWARD)
+            if cell.is_done and cell.current is not None:
+                found[cell.current.peer] = cell.current.incarnation
+        return dict(sorted(found.items()))
+
+    def seal(self) -> int:
+        """All stages are complete and are to be summed; the number of the round.
+
+        Losing a peer opens the ledger again, and the next seal has a higher number:
+        sums of an earlier round are to be thrown away.
+        """
+        for stage in range(self.stages):
+            self.assignment(stage)
+        self._record("sealed", {"round": self._commit.round + 1})
+        self._commit.is_sealed, self._commit.round = True, self._commit.round + 1
+        return self._commit.round
+
+    def commit(self, digests: Mapping[int, str]) -> None:
+        """All stages hold the sum and have applied it: the step is over.
+
+        Args:
+            digests: of each stage's parameters and optimizer state.
+        """
+        if not self._commit.is_sealed or sorted(digests) != list(range(self.stages)):
+            raise WhaleError(
+                f"ledger, step {self.step}: cannot be committed with digests of stages "
+                f"{sorted(digests)}; seal the assignment first, and give the digest of "
+                f"each of the {self.stages} stages"
+            )
+        said = {str(stage): digest for stage, digest in sorted(digests.items())}
+        self._record("committed", {"digests": said, "round": self._commit.round})
+        self._commit.digests = dict(digests)
+
+    @property
+    def round(self) -> int:
+        """Of the newest seal; 0 before the first."""
+        return self._commit.round
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the assignment stands."""
+        return self._commit.is_sealed
+
+    @property
+    def digests(self) -> Mapping[int, str]:
+        """Of each stage, once the step is committed."""
+        return dict(self._commit.digests)
+
+    def to_do(self) -> tuple[Task, ...]:
+        """What has not been counted yet, whether or not it is under way."""
+        return tuple(
+            Task(stage=stage, number=number, phase=phase)
+            for (stage, number, phase), cell in self._cells.items()
+            if not cell.is_done
+        )
+
+    @classmethod
+    def rebuilt(
+        cls, records: Iterable[Mapping[str, Any]], write: Write | None = None
+    ) -> Ledger | None:
+        """The ledger of the newest step in a journal; none where there is no step.
+
+        What was under way is given up, and so is each micro-batch that is not through
+        all stages: the activations that a backward needs were with the trainer that
+        died. Attempts keep their numbers, so an answer to it never counts.
+
+        Args:
+            records: in order, as they were written; other events are passed over.
+            write: takes the records of the rebuilt ledger.
+        """
+        ledger: Ledger | None = None
+        for record in records:
+            if record["event"] == "step":
+                ledger = cls(
+                    step=record["step"],
+                    stages=record["stages"],
+                    micro_batches=record["micro_batches"],
+                )
+            elif ledger is not None and record.get("step") == ledger.step:
+                ledger._replay(record)
+        if ledger is not None:
+            ledger._write = write
+            if not ledger._commit.digests:
+                ledger._record("restarted", {})
+                ledger._restart()
+        return ledger
+
+    def _replay(self, record: Mapping[str, Any]) -> None:
+        event = record["event"]
+        if event in ("begun", "done", "given up"):
+            attempt = Attempt(
+                stage=record["stage"],
+                number=record["number"],
+                phase=Phase(record["phase"]),
+                peer=record["peer"],
+                incarnation=record["incarnation"],
+                attempt=record["attempt"],
+            )
+            if event == "done":
+                self.done(attempt)
+            elif event == "given up":
+                self.give_up(attempt)
+            else:
+                cell = self._cell(attempt.stage, attempt.number, attempt.phase)
+                cell.newest, cell.current = attempt.attempt, attempt
+        elif event == "lost peer":
+            self._lose(record["peer"], record["incarnation"])
+        elif event == "restarted":
+            self._restart()
+        elif event == "sealed":
+            self._commit.is_sealed, self._commit.round = True, record["round"]
+        elif event == "committed":
+            digests = {int(s): digest for s, digest in record["digests"].items()}
+            self._commit.digests = digests
+
+    def _restart(self) -> None:
+        """Only what is through all stages stays done; the rest starts again."""
+        for number in range(self.micro_batches):
+            backwards = [
+                self._cells[stage, number, Phase.BACKWARD]
+                for stage in range(self.stages)
+            ]
+            if all(cell.is_done for cell in backwards):
+                continue
+            for stage in range(self.stages):
+                for phase in Phase:
+                    self._clear(stage, self._cells[stage, number, phase], phase)
+
+    def _lose(self, peer: str, incarnation: int) -> tuple[Task, ...]:
+        lost = []
+        for (stage, number, phase), cell in self._cells.items():
+            held = cell.current
+            if held is None or held.peer != peer or held.incarnation > incarnation:
+                continue
+            if phase is Phase.FORWARD and cell.is_done:
+                continue
+            self._clear(stage, cell, phase)
+            lost.append(Task(stage=stage, number=number, phase=phase))
+            if phase is Phase.BACKWARD:
+                self._commit.is_sealed = False
+        return tuple(lost)
+
+    def _clear(self, stage: int, cell: _Cell, phase: Phase) -> None:
+        if cell.is_done and phase is Phase.BACKWARD:
+            self._held[stage] -= 1
+        cell.current, cell.is_done = None, False
+
+    def _cell(self, stage: int, number: int, phase: Phase) -> _Cell:
+        cell = self._cells.get((stage, number, phase))
+        if cell is None:
+            raise WhaleError(
+                f"ledger, step {self.step}: micro-batch {number} of stage {stage}; "
+                f"there are micro-batches 0 to {self.micro_batches - 1} and stages 0 "
+                f"to {self.stages - 1}"
+            )
+        return cell
+
+    def _record(self, event: str, fields: Mapping[str, object]) -> None:
+        if self._write is not None:
+            self._write(event, {"step": self.step, **fields})
+
+
+def check_partition(
+    assignment: Mapping[str, Iterable[int]], micro_batches: int, where: str
+) -> None:
+    """Raise unless each micro-batch is named exactly once.
+
+    Args:
+        assignment: numbers of each peer.
+        micro_batches: of the step.
+        where: what the assignment is of, for the error.
+    """
+    named: dict[int, list[str]] = {}
+    for peer, numbers in assignment.items():
+        for number in numbers:
+            named.setdefault(number, []).append(peer)
+    problems = [
+        f"{number} is named by {' and '.join(peers)}"
+        for number, peers in sorted(named.items())
+        if len(peers) > 1
+    ]
+    if missing := sorted(set(range(micro_batches)) - set(named)):
+        problems.append(f"{_named(missing)} named by nobody")
+    if foreign := sorted(set(named) - set(range(micro_batches))):
+        problems.append(f"{_named(foreign)} not of this step")
+    if problems:
+        raise WhaleError(
+            f"{where}: an assignment must name each of the micro-batches 0 to "
+            f"{micro_batches - 1} once; {'; '.join(problems)}"
+        )
+
+
+def committed(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, str]]:
+    """Digests of each stage, of each committed step in a journal."""
+    return {
+        record["step"]: {int(s): digest for s, digest in record["digests"].items()}
+        for record in records
+        if record["event"] == "committed"
+    }
+
+
+def _fields(attempt: Attempt) -> dict[str, object]:
+    return {
+        "stage": attempt.stage,
+        "number": attempt.number,
+        "phase": str(attempt.phase),
+        "peer": attempt.peer,
+        "incarnation": attempt.incarnation,
+        "attempt": attempt.attempt,
+    }
+
+
+def _named(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:MOST_NAMED])
+    more = len(numbers) - MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,451 @@
+"""Which peer changes stage: the paper's rule, the best counts, and when a move pays.
+
+A pipeline is as fast as its slowest stage, whose speed is the sum of its peers'. The
+rule of SWARM (section 3.2): the stage with most load gets the peer with the shortest
+queue of the stage with least load. The optimum beside it makes the smallest sum of
+speeds as large as it can be: exactly for peers that are alike, by moves and exchanges
+for others. ``Rebalancer`` decides which of them is worth what it costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+ROUNDING: Final = 1e-9  # sums of speeds that differ by less are equal
+
+
+class Rule(StrEnum):
+    """Who moves: by the paper's rule, towards the optimum, or nobody."""
+
+    NONE = "none"
+    PAPER = "paper"
+    OPTIMUM = "optimum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLoad:
+    """A peer, as it is published.
+
+    Attributes:
+        peer: its name.
+        stage: that it serves.
+        queue_length: calls that wait at it, averaged since the last look.
+        speeds: micro-batches a second that it computes, in each stage; forward and
+            backward, its links included.
+    """
+
+    peer: str
+    stage: int
+    queue_length: float
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A peer that is to change stage.
+
+    Attributes:
+        peer: its name.
+        source: stage that it leaves.
+        target: stage that it is to serve.
+        speed_before: of the pipeline, in micro-batches a second.
+        speed_after: the same, once it and those who are to follow it have moved.
+        moves: it and those who are to follow it.
+    """
+
+    peer: str
+    source: int
+    target: int
+    speed_before: float
+    speed_after: float
+    moves: int = 1
+
+
+def stage_speeds(peers: Sequence[PeerLoad], stages: int) -> list[float]:
+    """Micro-batches a second of each stage: the sum over its peers."""
+    speeds = [0.0] * stages
+    for peer in peers:
+        speeds[peer.stage] += peer.speeds[peer.stage]
+    return speeds
+
+
+def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
+    """The stage that somebody who comes is to serve: the slowest, the first of equals.
+
+    Args:
+        peers: that are there, those on their way to a stage counted there.
+        stages: of the model.
+    """
+    speeds = stage_speeds(peers, stages)
+    counts = _counts(peers, stages)
+    return min(range(stages), key=lambda s: (counts[s] > 0, speeds[s], s))
+
+
+def paper_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
+    """The move of the paper's rule, by queues; none where it would empty a stage.
+
+    A stage's load is the calls that wait in it. One without peers has the most.
+
+    Args:
+        peers: all of them.
+        stages: of the model.
+    """
+    counts = _counts(peers, stages)
+    loads = [0.0] * stages
+    for peer in peers:
+        loads[peer.stage] += peer.queue_length
+    target = max(range(stages), key=lambda s: (counts[s] == 0, loads[s], -s))
+    sources = [s for s in range(stages) if s != target and counts[s] > 1]
+    if not sources:
+        return None
+    source = min(sources, key=lambda s: (loads[s], -counts[s], s))
+    if counts[target] and loads[source] >= loads[target]:
+        return None
+    mover = min(
+        (peer for peer in peers if peer.stage == source),
+        key=lambda peer: (peer.queue_length, peer.peer),
+    )
+    return _move(peers, stages, mover, target)
+
+
+def optimum_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
+    """The first move on the way to the fastest pipeline; none where none is faster.
+
+    Where several stages are slowest at once, each needs a move before anything is won:
+    the moves that follow are counted, and the speed is the one after all of them.
+
+    Args:
+        peers: all of them.
+        stages: of the model.
+    """
+    sums = stage_speeds(peers, stages)
+    counts = _counts(peers, stages)
+    placed = {peer.peer: peer.stage for peer in peers}
+    before = best = min(sums)
+    first: tuple[PeerLoad, int] | None = None
+    found: Move | None = None
+    # One move a stage is enough to raise all stages that are slowest at once; a faster
+    # pipeline further away is found by the looks that follow.
+    for moves in range(1, stages + 1):
+        step = _best_step(peers, placed, sums, counts)
+        if step is None:
+            break
+        mover, target = step
+        source = placed[mover.peer]
+        sums[source] -= mover.speeds[source]
+        sums[target] += mover.speeds[target]
+        counts[source] -= 1
+        counts[target] += 1
+        placed[mover.peer] = target
+        first = first or step
+        if min(sums) > best * (1 + ROUNDING):
+            best = min(sums)
+            found = Move(
+                peer=first[0].peer,
+                source=first[0].stage,
+                target=first[1],
+                speed_before=before,
+                speed_after=best,
+                moves=moves,
+            )
+    return found
+
+
+def best_counts(
+    peers: int, seconds: Sequence[float], at_least: int = 1
+) -> tuple[int, ...]:
+    """Peers of each stage, for peers that are alike: the slowest stage is fastest.
+
+    Each next peer goes to the slowest stage, which is exact: a stage that has a peer
+    more than in another split needed it when it was given to it.
+
+    Args:
+        peers: how many there are.
+        seconds: that a peer takes for a micro-batch in each stage.
+        at_least: peers that each stage must have.
+
+    Raises:
+        WhaleError: there are too few.
+
+    Example:
+        >>> best_counts(8, [1.0, 2.0, 1.0])
+        (2, 4, 2)
+    """
+    if peers < at_least * len(seconds) or not seconds or min(seconds) <= 0:
+        raise WhaleError(
+            f"peers of stages: {peers} peers for {len(seconds)} stages of "
+            f"{list(seconds)} seconds; there must be at least {at_least} a stage, and "
+            "each must take more than 0 seconds. Have more peers, or fewer stages"
+        )
+    counts = [at_least] * len(seconds)
+    for _ in range(peers - sum(counts)):
+        slowest = min(
+            range(len(seconds)), key=lambda s: (counts[s] / seconds[s], -seconds[s], s)
+        )
+        counts[slowest] += 1
+    return tuple(counts)
+
+
+def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str, int]:
+    """A stage for each peer, so that the slowest stage is as fast as can be found.
+
+    Exact where all peers are alike. Others are placed fastest first, and then moved and
+    exchanged while that helps: the exact problem is NP-hard.
+
+    Args:
+        speeds: micro-batches a second of each peer, in each stage.
+        stages: of the model.
+
+    Raises:
+        WhaleError: there are fewer peers than stages.
+    """
+    if len(speeds) < stages:
+        raise WhaleError(
+            f"peers of stages: {len(speeds)} peers for {stages} stages; each stage "
+            "needs one. Have more peers, or fewer stages"
+        )
+    placed: dict[str, int] = {}
+    sums, counts = [0.0] * stages, [0] * stages
+    # A peer's speed relative to others in the same stage, so that thick stages, which
+    # all peers serve slowly, do not hide who is fast.
+    order = sorted(speeds, key=lambda p: (-math.fsum(map(math.log, speeds[p])), p))
+    for left, peer in zip(range(len(order), 0, -1), order, strict=True):
+        empty = [s for s in range(stages) if not counts[s]]
+        open_stages = empty if len(empty) >= left else list(range(stages))
+        stage = min(open_stages, key=lambda s: (sums[s], _relative(speeds, peer, s), s))
+        placed[peer] = stage
+        sums[stage] += speeds[peer][stage]
+        counts[stage] += 1
+    while _improve(speeds, placed, stages):
+        pass
+    return placed
+
+
+def pipeline_speed(
+    speeds: Mapping[str, Sequence[float]], placed: Mapping[str, int], stages: int
+) -> float:
+    """Micro-batches a second of the slowest stage: the maximum flow through all."""
+    return min(_sums(speeds, placed, stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveCost:
+    """What a move costs while nothing is computed by the peer that moves.
+
+    Attributes:
+        state_bytes: parameters and optimizer state of the stage it goes to.
+        bytes_per_second: of its link.
+        compile_seconds: until its programs of the new stage are compiled.
+    """
+
+    state_bytes: int
+    bytes_per_second: float
+    compile_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From leaving to serving."""
+        return self.state_bytes / self.bytes_per_second + self.compile_seconds
+
+
+class Rebalancer:
+    """Looks at the peers every so often and names at most one move at a time.
+
+    A move must raise the speed of the pipeline by a threshold, and win more within a
+    horizon than the mover's absence loses. While somebody moves, nobody else does. A
+    peer that has moved does not go back to where it came from until peers have come or
+    gone, so noise in what is measured cannot make it swing.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: int,
+        rule: Rule = Rule.OPTIMUM,
+        period: float = 60.0,
+        threshold: float = 0.02,
+        horizon: float = 600.0,
+    ) -> None:
+        """Nobody has moved yet.
+
+        Args:
+            stages: of the model.
+            rule: who moves.
+            period: seconds from one look to the next.
+            threshold: gain that a move must bring, as a part of the speed before.
+            horizon: seconds within which a move must win what it costs.
+        """
+        if stages < 1 or not period > 0 or threshold < 0 or not horizon > 0:
+            raise WhaleError(
+                f"rebalancing: {stages} stages, period {period} s, threshold "
+                f"{threshold}, horizon {horizon} s; there must be a stage, seconds "
+                "above 0, and a threshold of at least 0"
+            )
+        self.stages, self.rule, self.period = stages, rule, period
+        self.threshold, self.horizon = threshold, horizon
+        self._looked = -math.inf
+        self._moving: tuple[str, int, float] | None = None
+        self._left: dict[str, set[int]] = {}
+        self._present: frozenset[str] = frozenset()
+
+    def decide(
+        self, peers: Sequence[PeerLoad], now: float, costs: Sequence[MoveCost]
+    ) -> Move | None:
+        """The move to make now, which is held to be under way from here on.
+
+        Args:
+            peers: that serve a stage, without the one on its way.
+            now: seconds.
+            costs: of a move to each stage.
+        """
+        if self.rule is Rule.NONE or not peers:
+            return None
+        # Nothing runs while a stage has nobody: that does not wait for the next look.
+        is_whole = 0 not in _counts(peers, self.stages)
+        if is_whole and now < self._looked + self.period:
+            return None
+        if self._moving is not None and now < self._moving[2]:
+            return None
+        self._looked, self._moving = now, None
+        present = frozenset(peer.peer for peer in peers)
+        if present != self._present:
+            self._present = present
+            self._left.clear()
+        choose = paper_move if self.rule is Rule.PAPER else optimum_move
+        move = choose(peers, self.stages)
+        if move is None or not self._pays(move, peers, costs[move.target]):
+            return None
+        # What takes much longer than it should has failed: somebody else may move.
+        until = now + 2 * costs[move.target].seconds + self.period
+        self._moving = move.peer, move.target, until
+        self._left.setdefault(move.peer, set()).add(move.source)
+        return move
+
+    def arrived(self, peer: str) -> None:
+        """A peer serves its new stage, or is gone: the next may move."""
+        if self._moving is not None and self._moving[0] == peer:
+            self._moving = None
+
+    @property
+    def moving(self) -> str | None:
+        """Who is on its way."""
+        return self._moving[0] if self._moving else None
+
+    def _pays(self, move: Move, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
+        if move.target in self._left.get(move.peer, ()):
+            return False
+        if move.speed_before <= 0:  # a stage without peers: nothing runs at all
+            return True
+        gain = move.speed_after - move.speed_before
+        if gain <= self.threshold * move.speed_before:
+            return False
+        rest = [peer for peer in peers if peer.peer != move.peer]
+        without = min(stage_speeds(rest, self.stages))
+        lost = (move.speed_before - without) * cost.seconds * move.moves
+        return gain * (self.horizon - cost.seconds * move.moves) > lost
+
+
+def _counts(peers: Sequence[PeerLoad], stages: int) -> list[int]:
+    counts = [0] * stages
+    for peer in peers:
+        counts[peer.stage] += 1
+    return counts
+
+
+def _best_step(
+    peers: Sequence[PeerLoad],
+    placed: Mapping[str, int],
+    sums: Sequence[float],
+    counts: Sequence[int],
+) -> tuple[PeerLoad, int] | None:
+    """The peer and the stage that improve the speeds of all stages most."""
+    best, found = _measure(sums), None
+    slowest = min(range(len(sums)), key=lambda s: (sums[s], s))
+    for peer in peers:
+        source = placed[peer.peer]
+        if source == slowest or counts[source] < 2:
+            continue
+        after = list(sums)
+        after[source] -= peer.speeds[source]
+        after[slowest] += peer.speeds[slowest]
+        if _is_better(measured := _measure(after), best):
+            best, found = measured, (peer, slowest)
+    return found
+
+
+def _move(peers: Sequence[PeerLoad], stages: int, mover: PeerLoad, target: int) -> Move:
+    after = stage_speeds(peers, stages)
+    before = min(after)
+    after[mover.stage] -= mover.speeds[mover.stage]
+    after[target] += mover.speeds[target]
+    return Move(
+        peer=mover.peer,
+        source=mover.stage,
+        target=target,
+        speed_before=before,
+        speed_after=min(after),
+    )
+
+
+def _measure(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Speeds of stages, slowest first: of two splits, the larger one is better."""
+    return tuple(sorted(speeds))
+
+
+def _is_better(new: Sequence[float], old: Sequence[float]) -> bool:
+    for after, before in zip(new, old, strict=True):
+        if abs(after - before) > ROUNDING * max(abs(after), abs(before), 1e-300):
+            return after > before
+    return False
+
+
+def _relative(speeds: Mapping[str, Sequence[float]], peer: str, stage: int) -> float:
+    """How much slower a peer is in a stage than in its best."""
+    return -speeds[peer][stage] / max(speeds[peer])
+
+
+def _sums(
+    speeds: Mapping[str, Sequence[float]], placed: Mapping[str, int], stages: int
+) -> list[float]:
+    sums = [0.0] * stages
+    for peer, stage in placed.items():
+        sums[stage] += speeds[peer][stage]
+    return sums
+
+
+def _improve(
+    speeds: Mapping[str, Sequence[float]], placed: dict[str, int], stages: int
+) -> bool:
+    """Make the first move or exchange that helps the slowest; whether there is one."""
+    sums = _sums(speeds, placed, stages)
+    counts = [0] * stages
+    for stage in placed.values():
+        counts[stage] += 1
+    slowest = min(range(stages), key=lambda s: (sums[s], s))
+    old = _measure(sums)
+    here = [peer for peer in placed if placed[peer] == slowest]
+    for peer, stage in placed.items():
+        if stage == slowest:
+            continue
+        if counts[stage] > 1:
+            moved = list(sums)
+            moved[stage] -= speeds[peer][stage]
+            moved[slowest] += speeds[peer][slowest]
+            if _is_better(_measure(moved), old):
+                placed[peer] = slowest
+                return True
+        for mate in here:
+            moved = list(sums)
+            moved[stage] += speeds[mate][stage] - speeds[peer][stage]
+            moved[slowest] += speeds[peer][slowest] - speeds[mate][slowest]
+            if _is_better(_measure(moved), old):
+                placed[peer], placed[mate] = slowest, stage
+                return True
+    return False
