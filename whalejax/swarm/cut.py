@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 import optax
@@ -26,12 +28,14 @@ from jax.sharding import Mesh
 from whalejax import _compat, jobs
 from whalejax._version import __version__
 from whalejax.adapters.base import Adapter, adapt, wants_key
+from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
 from whalejax.capture.units import avals_of, units_of
 from whalejax.jaxpr.steps import Steps
+from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.pipeline_mpmd.stage_trace import Facts, Place, place_of
@@ -48,7 +52,13 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.mixed_precision import at_precision
-from whalejax.runtime.runner import abstract_state, finished, fresh_state, laid_out
+from whalejax.runtime.runner import (
+    abstract_state,
+    finished,
+    fresh_state,
+    laid_out,
+    metrics_of,
+)
 from whalejax.runtime.state import Origin, TrainState
 
 
@@ -264,6 +274,47 @@ class Cut:
         params, rest = self.adapter.take_apart(model)
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
+    def raw_avals(self, stage: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of what a stage holds, random keys as their data."""
+        leaves = jax.tree.leaves(self.abstract)
+        raw = [
+            jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
+            for x in (leaves[n] for n in self.held(stage))
+        ]
+        return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
+
+    def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
+        """What a stage holds, of its bytes; none where they are not of that many.
+
+        Args:
+            stage: which.
+            data: all arrays, one behind the other.
+        """
+        found, place = [], 0
+        for shape, dtype in self.raw_avals(stage):
+            end = place + math.prod(shape) * dtype.itemsize
+            if end > data.size:
+                return None
+            found.append(data[place:end].view(dtype).reshape(shape))
+            place = end
+        return found if place == data.size else None
+
+    def typed(self, stage: int, arrays: Sequence[np.ndarray]) -> list[Any]:
+        """What a stage holds on the device, of NumPy's arrays.
+
+        Args:
+            stage: which.
+            arrays: as ``split`` gives them.
+        """
+        leaves = jax.tree.leaves(self.abstract)
+        found = []
+        for array, number in zip(arrays, self.held(stage), strict=True):
+            leaf: Any = jnp.array(array, copy=True)
+            if is_key(leaves[number]):
+                leaf = jax.random.wrap_key_data(leaf, impl=impl_of(leaves[number]))
+            found.append(leaf)
+        return found
+
     def whole(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
         """The state of all stages together.
 
@@ -343,6 +394,7 @@ class Cut:
             cuts_batch=False,
         )
 
+    @functools.cache  # noqa: B019
     def sources(self, stage: int) -> dict[int, list[int]]:
         """By the stage that makes them, places among a stage's imports."""
         found: dict[int, list[int]] = {}
@@ -352,8 +404,46 @@ class Cut:
 
     def sinks(self, stage: int) -> list[int]:
         """The stages from which cotangents come back to a stage."""
-        sent = [v for v in self.division.parts[stage].exports if v in self.flows]
-        return sorted({r for v in sent for r in self.division.readers(v)})
+        return [s for s in range(stage + 1, self.stages) if self.returned(s, stage)]
+
+    def handed(self, stage: int, target: int) -> list[Value]:
+        """What a stage makes and another reads, in order."""
+        exports = self.division.parts[stage].exports
+        imports = self.division.parts[target].imports
+        return [v for v in exports if v in imports]
+
+    def returned(self, stage: int, target: int) -> list[Value]:
+        """What a stage has cotangents of and an earlier one makes, in order."""
+        made_at = self.division.made_at
+        return [
+            v
+            for v in self.division.parts[stage].imports
+            if v in self.flows and made_at[v] == target
+        ]
+
+    def told(self, level: int, stage: int) -> tuple[int, ...]:
+        """Numbers of the values that a stage tells all others after a round."""
+        return tuple(sorted(self.update.parting.tells.get((level, stage), ())))
+
+    @property
+    def flat_sums(self) -> list[Any]:
+        """Shapes and dtypes of total, weight and metrics, flat."""
+        sums = self.sums
+        found: list[Any] = jax.tree.leaves((sums.total, sums.weight, sums.metrics))
+        return found
+
+    def metrics(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """What a step reports.
+
+        Args:
+            flat: sums of all micro-batches, as ``flat_sums``.
+        """
+        tree: Any = jax.tree.structure(
+            (self.sums.total, self.sums.weight, self.sums.metrics)
+        )
+        total, weight, metrics = tree.unflatten(flat)
+        sums = Sums(total=total, weight=weight, metrics=metrics, gradients=())
+        return metrics_of(self.program, sums)
 
     @functools.cached_property
     def sums(self) -> Sums:

@@ -19,7 +19,6 @@ import numpy as np
 
 from whalejax.adapters.leaves import is_key
 from whalejax.jaxpr.steps import FixedValue, Operand
-from whalejax.lowering.global_arrays import impl_of
 from whalejax.swarm.cut import Cut
 
 
@@ -94,27 +93,9 @@ class Stage:
         Args:
             arrays: as ``raw`` gives them.
             step: steps done.
-
-        Raises:
-            ValueError: they are none of this stage.
         """
-        avals = jax.tree.leaves(self.cut.abstract)
-        wanted = [avals[n] for n in self.numbers]
-        if len(arrays) != len(wanted):
-            raise ValueError(f"{len(arrays)} arrays; expected {len(wanted)}")
-        found = []
-        for array, aval in zip(arrays, wanted, strict=True):
-            raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
-            if array.shape != raw.shape or array.dtype != raw.dtype:
-                raise ValueError(
-                    f"an array of {array.dtype}{array.shape}; expected "
-                    f"{raw.dtype}{raw.shape}"
-                )
-            leaf: Any = jnp.array(array, copy=True)
-            if is_key(aval):
-                leaf = jax.random.wrap_key_data(leaf, impl=impl_of(aval))
-            found.append(leaf)
-        return StageState(step=step, leaves=tuple(found))
+        leaves = self.cut.typed(self.number, arrays)
+        return StageState(step=step, leaves=tuple(leaves))
 
     # Micro-batches.
 
@@ -299,7 +280,7 @@ class Stage:
 
     def tells(self, level: int) -> tuple[int, ...]:
         """Numbers of the values that the stage tells all others after a round."""
-        return tuple(sorted(self.cut.update.parting.tells.get((level, self.number), ())))
+        return self.cut.told(level, self.number)
 
 
 class StageUpdate:
