@@ -14,7 +14,7 @@ import hashlib
 import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ class Cut:
         division: the loss in parts, one for each stage.
         program: of the whole model.
         abstract: shapes and dtypes of the whole state.
+        ready: stages whose programs are compiled, by number.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Cut:
         self.params = len(self.adapter.param_paths)
         self.abstract = abstract_state(self.program, self.origin)
         self.rest = len(jax.tree.leaves(self.abstract.rest))
+        self.ready: dict[int, Any] = {}
         self._refuse()
 
     def _refuse(self) -> None:
@@ -201,6 +203,7 @@ class Cut:
 
     # What all processes must have in common.
 
+    @functools.cache  # noqa: B019
     def facts(self) -> dict[str, str]:
         """Names of what all peers must have alike, with hashes of it."""
         text = re.sub(r"0x[0-9a-f]+", "", str(self.captured.jaxpr))
@@ -252,8 +255,8 @@ class Cut:
             )
         ]
 
-    def born(self, stage: int) -> list[Any]:
-        """What a stage's peers hold when a run begins, the same in each.
+    def born(self, stage: int) -> Callable[[Any], list[Any]]:
+        """What makes what a stage's peers hold when a run begins, of the run's key.
 
         Args:
             stage: which.
@@ -261,12 +264,11 @@ class Cut:
         whole = fresh_state(self.program, self.origin, self._build)
         numbers = self.held(stage)
 
-        def part(key: Any) -> list[Any]:
+        def born(key: Any) -> list[Any]:
             leaves = jax.tree.leaves(whole(key))
             return [leaves[n] for n in numbers]
 
-        found: list[Any] = jax.jit(part)(jax.random.key(self.seed))
-        return found
+        return born
 
     def _build(self, key: Any) -> tuple[Any, Any, Any]:
         make = self.job.make_model

@@ -79,7 +79,15 @@ class Stage:
 
     def born(self) -> StageState:
         """As a run begins."""
-        return StageState(step=0, leaves=tuple(self.cut.born(self.number)))
+        return StageState(step=0, leaves=tuple(self._born(self._key)))
+
+    @functools.cached_property
+    def _born(self) -> Any:
+        return jax.jit(self.cut.born(self.number))
+
+    @property
+    def _key(self) -> Any:
+        return jax.random.key(self.cut.seed)
 
     def raw(self, state: StageState) -> list[np.ndarray]:
         """A state as NumPy arrays; random keys as their data."""

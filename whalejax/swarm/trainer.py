@@ -118,6 +118,11 @@ class Trainer:
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
         self._keeps = True
 
+    @property
+    def newest(self) -> Snapshot:
+        """The newest snapshot."""
+        return self._snapshot
+
     # What peers ask.
 
     def give_batch(self, asked: Message) -> Message:

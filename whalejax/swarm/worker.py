@@ -123,8 +123,7 @@ class Worker:
             self.stage = None
             self._clear()
             self._states, self._digests, self._packed = {}, {}, None
-        stage = Stage(self.cut, number)
-        warm_up(stage)
+        stage = ready_stage(self.cut, number)
         with self._lock:
             self.stage = stage
 
@@ -620,13 +619,34 @@ class _Wanted:
         self.shape, self.dtype = shape, dtype
 
 
+_READYING = threading.Lock()
+
+
+def ready_stage(cut: Cut, number: int) -> Stage:
+    """A stage whose programs are compiled; peers of one process share it.
+
+    Args:
+        cut: of the job.
+        number: of the stage.
+    """
+    with _READYING:
+        known: dict[int, Stage] = cut.ready
+        if number not in known:
+            stage = Stage(cut, number)
+            warm_up(stage)
+            known[number] = stage
+        return known[number]
+
+
 def warm_up(stage: Stage) -> None:
     """Compile what a step takes, on zeros that are thrown away.
 
     Args:
         stage: whose programs.
     """
-    cut, state = stage.cut, stage.born()
+    cut = stage.cut
+    nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
+    state = stage.typed(nothing, 0)
     first = cut.params + cut.rest
     batch: list[Any] = [None] * len(cut.program.batch_axes)
     for n in stage.place.batch:
