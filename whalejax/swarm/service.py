@@ -124,6 +124,7 @@ class Caller:
         self._key = key
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}
+        self._closed = False
 
     def ask(
         self,
@@ -159,7 +160,10 @@ class Caller:
                     raise self._gone(address, kind, seconds, error) from None
                 continue  # It had been ended while idle; each question may come twice.
             with self._lock:
-                self._idle.setdefault(address, []).append(channel)
+                if not self._closed:
+                    self._idle.setdefault(address, []).append(channel)
+            if self._closed:
+                channel.close()
             return _checked_answer(answer)
 
     def _channel(self, address: Address, end: float) -> tuple[Channel, bool]:
@@ -191,6 +195,7 @@ class Caller:
     def close(self) -> None:
         """End all idle connections."""
         with self._lock:
+            self._closed = True
             addresses = [*self._idle]
         for address in addresses:
             self.forget(address)

@@ -48,6 +48,7 @@ class Settings:
         patience_seconds: to wait for a stage that has no peer.
         snapshot_every: steps between snapshots, to which a run goes back where all
             peers of a stage are lost.
+        state_seconds: deadline of a peer that takes the state.
     """
 
     steps: int
@@ -55,6 +56,7 @@ class Settings:
     in_flight: int = 0
     patience_seconds: float = 3600.0
     snapshot_every: int = 100
+    state_seconds: float = STATE_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +322,7 @@ class Trainer:
         }
         try:
             answer = self._caller.ask(
-                member.address, "sync", fields, seconds=STATE_SECONDS
+                member.address, "sync", fields, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
             self._tell("not synced", peer=member.name, why=str(error))
@@ -373,7 +375,7 @@ class Trainer:
                 while len(pieces) < count:
                     fields = {"stage": stage, "step": self.step, "place": len(pieces)}
                     answer = self._caller.ask(
-                        member.address, "state", fields, seconds=STATE_SECONDS
+                        member.address, "state", fields, seconds=self.settings.state_seconds
                     )
                     count = int(answer.fields["count"])
                     digest = str(answer.fields["digest"])
