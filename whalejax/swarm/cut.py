@@ -117,6 +117,7 @@ class Cut:
             PlanError: the job cannot be trained by a swarm; what is in the way.
         """
         self.job, self.stages, self.seed = job, stages, seed
+        self.precision = precision
         first = jobs.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
         self.count = micro_batches or _most_micro_batches(self.size)

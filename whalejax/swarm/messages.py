@@ -163,6 +163,7 @@ TO_TRAINER: Final[Mapping[str, Fields]] = {
         "ready": _flag,
     },
     "show": {},
+    "terms": {},
 }
 """Questions to the process with the registry and the trainer."""
 

@@ -85,6 +85,7 @@ class Serving:
             "join": self._join,
             "announce": self._announce,
             "show": self._show,
+            "terms": self._terms,
         }
         try:
             listening = listen(host, port)
@@ -158,6 +159,21 @@ class Serving:
         return Message(
             kind="heard", fields={"known": found is not None, "free": False}
         )
+
+    def _terms(self, asked: Message) -> Message:
+        """What a newcomer must know to cut the job alike."""
+        del asked
+        cut = self.trainer.cut
+        fields = {
+            **self._shown,
+            "stages": cut.stages,
+            "batch": cut.size,
+            "micro_batches": cut.count,
+            "precision": cut.precision,
+            "seed": cut.seed,
+            "pull_seconds": self._settings.call_seconds / 3,
+        }
+        return Message(kind="terms", fields=fields)
 
     def _show(self, asked: Message) -> Message:
         del asked
