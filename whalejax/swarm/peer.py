@@ -100,10 +100,12 @@ class Peer:
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()  # Before compiling, which may take longer than a lease.
         self.worker.serve(self._wanted)
+        self._try_to_announce()
 
     def leave(self) -> None:
         """Ask to go; ``wait`` returns when nobody needs this peer any more."""
         self._leaving.set()
+        self._try_to_announce()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the peer has left or the run is over; whether it is so.
@@ -160,7 +162,7 @@ class Peer:
             raise Refused("stale", f"there is no stage {stage}")
         self.worker.serve(stage)
         self._wanted = stage
-        self._announce()
+        self._try_to_announce()
         return Message(kind="moved", fields={"stage": stage})
 
     def _stop(self, asked: Message) -> Message:
@@ -179,15 +181,18 @@ class Peer:
                 self.over = "left without being let go"
                 self._ended.set()
                 return
-            try:
-                self._announce()
-            except Gone:
-                continue  # Mates and the trainer may still need what it holds.
-            except Refused as error:
-                self.refused = error.why
-            except WhaleError as error:
-                self.refused = str(error)
-                self._ended.set()
+            self._try_to_announce()
+
+    def _try_to_announce(self) -> None:
+        try:
+            self._announce()
+        except Gone:
+            return  # Mates and the trainer may still need what it holds.
+        except Refused as error:
+            self.refused = error.why
+        except WhaleError as error:
+            self.refused = str(error)
+            self._ended.set()
 
     def _announce(self) -> None:
         worker = self.worker
