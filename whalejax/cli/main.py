@@ -1,6 +1,7 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
 ``diff``, ``verify``, ``estimate``, ``calibrate``, ``launch``, ``status``,
-``goodput``, ``doctor``, ``completion``.
+``goodput``, ``doctor``, ``completion``; and ``whalejax swarm`` with commands of its
+own.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -51,6 +52,12 @@ from whalejax.cli.options import (
     plan_settings,
     prices,
 )
+from whalejax.cli.swarm_options import (
+    SwarmCommand,
+    SwarmJoinCommand,
+    SwarmServeCommand,
+    SwarmShowCommand,
+)
 from whalejax.distributed.standard_streams import (
     Unwritten,
     drop_stdout,
@@ -69,7 +76,8 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
-how to spread it, says why in numbers, and runs it."""
+how to spread it, says why in numbers, and runs it. Over peers that come and go: see
+whalejax swarm --help."""
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -113,6 +121,8 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
         print(f"whalejax {__version__}")
         return 0
     try:
+        if argv[:1] == ["swarm"]:
+            return _swarm(parse_swarm(argv))
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
@@ -138,6 +148,35 @@ def _parse(argv: Sequence[str]) -> Command:
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
     )
     return parsed
+
+
+def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
+    """The command that follows ``whalejax swarm``.
+
+    Args:
+        argv: the words after the program's name.
+    """
+    check_words(argv)
+    parsed: SwarmCommand = tyro.cli(
+        SwarmCommand,
+        prog="whalejax swarm",
+        description="Train a model in stages that peers serve which may come and go.",
+        args=list(argv[1:]),
+        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+    )
+    return parsed
+
+
+def _swarm(command: SwarmCommand) -> int:
+    from whalejax.cli import swarm
+
+    match command:
+        case SwarmServeCommand():
+            return swarm.serve(command, find_job)
+        case SwarmJoinCommand():
+            return swarm.join(command, find_job)
+        case SwarmShowCommand():
+            return swarm.show(command)
 
 
 def _run(command: Command, started: float) -> int:

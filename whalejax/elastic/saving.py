@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from whalejax.cli import train_loop
-from whalejax.elastic.programs import Programs
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.state import TrainState
 
@@ -26,12 +25,26 @@ _REMOVED: Final = re.compile(r"step_\d{6,}\.deleted")
 Tell = Callable[..., None]
 
 
+class Saves(Protocol):
+    """What knows how states are copied and written."""
+
+    def copied(self, state: TrainState) -> TrainState:
+        """A state of its own, which no later step takes."""
+        ...
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint."""
+        ...
+
+
 class Saver:
     """Writes checkpoints in a thread of its own; a failed one ends nothing."""
 
     def __init__(
         self,
-        programs: Programs,
+        programs: Saves,
         folder: Path | None,
         every: int,
         keep: int,

@@ -136,11 +136,14 @@ class Channel:
             except (OSError, ValueError) as error:
                 raise Closed(f"{self.peer} is gone ({error})") from None
 
-    def receive(self, *, seconds: float) -> Message:
+    def receive(
+        self, *, seconds: float, whole_seconds: float = FRAME_SECONDS
+    ) -> Message:
         """The next message.
 
         Args:
             seconds: to wait for its beginning.
+            whole_seconds: in which it must be whole, once it has begun.
 
         Raises:
             TooLate: none began in that time, or it was not whole soon after.
@@ -148,7 +151,7 @@ class Channel:
             WireError: what came is no message; the connection is of no use any more.
         """
         self._wait(time.monotonic() + seconds)
-        end = time.monotonic() + FRAME_SECONDS
+        end = time.monotonic() + whole_seconds
         header = self._read(_HEADER.size + _MAC_BYTES, end)
         sizes = header[: _HEADER.size]
         self._check_mac([_OF_HEADER, sizes], header[_HEADER.size :])

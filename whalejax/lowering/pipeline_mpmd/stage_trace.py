@@ -171,6 +171,7 @@ def place_of(
     layouts: Mapping[Value, Spec],
     *,
     last: bool,
+    cuts_batch: bool = True,
 ) -> Place:
     """Trace a place.
 
@@ -180,8 +181,10 @@ def place_of(
         part: what the place runs.
         layouts: of what it hands on and is handed.
         last: it gives the loss.
+        cuts_batch: it takes the global batch, and its micro-batch from that; else it is
+            given leaves of the micro-batch.
     """
-    return _Tracer(program, facts, part, layouts, last).place()
+    return _Tracer(program, facts, part, layouts, last, cuts_batch).place()
 
 
 class _Tracer:
@@ -194,7 +197,9 @@ class _Tracer:
         part: PlacePart,
         layouts: Mapping[Value, Spec],
         last: bool,
+        cuts_batch: bool,
     ) -> None:
+        self.cuts_batch = cuts_batch
         self.program = program
         self.facts = facts
         self.part = part
@@ -240,10 +245,10 @@ class _Tracer:
         )
 
     def _aval(self, number: int) -> Any:
-        """Shape and dtype of an input of the loss; of the batch's, all of it."""
+        """Shape and dtype of an input of the loss; of the batch, all that is given."""
         aval, place = self.facts.avals[(), number], number - self.first_batch
         shape = list(aval.shape)
-        if 0 <= place < len(self.program.batch_axes):
+        if self.cuts_batch and 0 <= place < len(self.program.batch_axes):
             axis = self.program.batch_axes[place]
             if axis is not None:
                 shape[axis] *= self.program.plan.num_micro_batches
@@ -380,7 +385,7 @@ class _Tracer:
     def _micro_batch(self, number: int, leaf: Any, index: Any) -> Any:
         """Samples ``index, index + count, …`` of a leaf of the batch."""
         axis = self.program.batch_axes[number - self.first_batch]
-        if axis is None:
+        if axis is None or not self.cuts_batch:
             return leaf
         count, shape = self.program.plan.num_micro_batches, leaf.shape
         cut = (*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])

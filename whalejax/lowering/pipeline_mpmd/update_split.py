@@ -54,6 +54,7 @@ class Parting:
         *,
         stages: int,
         meshes: Sequence[Any] = (),
+        few_rounds: bool = False,
     ) -> None:
         """Cut a program.
 
@@ -62,12 +63,16 @@ class Parting:
             inputs, outputs: where they lie.
             stages: how many there are.
             meshes: of each; where an operation lays its result on one, it runs there.
+            few_rounds: every stage does what follows from a number that all were told,
+                also where the other numbers are of one stage: a sum over stages in
+                turn then takes one exchange, and tells more numbers.
 
         Raises:
             PlanError: an operation takes arrays of several stages.
         """
         self._steps = steps
         self._stages = stages
+        self._few_rounds = few_rounds
         self._meshes = list(meshes)
         self._inputs = set(steps.inputs)
         self._outputs: list[tuple[Operand, Owner]]
@@ -108,6 +113,10 @@ class Parting:
             raise _joins(step.equation.primitive.name)
         if arrays:
             return arrays.pop()
+        if self._few_rounds and any(
+            self.owners[n] is None and self.levels[n] > _BEFORE for n in step.sources
+        ):
+            return None
         numbers = {self.owners[n] for n in step.sources} - {None}
         return numbers.pop() if len(numbers) == 1 else None
 

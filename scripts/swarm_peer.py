@@ -1,0 +1,82 @@
+"""A peer that ends itself, or stands still, at a point of the protocol.
+
+What ``bench_swarm.py`` and the tests start as processes of their own. A fault is
+``[point, step, signal]``: the first time that the peer reaches that point in that step
+or a later one, it sends itself that signal.
+
+    python scripts/swarm_peer.py '{"job": "…", "registry": ["127.0.0.1", 8476], …}'
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from whalejax.swarm.cut import Cut
+from whalejax.swarm.peer import Peer
+
+
+class Fault:
+    """Sends this process a signal, once."""
+
+    def __init__(self, point: str, step: int, name: str) -> None:
+        self._point, self._step, self._name = point, step, name
+        self._lock, self._done = threading.Lock(), False
+
+    def __call__(self, point: str, step: int) -> None:
+        with self._lock:
+            if self._done or point != self._point or step < self._step:
+                return
+            self._done = True
+            os.kill(os.getpid(), getattr(signal, self._name))
+
+
+def job_of(given: dict[str, Any]) -> Any:
+    """The job that options name: a module's function, or a model of the package."""
+    if ":" in given["job"]:
+        module, _, function = given["job"].partition(":")
+        return getattr(importlib.import_module(module), function)()
+    from whalejax import models
+
+    return models.job(given["job"], **given.get("options", {}))
+
+
+def cut_of(given: dict[str, Any]) -> Cut:
+    """The job in stages."""
+    return Cut(
+        job_of(given),
+        stages=given["stages"],
+        micro_batches=given["micro_batches"],
+        seed=given.get("seed", 0),
+    )
+
+
+def main(given: dict[str, Any]) -> None:
+    """Serve until the run is over."""
+    fault = given.get("fault")
+    host, port = given["registry"]
+    peer = Peer(
+        cut_of(given),
+        bytes.fromhex(given["key"]),
+        (host, port),
+        stage=given["stage"],
+        host=given.get("host", "127.0.0.1"),
+        wire=given.get("wire", "f32"),
+        pull_seconds=given.get("pull_seconds", 10.0),
+        hook=Fault(*fault) if fault else lambda point, step: None,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: peer.leave())
+    peer.start()
+    while not peer.wait(0.5):
+        pass
+    print(json.dumps({"name": peer.name, "over": peer.over}), flush=True)
+    peer.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""Swarms whose peers are threads of the test's process, and what befalls them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from tests.whalejax.swarm import jobs
+from whalejax.swarm.cut import Cut
+from whalejax.swarm.peer import Peer
+from whalejax.swarm.serving import Serving
+from whalejax.swarm.trainer import Settings
+
+
+KEY: Final = b"k" * 32
+PEERS: Final = 6
+_SECONDS: Final = 300.0
+
+
+class Swarm:
+    """A registry, a trainer and peers.
+
+    Attributes:
+        serving: the first two.
+        peers: by number.
+        told: what the trainer said.
+    """
+
+    def __init__(
+        self, cut: Cut, *, steps: int, wire: str = "f32", **settings: Any
+    ) -> None:
+        self.cut, self.wire = cut, wire
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.peers: list[Peer] = []
+        lease = settings.pop("lease_seconds", _SECONDS)
+        more = settings.pop("more", {})
+        settings = {"call_seconds": _SECONDS, "patience_seconds": _SECONDS, **settings}
+        self.serving = Serving(
+            cut,
+            KEY,
+            Settings(steps=steps, **settings),
+            wire=wire,
+            lease_seconds=lease,
+            tell=lambda kind, **told: self.told.append((kind, told)),
+            **more,
+        )
+
+    def join(self, stage: int = -1, **options: Any) -> Peer:
+        """One more peer, which is ready when this returns."""
+        options = {"wire": self.wire, "pull_seconds": _SECONDS, **options}
+        peer = Peer(
+            self.cut,
+            KEY,
+            self.serving.address,
+            stage=stage,
+            beat_seconds=0.05,
+            **options,
+        )
+        self.peers.append(peer)
+        peer.start()
+        return peer
+
+    def kinds(self) -> list[str]:
+        """What was said, in order."""
+        return [kind for kind, _ in self.told]
+
+    def run(self) -> list[float]:
+        """The losses of all steps."""
+        return [float(metrics["loss"]) for _, metrics in self.serving.run()]
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.serving.close()
+
+
+@contextlib.contextmanager
+def swarm(cut: Cut | None = None, *, steps: int, **settings: Any) -> Iterator[Swarm]:
+    """A swarm, which is ended in any case."""
+    found = Swarm(jobs.cut() if cut is None else cut, steps=steps, **settings)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+class Fault:
+    """Ends a peer, or lets it stand still, when it reaches a point the first time."""
+
+    def __init__(self, point: str, step: int, how: str) -> None:
+        self._point, self._step, self._how = point, step, how
+        self._lock, self._done = threading.Lock(), False
+        self.release = threading.Event()
+        self.peer: Peer | None = None
+
+    def __call__(self, point: str, step: int) -> None:
+        with self._lock:
+            if self._done or point != self._point or step < self._step:
+                return
+            self._done = True
+        assert self.peer is not None
+        if self._how == "killed":
+            threading.Thread(target=self.peer.close, daemon=True).start()
+        self.release.wait(_SECONDS)
+
+    @property
+    def happened(self) -> bool:
+        return self._done
+
+
+def same(one: list[float], other: list[float], tolerance: float = 1e-6) -> bool:
+    """Losses are equal to a relative tolerance."""
+    return bool(np.allclose(one, other, rtol=tolerance, atol=0))
+
+
+Hook = Callable[[str, int], None]

@@ -1,0 +1,101 @@
+"""Peers that die or stand still at every point of the protocol change no loss."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
+from whalejax.swarm.ledger import Ledger, committed
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
+
+STEPS = 4
+HOWS = ("killed", "stopped")
+# A peer that stands still is found by this; a slow machine may find others so, too.
+SHORT = {"call_seconds": 6.0, "state_seconds": 6.0}
+
+
+class Journal:
+    """Keeps what the ledger writes."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def __call__(self, event: str, fields: Any) -> None:
+        self.lines.append({"event": event, **json.loads(json.dumps(fields))})
+
+
+def counted_once(journal: Journal, steps: int) -> None:
+    """Every step was committed with each micro-batch of each stage exactly once."""
+    assert sorted(committed(journal.lines)) == [*range(steps)]
+    for step in range(steps):
+        records = [x for x in journal.lines if x["step"] == step]
+        ledger = Ledger.rebuilt(records)
+        assert ledger is not None
+        for stage in range(jobs.STAGES):
+            numbers = sorted(n for x in ledger.assignment(stage).values() for n in x)
+            assert numbers == [*range(jobs.COUNT)]
+
+
+def alike(found: Swarm) -> None:
+    """Peers of a stage that have the newest state have the same."""
+    seen: dict[int, set[str]] = {}
+    for peer in found.peers:
+        stage, digests = peer.worker.stage, peer.worker._digests
+        if stage is not None and STEPS in digests:
+            seen.setdefault(stage.number, set()).add(digests[STEPS])
+    assert sorted(seen) == [*range(jobs.STAGES)]
+    assert all(len(digests) == 1 for digests in seen.values())
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("point", ["forward", "backward", "sum", "apply"])
+def test_a_step_survives(point: str, how: str) -> None:
+    fault, journal = Fault(point, 1, how), Journal()
+    stage = {"forward": 0, "backward": 2}.get(point, 1)
+    with swarm(steps=STEPS, more={"write": journal}, **SHORT) as found:
+        for number in range(jobs.STAGES):
+            found.join(number, pull_seconds=2.0)
+        fault.peer = found.join(stage, pull_seconds=2.0, hook=fault)
+        try:
+            losses = found.run()
+        finally:
+            fault.release.set()
+        assert fault.happened
+        assert same(losses, jobs.losses(STEPS))
+        counted_once(journal, STEPS)
+        alike(found)
+        assert found.serving.trainer.counts.failed > 0
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("point", ["download", "downloading", "save"])
+def test_a_newcomer_survives(point: str, how: str) -> None:
+    fault, journal = Fault(point, 0, how), Journal()
+    whose = 1 if point == "save" else 4
+    with swarm(steps=STEPS, more={"write": journal}, **SHORT) as found:
+        for number in range(jobs.STAGES):
+            hook = {"hook": fault} if number == whose else {}
+            peer = found.join(number, pull_seconds=2.0, **hook)
+            fault.peer = peer if hook else fault.peer
+        found.join(1, pull_seconds=2.0)
+        losses = []
+        try:
+            for _, metrics in found.serving.run():
+                losses.append(float(metrics["loss"]))
+                if len(losses) == 1:
+                    hook = {"hook": fault} if whose == 4 else {}
+                    peer = found.join(1, pull_seconds=2.0, **hook)
+                    fault.peer = peer if hook else fault.peer
+                    found.join(1, pull_seconds=2.0)
+        finally:
+            fault.release.set()
+        assert fault.happened
+        assert same(losses, jobs.losses(STEPS))
+        counted_once(journal, STEPS)
+        alike(found)

@@ -1,0 +1,236 @@
+"""Other keys, other code, damaged messages and wrong numbers change nothing."""
+
+from __future__ import annotations
+
+import ast
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import whalejax.swarm
+from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm.fleets import KEY, same, swarm
+from whalejax.elastic.wire.connection import dial
+from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.swarm.cut import Cut
+from whalejax.swarm.messages import TO_PEER, TO_TRAINER
+from whalejax.swarm.peer import Peer
+from whalejax.swarm.registry import Registry
+from whalejax.swarm.service import Caller, Refused
+from whalejax.swarm.stage import Backward, Stage
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
+
+
+def test_another_key_is_refused() -> None:
+    with swarm(steps=1) as found:
+        peer = Peer(found.cut, b"x" * 32, found.serving.address)
+        with pytest.raises(WhaleError, match=r"refused the key.*its key file"):
+            peer.start()
+        peer.close()
+        assert found.serving.registry.members(0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "stage", "reach", "said"),
+    [
+        ({"plan": "b"}, -1, "", r"plan is b there and a here.*Run the same code"),
+        ({}, -1, "", r"plan is not given there and a here"),
+        ({"plan": "a"}, 3, "", r"asks for stage 3; there are stages 0 to 2"),
+        (
+            {"plan": "a"},
+            0,
+            "no answer in 5.0 s",
+            r"listens at h:1, which cannot be reached from here \(no answer.*--host",
+        ),
+    ],
+)
+def test_the_registry_refuses(
+    facts: dict[str, str], stage: int, reach: str, said: str
+) -> None:
+    registry = Registry({"plan": "a"}, stages=3, reach=lambda address: reach)
+    with pytest.raises(Refused, match=said):
+        registry.join("p", ("h", 1), stage, facts, 0.0)
+    assert registry.members(0.0) == []
+
+
+def test_leases_end_and_are_renewed() -> None:
+    registry = Registry({}, stages=2, lease_seconds=5.0)
+    first = registry.join("p", ("h", 1), -1, {}, 0.0)
+    second = registry.join("q", ("h", 2), -1, {}, 0.0)
+    assert [first.stage, second.stage] == [0, 1]
+    assert registry.announce("p", 4.0, incarnation=1, step=7) is not None
+    assert [m.name for m in registry.members(5.0)] == ["p"]
+    assert registry.announce("q", 5.0, incarnation=1) is None
+    assert registry.join("q", ("h", 2), -1, {}, 5.0).incarnation == 2
+
+
+class Wrong:
+    """Makes a stage of one peer give something else, once or always."""
+
+    def __init__(self, peer: Peer, change: Any, *, times: int = 1 << 30) -> None:
+        stage = peer.worker.stage
+        assert stage is not None
+        self._stage, self._change, self._left = stage, change, times
+        peer.worker.stage = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def backward(self, *given: Any) -> Backward:
+        found = self._stage.backward(*given)
+        self._left -= 1
+        return found if self._left < 0 else self._change(found)
+
+
+def not_finite(found: Backward) -> Backward:
+    first, *others = found.gradients
+    wrong = np.full_like(first, np.nan)
+    return Backward(
+        sums=found.sums, returns=found.returns, gradients=(wrong, *others)
+    )
+
+
+def other_shape(found: Backward) -> Backward:
+    returns = tuple(x[:1] for x in found.returns)
+    return Backward(sums=found.sums, returns=returns, gradients=found.gradients)
+
+
+@pytest.mark.parametrize("change", [not_finite, other_shape])
+def test_wrong_numbers_of_a_peer_are_refused_and_it_is_named(change: Any) -> None:
+    with swarm(steps=2) as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        bad = found.join(1)
+        Wrong(bad, change, times=2)
+        assert same(found.run(), jobs.losses(2))
+        refused = [told for kind, told in found.told if kind == "refused"]
+        assert refused and all(told["peer"] == bad.name for told in refused)
+        assert bad.name in refused[0]["why"]
+
+
+def test_numbers_that_no_peer_can_make_end_the_run() -> None:
+    with swarm(steps=2) as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        Wrong(found.peers[1], not_finite)
+        with pytest.raises(WhaleError, match=r"stage 1 is not finite wherever.*rate"):
+            found.run()
+
+
+def questions() -> list[tuple[str, dict[str, Any]]]:
+    """Of every kind, with values that are none."""
+    values = [None, -7, 1 << 62, "x", "", [], {}, [1], ["a", 0], 1.5, float("nan"), True]
+    draw = random.Random(0)
+    found = []
+    for table in (TO_PEER, TO_TRAINER):
+        for kind, fields in table.items():
+            if kind == "stop":
+                continue
+            for _ in range(4):
+                found.append((kind, {name: draw.choice(values) for name in fields}))
+    return found
+
+
+def test_questions_that_are_none_are_not_answered() -> None:
+    with swarm(steps=1) as found:
+        peer = found.join(0)
+        for address in (found.serving.address, peer._service.address):
+            for kind, fields in questions():
+                channel = dial(address, KEY, most_bytes=DATA_BYTES)
+                try:
+                    channel.send(Message(kind=kind, fields=fields))
+                    answer = channel.receive(seconds=60)
+                except WireError:
+                    continue  # It ended the connection.
+                finally:
+                    channel.close()
+                assert answer.kind in ("refused", "pong", "shown", "terms")
+        caller = Caller(KEY)
+        assert caller.ask(peer._service.address, "ping", {}, seconds=60).kind == "pong"
+        caller.close()
+
+
+def fuzzed(address: tuple[str, int], count: int) -> None:
+    """Send bytes that are no frames."""
+    draw = random.Random(1)
+    for _ in range(count):
+        link = socket.create_connection(address, timeout=60)
+        data = draw.randbytes(draw.choice((0, 1, 19, 51, 83, 200, 1000)))
+        if draw.random() < 0.5:
+            data = b"WHALEJAX-ELASTIC-2\n" + data
+        try:
+            link.sendall(data)
+        except OSError:
+            pass  # It was ended meanwhile, which is right.
+        link.close()
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(10_000, marks=pytest.mark.full)]
+)
+def test_bytes_that_are_no_frames_stop_nothing(count: int) -> None:
+    with swarm(steps=1) as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        fuzzed(found.serving.address, count // 2)
+        fuzzed(found.peers[0]._service.address, count // 2)
+        assert same(found.run(), jobs.losses(1))
+
+
+def test_frames_over_the_limit_take_no_memory() -> None:
+    with swarm(steps=1) as found:
+        channel = dial(found.serving.address, KEY, most_bytes=1 << 62)
+        header = (1 << 20).to_bytes(4, "big") + (1 << 40).to_bytes(8, "big")
+        try:
+            channel._link.setblocking(True)
+            channel._link.sendall(header + bytes(32))
+            channel._link.setblocking(False)
+            with pytest.raises(WireError):
+                channel.receive(seconds=60)
+        finally:
+            channel.close()
+
+
+def test_nothing_of_a_swarm_is_unpickled() -> None:
+    assert whalejax.swarm.__file__ is not None
+    for path in Path(whalejax.swarm.__file__).parent.glob("*.py"):
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        } | {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert not names & {"pickle", "cloudpickle", "marshal", "shelve"}, path
+
+
+def test_what_a_swarm_cannot_train_is_said() -> None:
+    from whalejax import models
+
+    tied = models.job("gpt-test", layers=3, batch_size=8, tied_embedding=True)
+    with pytest.raises(PlanError, match=r"read by stages 0, 2.*tied_embedding=False"):
+        Cut(tied, stages=3, micro_batches=2)
+    scanned = models.job(
+        "gpt-test", layers=3, batch_size=8, scan_layers=True, annotated=False
+    )
+    with pytest.raises(PlanError, match=r"one scanned loop.*scan_layers=False"):
+        Cut(scanned, stages=3, micro_batches=2)
+
+
+def test_a_stage_is_compiled_once_for_all_peers_of_a_process() -> None:
+    cut = jobs.cut()
+    with swarm(steps=1) as found:
+        one, other = found.join(0), found.join(0)
+        assert one.worker.stage is other.worker.stage
+        assert isinstance(cut.ready[0], Stage)

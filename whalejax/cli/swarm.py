@@ -1,0 +1,302 @@
+"""``whalejax swarm``: leads a run, joins one, or shows one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from whalejax.api.losses import Job
+from whalejax.cli.options import named_values
+from whalejax.cli.swarm_options import (
+    SwarmJoinCommand,
+    SwarmServeCommand,
+    SwarmShowCommand,
+)
+from whalejax.distributed.standard_streams import say
+from whalejax.elastic.wire.keys import load_key
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.swarm.service import Address
+
+
+FindJob = Callable[[str, Mapping[str, Any]], Job]
+
+_ASK_SECONDS: Final = 10.0
+_MOST: Final = 2**20
+_EVENTS: Final = {
+    "joined": "{peer} serves stage {stage} from step {step} on",
+    "left": "{peer} has left stage {stage}",
+    "lost": "{peer} is lost with {parts} parts of the step, which are computed again: "
+    "{why}",
+    "failed": "{peer} failed: {why}",
+    "refused": "what {peer} sent was refused: {why}",
+    "differs": "{peer} has another state than its mates and takes theirs: {why}",
+    "not synced": "{peer} did not take the state: {why}",
+    "waiting": "step {step} waits for a peer of stage {stages}",
+    "resumed": "step {step} goes on",
+    "went back": "all peers of stage {stage} are lost; from step {before} the run goes "
+    "back to step {step}",
+    "moved": "{peer} moves from stage {source} to stage {target}",
+    "restored": "goes on from the checkpoint of step {step}",
+    "saved": "step {step} is saved as {path}",
+    "not_saved": "no checkpoint of step {step}: {why}",
+    "not written": "{why}",
+    "note": "{why}",
+}
+
+
+def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
+    """Lead a run.
+
+    Args:
+        command: the options.
+        find_job: makes the job of a model's name.
+
+    Raises:
+        WhaleError: the job cannot be cut, or the run cannot go on.
+    """
+    _check(command)
+    from whalejax.swarm.cut import Cut
+    from whalejax.swarm.running import Place, Run
+    from whalejax.swarm.trainer import Settings
+
+    cut = Cut(
+        find_job(command.model, named_values(command.set)),
+        stages=command.stages,
+        batch=command.batch,
+        micro_batches=command.micro_batches,
+        precision=command.precision,
+        seed=command.seed,
+    )
+    place = Place(
+        save=command.save,
+        save_every=command.save_every,
+        keep=command.keep,
+        key=command.key,
+        host=command.host,
+        port=command.port,
+        wire=command.wire,
+    )
+    settings = Settings(
+        steps=command.steps,
+        call_seconds=command.call_timeout,
+        patience_seconds=command.patience,
+        snapshot_every=command.save_every,
+    )
+
+    def tell(kind: str, **more: Any) -> None:
+        if command.json:
+            print(json.dumps({"event": kind, **more}), flush=True)
+        else:
+            say(f"whalejax: {_words(kind, more)}")
+
+    run = Run(cut, place, settings, tell, peers=command.peers)
+    host, port = run.serving.address
+    joins = f"whalejax swarm join {host}:{port} {command.model} --key {command.key}"
+    if command.json:
+        fields = {"event": "listening", "host": host, "port": port}
+        print(json.dumps(fields), flush=True)
+    else:
+        say(f"whalejax: listening at {host}:{port}; to add a peer: {joins}")
+    signal.signal(signal.SIGTERM, _interrupt)
+    begun = time.monotonic()
+    for step, metrics in run.run():
+        loss = float(metrics["loss"])
+        if command.json:
+            fields = {"event": "step", "step": step, "loss": loss}
+            print(json.dumps(fields), flush=True)
+        else:
+            print(f"step {step}/{command.steps}  loss {loss:.6g}", flush=True)
+    if not command.json:
+        say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
+    return 0
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _words(kind: str, more: Mapping[str, Any]) -> str:
+    said = {**more, "stages": ", ".join(map(str, more.get("stages", ())))}
+    text = _EVENTS.get(kind)
+    return f"{kind} {dict(more)}" if text is None else text.format(**said)
+
+
+def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
+    """Serve a stage of a run.
+
+    Args:
+        command: the options.
+        find_job: makes the job of a model's name.
+
+    Raises:
+        WhaleError: the registry cannot be reached, or refuses this peer.
+    """
+    _check(command)
+    from whalejax.swarm.cut import Cut
+    from whalejax.swarm.peer import Peer
+    from whalejax.swarm.registry import ANY
+
+    address, key = parsed_address(command.registry), load_key(command.key)
+    terms = _asked(address, key, "terms")
+    cut = Cut(
+        find_job(command.model, named_values(command.set)),
+        stages=terms["stages"],
+        batch=terms["batch"],
+        micro_batches=terms["micro_batches"],
+        precision=terms["precision"],
+        seed=terms["seed"],
+    )
+    peer = Peer(
+        cut,
+        key,
+        address,
+        stage=ANY if command.stage is None else command.stage,
+        host=command.host,
+        port=command.port or 0,
+        wire=terms["wire"],
+        pull_seconds=terms["pull_seconds"],
+    )
+    asked = 0
+
+    def leave(*_: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            raise KeyboardInterrupt
+        say("whalejax: leaving when the step is over; once more to go at once")
+        peer.leave()
+
+    try:
+        peer.start()
+        stage = peer.worker.stage
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+        number = "?" if stage is None else stage.number
+        say(f"whalejax: {peer.name} serves stage {number} of {cut.stages}")
+        while not peer.wait(1.0):
+            pass
+    finally:
+        peer.close()
+    if peer.refused:
+        raise WhaleError(peer.refused)
+    say(f"whalejax: {peer.over}")
+    return 0
+
+
+def show(command: SwarmShowCommand) -> int:
+    """Show a run.
+
+    Args:
+        command: the options.
+
+    Raises:
+        WhaleError: the registry cannot be reached.
+    """
+    found = _asked(parsed_address(command.registry), load_key(command.key), "show")
+    if command.json:
+        print(json.dumps(found))
+        return 0
+    print(as_text(found))
+    return 0
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """What ``whalejax swarm show`` prints.
+
+    Args:
+        found: the registry's answer.
+    """
+    loss = "none yet" if found["loss"] is None else f"{found['loss']:.6g}"
+    lines = [
+        f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
+        f"loss {loss}, wire {found['wire']}",
+        f"ledger: {found['left']} parts of the step under way are not counted yet",
+        ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()),
+    ]
+    for stage in range(found["stages"]):
+        peers = [p for p in found["peers"] if p["stage"] == stage]
+        lines.append(f"stage {stage}: {len(peers)} peers")
+        for peer in peers:
+            speed = f"{peer['seconds']:.3g} s a forward" if peer["seconds"] else "-"
+            lines.append(
+                f"  {peer['name']}  {peer['address']}  {peer['state']}  queue "
+                f"{peer['queue']}  done {peer['done']}  {speed}"
+            )
+    return "\n".join(lines)
+
+
+def parsed_address(text: str) -> Address:
+    """Host and port of ``HOST:PORT``.
+
+    Args:
+        text: as given.
+
+    Raises:
+        WhaleError: it is none.
+
+    >>> parsed_address("node-a:8476")
+    ('node-a', 8476)
+    """
+    host, colon, port = text.rpartition(":")
+    good = colon and host and port.isascii() and port.isdigit() and len(port) < 6
+    if not good or not 0 < int(port) < 65536:
+        raise WhaleError(
+            f"HOST:PORT is {text!r}; expected a host and a port between 1 and 65535, "
+            "such as node-a:8476"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
+    from whalejax.swarm.service import Caller, Gone, Refused
+
+    caller = Caller(key)
+    try:
+        return dict(caller.ask(address, what, {}, seconds=_ASK_SECONDS).fields)
+    except (Gone, Refused) as error:
+        raise WhaleError(
+            f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
+            f"this key ({error}). Give the address that whalejax swarm serve says it "
+            "listens at, and a copy of its key file"
+        ) from None
+    finally:
+        caller.close()
+
+
+def _check(command: SwarmServeCommand | SwarmJoinCommand) -> None:
+    """Refuse numbers that no run can have; all of them.
+
+    Raises:
+        WhaleError: which.
+    """
+    problems = Problems("options")
+    if isinstance(command, SwarmServeCommand):
+        limits = {
+            "stages": (command.stages, 2, 4096),
+            "steps": (command.steps, 1, _MOST * _MOST),
+            "batch": (command.batch, 1, _MOST * _MOST),
+            "micro-batches": (command.micro_batches, 1, _MOST),
+            "save-every": (command.save_every, 1, _MOST * _MOST),
+            "keep": (command.keep, 1, _MOST),
+            "port": (command.port, 0, 65535),
+            "peers": (command.peers, 0, 1024),
+            "seed": (command.seed, -(2**31), 2**31 - 1),
+        }
+        for name, seconds in (
+            ("call-timeout", command.call_timeout),
+            ("patience", command.patience),
+        ):
+            if not 0.1 <= seconds <= 1e6:
+                problems.add(f"--{name} is {seconds:g}; expected 0.1 to 1e6 seconds")
+    else:
+        limits = {
+            "stage": (command.stage, 0, 4095),
+            "port": (command.port, 1, 65535),
+        }
+    for name, (value, least, most) in limits.items():
+        if value is not None and not least <= value <= most:
+            problems.add(f"--{name} is {value}; expected {least} to {most}")
+    problems.raise_if_any()

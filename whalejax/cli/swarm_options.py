@@ -1,0 +1,106 @@
+"""Options of ``whalejax swarm``: serve, join and show; see ``options``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro import conf
+
+from whalejax.cli.options import Model, OptionalNumber, Settings
+
+
+Registry = Annotated[conf.Positional[str], conf.arg(metavar="HOST:PORT")]
+Key = Annotated[Path, conf.arg(metavar="FILE")]
+Host = Annotated[str, conf.arg(metavar="HOST")]
+Seconds = Annotated[float, conf.arg(metavar="SECONDS")]
+Number = Annotated[int, conf.arg(metavar="N")]
+Wire = Literal["f32", "bf16", "int8"]
+Narrow = Literal["f32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmServeCommand:
+    """Lead a run: hold the registry that peers join, and train over them."""
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=6 embed=128"""
+    stages: Number
+    """into how many parts the model is cut, one after the other"""
+    steps: Number = 100
+    """steps to be done in all, those before a resumption counted"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    micro_batches: OptionalNumber = None
+    """of a step, each of which finds its own way; if left out the largest number up to
+    16 that divides the batch"""
+    precision: Narrow = "f32"
+    """f32: the model's own types; bf16, with float32 masters"""
+    wire: Wire = "f32"
+    """activations and their gradients between stages: as they are, or in 16 or 8 bits"""
+    seed: Number = 0
+    """of the model's initial values and of dropout"""
+    save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
+    """write checkpoints and the ledger's journal into this directory, and go on from
+    the newest checkpoint in it"""
+    save_every: Number = 100
+    """steps between checkpoints; the run goes back to the newest one where all peers of
+    a stage are lost"""
+    keep: Number = 3
+    """how many checkpoints stay"""
+    key: Key = Path("swarm.key")
+    """file of the key by which peers know each other; made where there is none"""
+    host: Host = "127.0.0.1"
+    """address of this machine at which peers reach it"""
+    port: Number = 8476
+    """where the registry listens"""
+    call_timeout: Seconds = 30.0
+    """after which a peer that does not answer is passed over"""
+    patience: Seconds = 3600.0
+    """to wait for a stage that has no peer before the run is ended"""
+    peers: Number = 0
+    """peers that work in threads of this process, beside those that join"""
+    json: bool = False
+    """print events and steps as lines of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmJoinCommand:
+    """Serve a stage of a run, until it is over or Ctrl-C asks to leave in order."""
+
+    registry: Registry
+    """what whalejax swarm serve says it listens at"""
+    model: Model
+    """as for serve; the code must be the same"""
+    set: Settings = ()
+    """options of the model, or of your function, as for serve"""
+    key: Key = Path("swarm.key")
+    """file of the swarm's key, a copy of that of serve"""
+    stage: OptionalNumber = None
+    """to serve; the one that lacks peers most if left out"""
+    host: Host = "127.0.0.1"
+    """address of this machine at which others reach this peer"""
+    port: Annotated[int | None, conf.arg(metavar="N")] = None
+    """where this peer listens; a free one if left out"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmShowCommand:
+    """Show a run: its peers, stages, queues, speeds, and what was lost."""
+
+    registry: Registry
+    """what whalejax swarm serve says it listens at"""
+    key: Key = Path("swarm.key")
+    """file of the swarm's key"""
+    json: bool = False
+    """print it as one line of JSON and nothing else"""
+
+
+SwarmCommand = (
+    Annotated[SwarmServeCommand, conf.subcommand("serve")]
+    | Annotated[SwarmJoinCommand, conf.subcommand("join")]
+    | Annotated[SwarmShowCommand, conf.subcommand("show")]
+)

@@ -1,0 +1,119 @@
+"""Tensors at the borders of stages as they go over the wire: float32, bfloat16, int8.
+
+What is stored and sent is the coded form, so that everybody who reads a tensor, at
+whatever time, works with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from whalejax.swarm import quantize
+from whalejax.swarm.service import Refused
+
+
+WIRES: Final = ("f32", "bf16", "int8")
+"""How activations and their gradients cross: as they are, or in 16 or 8 bits."""
+
+_BF16: Final = np.dtype(ml_dtypes.bfloat16)
+
+
+def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
+    """Arrays as they go over the wire.
+
+    Args:
+        arrays: all finite.
+        wire: one of ``WIRES``; arrays without fractions stay as they are.
+    """
+    return [_coded(np.asarray(x), wire) for x in arrays]
+
+
+def _coded(array: np.ndarray, wire: str) -> np.ndarray:
+    if not _is_wide(array.dtype):
+        return array
+    if wire == "bf16":
+        return array.astype(_BF16)
+    if wire == "int8":
+        return np.frombuffer(quantize.pack(quantize.quantize(array)), np.uint8)
+    return array
+
+
+def decoded(
+    arrays: Sequence[np.ndarray], wanted: Sequence[Any], wire: str, whose: str
+) -> list[np.ndarray]:
+    """Arrays of the wire, as they were but for what coding loses.
+
+    Args:
+        arrays: as they came.
+        wanted: shape and dtype of each.
+        wire: one of ``WIRES``.
+        whose: name of the peer that sent them.
+
+    Raises:
+        Refused: they are others, or not finite.
+    """
+    if len(arrays) != len(wanted):
+        raise Refused(
+            "shape", f"{whose} sent {len(arrays)} arrays; expected {len(wanted)}", whose
+        )
+    found = [_decoded(x, w, wire, whose) for x, w in zip(arrays, wanted, strict=True)]
+    check_finite(found, whose)
+    return found
+
+
+def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarray:
+    shape, dtype = tuple(wanted.shape), np.dtype(wanted.dtype)
+    sent, kind = shape, dtype
+    if _is_wide(dtype) and wire == "bf16":
+        kind = _BF16
+    elif _is_wide(dtype) and wire == "int8":
+        sent = (quantize.packed_bytes(int(np.prod(shape))),)
+        kind = np.dtype(np.uint8)
+    if array.shape != sent or array.dtype != kind:
+        raise Refused(
+            "shape",
+            f"{whose} sent {array.dtype}{list(array.shape)}; expected "
+            f"{kind}{list(sent)} for {dtype}{list(shape)} over the wire {wire}",
+            whose,
+        )
+    if kind == dtype:
+        return array
+    if kind == _BF16:
+        return array.astype(dtype)
+    try:
+        unpacked = quantize.unpack(array.data, shape)
+    except ValueError as error:
+        raise Refused("not finite", f"{whose}: {error}", whose) from None
+    return np.asarray(quantize.dequantize(unpacked)).astype(dtype)
+
+
+def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
+    """Refuse what is not finite.
+
+    Args:
+        arrays: of any dtype.
+        whose: name of the peer that made them.
+
+    Raises:
+        Refused: which, and how many of its values.
+    """
+    for array in arrays:
+        if array.dtype.kind in "iub":
+            continue
+        wrong = array.size - int(np.count_nonzero(np.isfinite(array)))
+        if wrong:
+            raise Refused(
+                "not finite",
+                f"{whose} made {array.dtype}{list(array.shape)}, of which {wrong} of "
+                f"{array.size} values are not finite",
+                whose,
+            )
+
+
+def _is_wide(dtype: np.dtype[Any]) -> bool:
+    """Floats of more than 16 bits: what coding makes smaller."""
+    return dtype.kind == "f" and dtype.itemsize > 2

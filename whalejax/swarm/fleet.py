@@ -1,0 +1,138 @@
+"""The peers as a trainer sees them: who may be asked, and what asking one has shown.
+
+The wiring decides who is next; this keeps it in step with the registry, and knows which
+peers hold the state of the step that is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Final
+
+from whalejax.swarm.registry import Member, Registry
+from whalejax.swarm.wiring import StageWiring
+
+
+LOOK_SECONDS: Final = 0.05
+
+
+class Fleet:
+    """Members by stage, with the wiring of each stage; safe to use from threads."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        stages: int,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nobody may be asked yet.
+
+        Args:
+            registry: that peers announce themselves to.
+            stages: of the model.
+            seed: of the order of equals.
+            clock: gives seconds, the same as the registry is given.
+        """
+        self._registry, self.stages, self._clock = registry, stages, clock
+        self._lock = threading.RLock()
+        self._wirings = [StageWiring(seed=seed + s) for s in range(stages)]
+        self._synced: dict[str, tuple[int, int]] = {}
+        self._lost: set[tuple[str, int]] = set()
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._clock()
+
+    def members(self) -> list[Member]:
+        """All whose leases hold."""
+        return self._registry.members(self._clock())
+
+    def synced(self, stage: int | None = None) -> list[Member]:
+        """Those that hold the state of the step, of a stage or of all."""
+        with self._lock:
+            return [
+                m
+                for m in self.members()
+                if self._synced.get(m.name) == (m.stage, m.incarnation)
+                and stage in (None, m.stage)
+            ]
+
+    def has(self, name: str) -> bool:
+        """Whether a peer holds the state and may be asked."""
+        return any(m.name == name for m in self.usable())
+
+    def usable(self, stage: int | None = None) -> list[Member]:
+        """Those of ``synced`` that did not fail since they last announced themselves."""
+        with self._lock:
+            self._refresh()
+            now = self._clock()
+            open_ = {p for wiring in self._wirings for p in wiring.peers(now)}
+            return [m for m in self.synced(stage) if m.name in open_]
+
+    def add(self, member: Member) -> None:
+        """A peer holds the state of the step from now on."""
+        with self._lock:
+            self._synced[member.name] = member.stage, member.incarnation
+
+    def drop(self, name: str) -> None:
+        """A peer does not hold it any more."""
+        with self._lock:
+            self._synced.pop(name, None)
+            for wiring in self._wirings:
+                wiring.leave(name)
+
+    def drop_all(self) -> None:
+        """Nobody does."""
+        with self._lock:
+            for name in [*self._synced]:
+                self.drop(name)
+
+    def choose(
+        self, stage: int, task: float, avoid: Collection[str] = ()
+    ) -> Member | None:
+        """The peer for the next call of a stage; none where there is none.
+
+        Args:
+            stage: which.
+            task: size of the call, in forwards.
+            avoid: peers that are taken only where there is no other.
+        """
+        with self._lock:
+            self._refresh()
+            name = self._wirings[stage].choose(self._clock(), task, avoid)
+            found = {m.name: m for m in self.synced(stage)}
+            return None if name is None else found.get(name)
+
+    def completed(
+        self, member: Member, task: float, seconds: float, *, warm: bool = True
+    ) -> None:
+        """A call was answered; see ``StageWiring.completed``."""
+        with self._lock:
+            self._wirings[member.stage].completed(
+                member.name, task, seconds, self._clock(), warm
+            )
+
+    def failed(
+        self, member: Member, task: float, seconds: float, *, ban: bool
+    ) -> None:
+        """A call failed; see ``StageWiring.failed``."""
+        with self._lock:
+            self._wirings[member.stage].failed(
+                member.name, seconds, self._clock(), ban, task=task
+            )
+
+    def seconds_per_task(self, member: Member) -> float | None:
+        """Measured seconds of a forward at a peer, queue and wire included."""
+        with self._lock:
+            return self._wirings[member.stage].seconds_per_task(member.name)
+
+    def _refresh(self) -> None:
+        """Tell the wiring of all that have announced themselves."""
+        now = self._clock()
+        for m in self.synced():
+            self._wirings[m.stage].announce(m.name, m.incarnation, now, m.expires)
+            self._wirings[m.stage].reported(m.name, m.queue)
