@@ -12,7 +12,10 @@ ever fitted to them.
 it takes about an hour, and needs the extra tpu-compile and, for GPUs, whalejax verify
 --setup-gpu. The last line is one JSON object:
 judge_mean_memory_error and judge_max_memory_error (relative, of peak memory),
-false_fits (predicted to fit, and do not), traffic_within (part of all pairs of a
+false_fits (predicted to fit, and do not), band_coverage and band_width (part of the
+judges whose memory lies between the edges that plans give, and how far those are apart,
+relative to the prediction), refused (predicted to fit with the margin that plans leave,
+and do not), traffic_within (part of all pairs of a
 program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind of
 collective, too), and the same for GPUs.
 """
@@ -31,6 +34,7 @@ from typing import Any
 
 import whalejax as wh
 from whalejax import jobs, models
+from whalejax.planner.memory.prediction_band import MemoryBand, band_of
 from whalejax.verification.comparison import CLOSE, Verification, planned_bytes
 
 
@@ -335,6 +339,28 @@ class Line:
     kinds: Mapping[str, tuple[float, float]]
 
     @property
+    def band(self) -> MemoryBand:
+        """Where the compiled memory lies, as parts of the predicted."""
+        in_a_loop = self.program.options.get("scan_layers") is not False
+        return band_of(wh.cluster(self.program.topology).platform, in_a_loop=in_a_loop)
+
+    @property
+    def in_band(self) -> bool:
+        """The compiled memory lies between the edges."""
+        return self.band.low <= self.measured / self.predicted <= self.band.high
+
+    @property
+    def band_width(self) -> float:
+        """Between the edges, as a part of the predicted memory."""
+        return self.band.high - self.band.low
+
+    @property
+    def within_margin(self) -> bool:
+        """``wh.plan`` takes it for a plan that fits."""
+        room = wh.cluster(self.program.topology).memory_bytes
+        return self.predicted * self.band.high <= room
+
+    @property
     def error(self) -> float:
         """Relative, of peak memory."""
         return self.predicted / self.measured - 1
@@ -399,6 +425,7 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
                 agreeing + (abs(ours - theirs) <= CLOSE * theirs),
             )
     measured = [line for line in lines if line.fits]
+    banded = [line for line in measured if line.program.judges] or measured
     judges = [abs(line.error) for line in measured if line.program.judges]
     others = [abs(line.error) for line in measured if not line.program.judges]
     return {
@@ -412,6 +439,9 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
         if others
         else None,
         "other_max_memory_error": round(max(others), 4) if others else None,
+        "band_coverage": round(statistics.fmean(x.in_band for x in banded), 4),
+        "band_width": round(statistics.fmean(x.band_width for x in banded), 4),
+        "refused": sum(x.within_margin and not x.fits for x in lines),
         "false_fits": sum(x.predicted_fits and not x.fits for x in lines),
         "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
         "traffic_pairs": pairs,

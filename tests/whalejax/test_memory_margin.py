@@ -14,6 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax.api import plan_request
+from whalejax.planner.errors import NothingFits
 from whalejax.verification.targets import NoCompiler
 
 
@@ -27,15 +28,9 @@ def loss(model: Any, x: jax.Array) -> jax.Array:
     return x.mean()
 
 
-def planned(cluster: wh.Cluster, **settings: Any) -> wh.Plan:
-    return wh.plan(
-        loss,
-        MODEL,
-        BATCH,
-        cluster=cluster,
-        optimizer=optax.sgd(1e-3, momentum=0.9),
-        **settings,
-    )
+def planned(cluster: wh.Cluster, margin: Any = 0, **settings: Any) -> wh.Plan:
+    settings = {"optimizer": optax.sgd(1e-3, momentum=0.9), **settings}
+    return wh.plan(loss, MODEL, BATCH, cluster=cluster, margin=margin, **settings)
 
 
 def exactly(plan: wh.Plan) -> wh.Cluster:
@@ -143,3 +138,22 @@ def test_bad_margins() -> None:
             planned(WHOLE, margin=margin)
     with pytest.raises(wh.WhaleError, match="verified=True compiles the plan"):
         planned(WHOLE, verified=True, runnable=False)
+
+
+def test_plans_for_gpus_leave_what_compiled_programs_took_more() -> None:
+    """The default is the upper edge of the band; notes of full plans give both."""
+    fixed: Any = {"mesh": {"data": 4}, "zero": 0, "num_micro_batches": 1}
+    fixed |= {"remat": "none", "offload": ()}
+    plain = planned(WHOLE, None, **fixed)
+    assert not any(note.startswith("memory: ") for note in plain.notes)
+    total = plain.memory.total_bytes
+    enough = WHOLE.with_memory(int(1.14 * total))
+    (note,) = (
+        n for n in planned(enough, None, **fixed).notes if n.startswith("memory: ")
+    )
+    assert "86% to 113%" in note and "margin=0.13 was kept free" in note
+    short = WHOLE.with_memory(int(1.12 * total))
+    with pytest.raises(NothingFits) as refused:
+        planned(short, None, **fixed)
+    assert refused.value.of_bytes == short.memory_bytes
+    assert planned(WHOLE.with_memory(total), **fixed).memory == plain.memory

@@ -6,8 +6,10 @@ import dataclasses
 import importlib.util
 import json
 import os
+import sys
 import threading
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -431,3 +433,35 @@ def test_functions_with_rules_that_a_program_defines_are_sent() -> None:
     again = cloudpickle.loads(_by_value({"loss": ruled}))["loss"]
     assert again is not ruled
     assert jax.value_and_grad(again)(1.0) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_models_of_modules_that_nobody_else_can_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_file: bool
+) -> None:
+    """Modules made by hand, or loaded from a file that no import finds."""
+    name, source = "a_module_of_this_test", "def loss(x):\n    return 2 * x\n"
+    file = tmp_path / f"{name}.py"
+    file.write_text(source)
+    module = types.ModuleType(name)
+    if from_file:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(source, module.__dict__)
+    sent = _by_value({"loss": module.__dict__["loss"]})
+    monkeypatch.delitem(sys.modules, name)
+    assert cloudpickle.loads(sent)["loss"](3) == 6
+
+
+def test_a_plan_that_the_compiler_refuses_gives_way_to_one_it_accepts() -> None:
+    """By prediction the first choice fits to the byte; compiled it needs more."""
+    first = planned("mlp-test", "cpu:4", mesh={"data": 4})
+    needed = first.verify("local", timeout_seconds=300).peak.compiled
+    assert needed > first.memory.total_bytes
+    tight = first.cluster.with_memory((needed + first.memory.total_bytes) // 2)
+    assert not planned("mlp-test", tight, mesh={"data": 4}).verify().fits
+    found = planned("mlp-test", tight, mesh={"data": 4}, verified=True)
+    assert "was refused" in found.notes[-1]
+    assert found.verify(timeout_seconds=300).fits

@@ -12,16 +12,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whalejax.api.plan_settings import MOST_MARGIN
-from whalejax.meshes import Cluster
+from whalejax.meshes import Cluster, DeviceKind
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.memory.prediction_band import MemoryBand
 from whalejax.planner.plan.plan import Plan
 from whalejax.verification.targets import NoCompiler
 
 
 MOST_COMPILED: Final = 6
 """Plans that are compiled, one after the other, before planning gives up."""
+
+NEARLY_FULL: Final = 0.8
+"""Part of a device's memory from which on a plan's notes give the band."""
 
 COMPILE_SECONDS: Final = 3600.0
 """How long a compiler may take for one plan."""
@@ -36,26 +40,56 @@ def without_margin(cluster: Cluster, margin: float) -> Cluster:
     """
     if not margin:
         return cluster
-    return cluster.with_memory_of(
-        {
-            kind.name: max(1, int(kind.memory_bytes / (1 + margin)))
-            for kind in cluster.kinds
-        }
+    return cluster.with_memory_of({k.name: _left(k, margin) for k in cluster.kinds})
+
+
+def _left(kind: DeviceKind, margin: float) -> int:
+    """Bytes that plans may fill by prediction."""
+    return max(1, int(kind.memory_bytes / (1 + margin)))
+
+
+def with_margin_said(
+    error: NothingFits, cluster: Cluster, margin: float
+) -> NothingFits:
+    """An error that counts the memory of whole devices, and says what the margin took.
+
+    Args:
+        error: of a search in what the margin left.
+        cluster: the devices as they are.
+        margin: that was left free.
+    """
+    if not margin or error.what != "device memory":
+        return error
+    whole = {_left(kind, margin): kind.memory_bytes for kind in cluster.kinds}
+    room = whole.get(error.of_bytes, error.of_bytes)
+    needed = int((error.of_bytes + error.lacks_bytes) * (1 + margin))
+    return NothingFits(
+        f"{error}. margin={margin:.2g} keeps {gigabytes(room - error.of_bytes)} of "
+        "each device free; a smaller one leaves more to the plan",
+        lacks_bytes=needed - room,
+        of_bytes=room,
+        nearest=error.nearest,
+        what=error.what,
     )
 
 
-def with_margin_said(error: NothingFits, margin: float) -> NothingFits:
-    """An error that says what the margin took of the memory that is lacking."""
-    if not margin or error.what != "device memory":
-        return error
-    return NothingFits(
-        f"{error}. margin={margin:g} keeps "
-        f"{gigabytes(int(error.of_bytes * margin))} of each device free; a smaller one "
-        "leaves more to the plan",
-        lacks_bytes=error.lacks_bytes,
-        of_bytes=error.of_bytes,
-        nearest=error.nearest,
-        what=error.what,
+def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
+    """What a plan that nearly fills its devices says of how sure its memory is.
+
+    Args:
+        plan: on its devices as they are.
+        band: of its prediction.
+        margin: that was left free.
+    """
+    predicted, room = plan.memory.total_bytes, plan.room_bytes
+    if band.low == band.high or predicted < NEARLY_FULL * room:
+        return ()
+    low, high = int(band.low * predicted), int(band.high * predicted)
+    return (
+        f"memory: {gigabytes(predicted)} of {gigabytes(room)} is predicted; compiled "
+        f"programs of this kind took {band.low:.0%} to {band.high:.0%} of their "
+        f"prediction, which is {gigabytes(low)} to {gigabytes(high)} here. margin="
+        f"{margin:g} was kept free",
     )
 
 
@@ -149,4 +183,5 @@ def accepted(
 
 def _words(plan: Plan) -> str:
     sizes = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"
-    return f"{sizes}, {plan.num_micro_batches} micro-batches"
+    count = plan.num_micro_batches
+    return f"{sizes}, {count} micro-batch{'es' if count > 1 else ''}"

@@ -33,6 +33,7 @@ from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.memory_margin import (
     COMPILE_SECONDS,
     accepted,
+    band_note,
     with_devices,
     with_margin_said,
     without_margin,
@@ -49,6 +50,7 @@ from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
+from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.search.batched.share_notes import split_notes
@@ -347,7 +349,7 @@ class PlanQuestion:
             PlanError: there is none; what lacks, in bytes where it is memory.
         """
         request, idle = self.request, self.request.allow_idle
-        margin = request.margin or 0.0
+        margin = self._margin(programs)
         xla = checked_options(request.compiler_options)
         uneven: Uneven = uneven_shares(
             request.shares,
@@ -371,8 +373,17 @@ class PlanQuestion:
         try:
             found = (_with_fewest_idle if idle else _at_once)(decided, wanted)
         except NothingFits as error:
-            raise with_margin_said(error, margin) from error
+            raise with_margin_said(error, self.cluster, margin) from error
         return with_devices(found, self.cluster) if margin else found
+
+    def _margin(self, programs: Programs) -> float:
+        """Part of the predicted memory that plans leave free."""
+        given = self.request.margin
+        return self._band(programs).high - 1 if given is None else given
+
+    def _band(self, programs: Programs) -> MemoryBand:
+        """Where the memory of the compiled program lies beside the predicted."""
+        return memory_band(self.cluster.platform, programs.graph)
 
     # Plan.
 
@@ -411,6 +422,8 @@ class PlanQuestion:
             notes=notes,
             question=self,
         )
+        band = band_note(found, self._band(programs), self._margin(programs))
+        found = dataclasses.replace(found, notes=(*found.notes, *band))
         # Ranks of a node are averaged where they stand one after the other.
         return found if found.combine == "adasum_nodes" else ordered(found)
 

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whalejax.meshes.errors import WhaleError
 from whalejax.verification.targets import Target
+from whalejax.verification.targets import VerifyError as VerifyError
 from whalejax.verification.worker import CompileRequest
 
 
@@ -29,10 +30,6 @@ _NOISE = (
     "libtpu_init_utils",
     "Logging before InitGoogle",
 )
-
-
-class VerifyError(WhaleError):
-    """A plan that could not be compiled for reasons of the compiler or the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +129,40 @@ def _by_value(request: Any) -> bytes:
                 return object.__new__, (jax.custom_vjp,), vars(obj)
             return super().reducer_override(obj)
 
-    with io.BytesIO() as file:
+    with contextlib.ExitStack() as kept, io.BytesIO() as file:
+        for module in list(sys.modules.values()):
+            if _lives_here_only(module):
+                kept.callback(cloudpickle.unregister_pickle_by_value, module)
+                cloudpickle.register_pickle_by_value(module)
         Pickler(file).dump(request)
         return file.getvalue()
+
+
+def _lives_here_only(module: Any) -> bool:
+    """Another process cannot import a module by its name.
+
+    Modules that were made by hand have no file, and those that were loaded from a file
+    may lie where no import looks. Parts of a package are as their package is.
+    """
+    if not isinstance(module, types.ModuleType):
+        return False
+    name = module.__name__
+    if name == "__main__" or sys.modules.get(name) is not module:
+        return False
+    top = name.partition(".")[0]
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    if spec is None:
+        return True
+    if spec.origin is None or not spec.has_location:
+        return False  # built in, or a package of several folders
+    inside = spec.submodule_search_locations is not None
+    folder = os.path.dirname(spec.origin)
+    folder = os.path.dirname(folder) if inside else folder
+    if folder in sys.path or os.path.realpath(folder) in map(
+        os.path.realpath, sys.path
+    ):
+        return False
+    return not any(finder.find_spec(top, None) for finder in sys.meta_path)
 
 
 _SETTINGS = (

@@ -61,7 +61,11 @@ class Target:
         return dataclasses.asdict(self)
 
 
-class NoCompiler(WhaleError):
+class VerifyError(WhaleError):
+    """A plan that could not be compiled for reasons of the compiler or the machine."""
+
+
+class NoCompiler(VerifyError):
     """No compiler for these devices is at hand; the text names what installs one."""
 
 

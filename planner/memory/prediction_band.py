@@ -1,0 +1,58 @@
+"""How far the memory of compiled programs lies from what was predicted.
+
+Ratios of compiled to predicted peak memory, of the programs that
+``scripts/bench_verify.py`` compares and that are no judges: the edges leave out about
+one in twenty on each side. CPUs have no edges: their memory is the host's, which no
+compiler refuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.planner.model.graph import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBand:
+    """Where the memory of a compiled program lies, as parts of the predicted memory.
+
+    Attributes:
+        low: at least.
+        high: at most; what is above 1 is the margin that a plan leaves free.
+    """
+
+    low: float
+    high: float
+
+
+_CERTAIN: Final = MemoryBand(low=1.0, high=1.0)
+_BANDS: Final = {
+    ("tpu", True): MemoryBand(low=0.92, high=1.10),
+    ("tpu", False): MemoryBand(low=0.86, high=1.13),
+    ("gpu", True): MemoryBand(low=0.96, high=1.09),
+    ("gpu", False): MemoryBand(low=0.86, high=1.13),
+}
+"""By platform, and whether the layers are in a loop. No program without one was
+compiled for GPUs: those of TPUs are taken."""
+
+
+def memory_band(platform: str, graph: Graph) -> MemoryBand:
+    """The band for a loss on a platform.
+
+    Args:
+        platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+        graph: the captured loss.
+    """
+    return band_of(platform, in_a_loop=any(op.trip > 1 for op in graph.ops))
+
+
+def band_of(platform: str, *, in_a_loop: bool) -> MemoryBand:
+    """The band of a platform.
+
+    Args:
+        platform: as for ``memory_band``.
+        in_a_loop: layers are computed by a loop, not written out one by one.
+    """
+    return _BANDS.get((platform, in_a_loop), _CERTAIN)
