@@ -23,6 +23,7 @@ from tests.adasum import differ, difference, on_devices, reference, tree
 from tests.compilations import count_compilations
 from whalejax import hlo
 from whalejax.lowering.spmd.adasum import combined
+from whalejax.planner.cost.adasum import COLUMN, TOLD
 
 
 TIGHT = 1e-6
@@ -417,11 +418,69 @@ def test_unknown_ways_stages_and_lone_nodes_are_refused() -> None:
     text = _refusal(combine="sum")
     assert re.search("combine is 'sum'; expected one of 'mean', 'adasum'", text)
     assert "leave combine out, or the axis stage" in _refusal(mesh={"stage": 2}).lower()
+    with pytest.raises(wh.WhaleError, match="combine is 'sum'; expected one of"):
+        dataclasses.replace(_plan(), combine="sum")
     text = _refusal(combine="adasum_nodes")
     assert "all 4 devices are on one node" in text and 'Take "adasum"' in text
 
 
-def test_the_planner_gives_data_several_ranks() -> None:
+def test_statistics_of_the_global_batch_are_none_of_a_rank() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        h = batch["x"] @ params["into"]
+        return (((h - h.mean(0, keepdims=True)) @ params["out"]) ** 2).mean()
+
+    ends = {name: x for name, x in _model().items() if name != "layers"}
+    text = _refusal(loss=loss, model=ends, sync_batch_stats=True)
+    assert "sync_batch_stats=True asks for statistics of the global batch" in text
+
+
+# Plans.
+
+
+@functools.cache
+def _plan() -> wh.Plan:
     asked = {"cluster": "cpu:4", "combine": "adasum", "num_micro_batches": 1}
-    plan = wh.plan(_scanned, _model(), _batch(), **asked)
-    assert plan.axis_sizes["data"] > 1 and plan.combine == "adasum"
+    return wh.plan(_scanned, _model(), _batch(), **asked)
+
+
+def test_the_planner_gives_data_several_ranks() -> None:
+    assert _plan().axis_sizes["data"] > 1 and _plan().combine == "adasum"
+    assert _plan().what_if(combine="mean").combine == "mean"
+
+
+def test_files_hold_the_way_where_it_is_not_the_mean() -> None:
+    """So plans of before, which know of no other, are read as they are."""
+    document = _plan().document()
+    assert wh.Plan.from_document(document) == dataclasses.replace(
+        _plan(), question=None
+    )
+    assert document["combine"] == "adasum"
+    assert "combine" not in _plan().what_if(combine="mean").document()
+    alone = {**document, "axes": [["fsdp", 4]], "zero": 2}
+    with pytest.raises(wh.WhaleError) as error:
+        wh.Plan.from_document(alone)
+    assert "combine is adasum; data has 1 rank" in str(error.value)
+    assert "expected no zero 2 beside it" in str(error.value)
+
+
+@pytest.mark.parametrize("combine", ["adasum", "adasum_updates"])
+def test_ranks_send_as_much_as_an_all_reduce_does(combine: str) -> None:
+    """Of tensors that divide; and the levels send numbers alone."""
+    model = {"w": jax.ShapeDtypeStruct((4096, 64), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+    plan = wh.plan(
+        *(lambda m, x: ((x @ m["w"]) ** 2).mean(), model, batch),
+        cluster="h100:8",
+        mesh={"data": 8},
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        combine=combine,
+    )
+    nbytes = 4096 * 64 * 4
+    sent = [c for c in plan.collectives if c.what == "gradient"]
+    kinds = [c.kind for c in sent]
+    assert kinds == ["all-to-all", *["all-gather"] * 4]
+    assert sent[0].payload_bytes == nbytes + 8 * COLUMN * 4
+    assert sent[-1].payload_bytes == nbytes
+    assert [c.payload_bytes for c in sent[1:4]] == [TOLD * 8 * 4 * n for n in (4, 2, 1)]
+    moments = [c for c in plan.collectives if c.what == "moments"]
+    assert [c.payload_bytes for c in moments] == [nbytes] * (combine != "adasum")
