@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections import Counter
 from typing import Any
@@ -21,6 +22,7 @@ from jax.sharding import AxisType, Mesh
 import whalejax as wh
 from tests.adasum import differ, difference, on_devices, reference, tree
 from tests.compilations import count_compilations
+from tests.processes import finish, start
 from whalejax import hlo
 from whalejax.lowering.spmd.adasum import combined
 from whalejax.planner.cost.adasum import COLUMN, TOLD
@@ -370,6 +372,73 @@ def test_ranks_of_a_node_are_averaged_before_nodes_combine() -> None:
     state, _ = step(step.init_from(model), _batch())
     _assert_near(state.opt_state[0].trace, _expected(2))
     assert any("2 groups of 2 ranks" in note for note in step.plan.notes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", {"*": "bf16"}])
+def test_gradients_in_16_bits_are_combined_in_32(precision: Any) -> None:
+    step, model = _step({"data": 2}, precision=precision)
+    state, _ = step(step.init_from(model), _batch())
+    _assert_near(state.opt_state[0].trace, _expected(2), near=5e-2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parts", [1, 4])
+def test_metrics_and_rows_are_those_of_the_global_batch(parts: int) -> None:
+    model, batch = _model(), _batch()
+
+    def loss(params: Any, batch: Any) -> Any:
+        rows = batch["x"] @ params["into"]
+        metrics = {"mean": rows.mean(), "most": rows.max(), "rows": rows[:, 0]}
+        metrics["positive"] = (rows > 0).sum()
+        aux = wh.Aux(metrics=metrics, samples={"asked": rows})
+        return ((rows @ params["out"]) ** 2).mean(), aux
+
+    ends = {name: model[name] for name in ("into", "out")}
+    plan = wh.plan(
+        *(loss, ends, batch),
+        cluster="cpu:2",
+        mesh={"data": 2},
+        num_micro_batches=parts,
+        combine="adasum",
+        optimizer=_KEEPS,
+    )
+    step = wh.compile(*(plan, loss, ends), optimizer=_KEEPS, devices=jax.devices()[:2])
+    _, metrics = step(step.init_from(ends), batch)
+    rows = batch["x"] @ ends["into"]
+    assert np.allclose(metrics["rows"], rows[:, 0], atol=1e-6)
+    assert np.isclose(metrics["mean"], rows.mean(), atol=1e-6)
+    assert np.isclose(metrics["most"], rows.max())
+    assert metrics["positive"] == (rows > 0).sum()
+    assert np.allclose(metrics["asked"], rows, atol=1e-6)
+
+
+_PROCESS = """
+import json
+import numpy as np
+from tests.whalejax.test_adasum import _batch, _step
+
+step, model = _step({"data": 2, "tensor": 2}, num_micro_batches=2)
+state = step.init_from(model)
+rows = step.batch_rows()
+state, metrics = step(state, jax.tree.map(lambda x: x[rows], _batch()))
+everywhere = jax.sharding.NamedSharding(step.mesh, jax.P())
+leaves = jax.tree.leaves(state.opt_state[0].trace)
+whole = jax.jit(lambda x: x, out_shardings=everywhere)(leaves)
+found = [np.asarray(x.addressable_data(0)).tolist() for x in whole]
+print(json.dumps([float(metrics["loss"]), found]), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_ranks_of_two_processes_combine() -> None:
+    outputs = finish(start(_PROCESS, devices=2))
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert first == second
+    tree = jax.tree.structure(_model())
+    found = tree.unflatten([np.asarray(x) for x in first[1]])
+    _assert_near(found, _expected(2))
+    assert np.isclose(first[0], _scanned(_model(), _batch()))
 
 
 # Bad input.
