@@ -503,6 +503,15 @@ def test_statistics_of_the_global_batch_are_none_of_a_rank() -> None:
     assert "sync_batch_stats=True asks for statistics of the global batch" in text
 
 
+def test_what_ranks_report_must_be_told_how_to_be_put_together() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        odd = jnp.sort(batch["x"][:, 0])[:3]
+        return _scanned(params, batch), wh.Aux(metrics={"odd": odd})
+
+    text = _refusal(loss=loss)
+    assert "cannot be put together" in text and 'plan with combine="mean"' in text
+
+
 # Plans.
 
 
