@@ -49,7 +49,7 @@ def _two() -> Any:
 
 
 def _of(a: Any, b: Any) -> np.ndarray:
-    return np.asarray(_two()(np.float32([a, b])), np.float64)
+    return np.asarray(_two()(np.asarray([a, b], np.float32)), np.float64)
 
 
 _NUMBERS = st.floats(-8, 8, width=32).map(lambda x: x if abs(x) > 0.125 else 0.0)
@@ -253,11 +253,11 @@ def test_a_step_combines_as_planned() -> None:
     state = step.init_from(model)
     with count_compilations() as compiled:
         for _ in range(2):
-            before, (state, metrics) = state, step(state, _batch())
+            state, metrics = step(state, _batch())
             if int(state.step) == 1:
                 _assert_near(state.opt_state[0].trace, _expected(2))
                 assert np.isclose(metrics["loss"], _scanned(model, _batch()))
-    assert compiled.count == 1 and before is not state
+    assert compiled.count == 1
     assert sum(map(differ, jax.tree.leaves(state.params))) == 0
     found = hlo.collectives(step.lower().compile().as_text()).instructions
     there = Counter(
