@@ -11,7 +11,7 @@ from whalejax.meshes.checks import Arguments, check_fields, is_number
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.planner.entries import Collective
 from whalejax.planner.errors import PlanError
-from whalejax.planner.step_options import option_counts
+from whalejax.planner.step_options import COMBINATIONS, option_counts
 
 
 def check_plan(plan: Any) -> None:
@@ -29,6 +29,7 @@ def check_plan(plan: Any) -> None:
     for name, count in (counts | option_counts(plan)).items():
         problems.whole(name, count, least=1)
     problems.whole("zero", plan.zero, most=2)
+    problems.choice("combine", plan.combine, COMBINATIONS)
     for name in ("product_flops", "optimizer_bytes"):
         value = getattr(plan, name)
         if value is not None and not (is_number(value) and value >= 0):

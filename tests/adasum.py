@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return first * a + second * b
 
 
-def tree(tensors: Sequence[Any]) -> np.ndarray:
+def tree(tensors: Iterable[Any]) -> np.ndarray:
     """Tensors of ranks combined, with zeros up to the next power of two."""
     every = [np.asarray(x, np.float64) for x in tensors]
     full = 1 << (len(every) - 1).bit_length()
@@ -77,7 +77,11 @@ def on_devices(
     kinds = (AxisType.Auto,) * len(sizes)
     there = Mesh(devices, tuple(sizes), axis_types=kinds)
     laid = specs or [((),) * (x.ndim - 1) for x in stacked]
-    by = np.ones(ranks, np.float32) if weights is None else np.float32(weights)
+    by = (
+        np.ones(ranks, np.float32)
+        if weights is None
+        else np.asarray(weights, np.float32)
+    )
 
     def run(stacked: Sequence[Any], by: Any) -> list[Any]:
         return combined(stacked, by, laid, slices, there, node=node)

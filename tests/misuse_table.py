@@ -54,7 +54,7 @@ def _plan_arguments(w: World) -> dict[str, Any]:
         "sequence_parallel": None,
         "attention": None,
         "loss_chunks": None,
-        "combine": None,
+        "combine": "mean",
         "shares": None,
         "compiler_options": None,
     }

@@ -60,6 +60,7 @@ def _check(plan: PlanData, where: str, problems: Problems) -> None:
     _check_mesh(plan, where, problems)
     _check_choices(plan, where, problems)
     _check_shares(plan, where, problems)
+    _check_combine(plan, where, problems)
     _check_leaves(plan, where, problems)
     _check_trained(plan, where, problems)
     check_batch(plan, where, problems)
@@ -161,6 +162,24 @@ def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
             f"{where}pipelines has {len(plan.pipelines)} entries; data has {ranks} "
             "ranks"
         )
+
+
+def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
+    """What ranks that combine by Adasum cannot have beside it."""
+    if plan.combine == "mean":
+        return
+    ranks = plan.axis_sizes.get("data", 1)
+    if ranks < 2:
+        problems.add(f"{where}combine is {plan.combine}; data has {ranks} rank")
+    others = {
+        "stages": plan.stages is not None,
+        "shares": bool(plan.shares),
+        "pipelines": bool(plan.pipelines),
+        "offload": bool(plan.offload),
+        f"zero {plan.zero}": plan.zero > (plan.combine != "adasum_updates"),
+    }
+    for name in (name for name, there in others.items() if there):
+        problems.add(f"{where}combine is {plan.combine}; expected no {name} beside it")
 
 
 def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:

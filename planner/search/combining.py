@@ -32,7 +32,12 @@ PASSES = 12
 
 
 def check_combine(
-    request: Request, graph: Graph, cluster: Cluster, *, shares: object
+    request: Request,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    shares: object,
+    synced: bool = False,
 ) -> None:
     """Refuse what ranks cannot combine.
 
@@ -41,6 +46,7 @@ def check_combine(
         graph: the captured loss.
         cluster: the machine.
         shares: of micro-batches that replicas are asked to take.
+        synced: statistics are asked to be those of the global batch.
 
     Raises:
         PlanError: every problem, with its numbers and a remedy.
@@ -52,12 +58,20 @@ def check_combine(
         *_of_ranks(request, cluster),
         *_of_shares(request, cluster, shares),
         *_of_storage(request),
+        *(_SYNCED.format(request.combine) for _ in range(synced)),
         *(request.refused_by_stages() if "stage" in (request.mesh or {}) else ()),
         *_of_parameters(graph),
     )
     for text in texts:
         problems.add(text)
     problems.raise_if_any()
+
+
+_SYNCED = (
+    'combine is "{}", and sync_batch_stats=True asks for statistics of the global '
+    "batch: each rank then has a gradient of its own samples, and statistics of them. "
+    "Leave one of the two out"
+)
 
 
 def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:

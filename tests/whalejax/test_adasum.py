@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import re
 from collections import Counter
 from typing import Any
@@ -20,8 +22,10 @@ from jax.sharding import AxisType, Mesh
 import whalejax as wh
 from tests.adasum import differ, difference, on_devices, reference, tree
 from tests.compilations import count_compilations
+from tests.processes import finish, start
 from whalejax import hlo
 from whalejax.lowering.spmd.adasum import combined
+from whalejax.planner.cost.adasum import COLUMN, TOLD
 
 
 TIGHT = 1e-6
@@ -45,7 +49,7 @@ def _two() -> Any:
 
 
 def _of(a: Any, b: Any) -> np.ndarray:
-    return np.asarray(_two()(np.float32([a, b])), np.float64)
+    return np.asarray(_two()(np.asarray([a, b], np.float32)), np.float64)
 
 
 _NUMBERS = st.floats(-8, 8, width=32).map(lambda x: x if abs(x) > 0.125 else 0.0)
@@ -249,11 +253,11 @@ def test_a_step_combines_as_planned() -> None:
     state = step.init_from(model)
     with count_compilations() as compiled:
         for _ in range(2):
-            before, (state, metrics) = state, step(state, _batch())
+            state, metrics = step(state, _batch())
             if int(state.step) == 1:
                 _assert_near(state.opt_state[0].trace, _expected(2))
                 assert np.isclose(metrics["loss"], _scanned(model, _batch()))
-    assert compiled.count == 1 and before is not state
+    assert compiled.count == 1
     assert sum(map(differ, jax.tree.leaves(state.params))) == 0
     found = hlo.collectives(step.lower().compile().as_text()).instructions
     there = Counter(
@@ -304,8 +308,11 @@ def test_float16_skips_a_step_on_all_ranks_at_once() -> None:
     state, metrics = step(state, far)
     assert int(metrics["skipped_steps"]) == 1
     assert jax.tree.all(jax.tree.map(np.array_equal, before, state.params))
-    state, metrics = step(state, batch)
-    assert int(metrics["skipped_steps"]) == 1
+    for _ in range(8):  # The first scales are too large for some gradients.
+        skipped = int(metrics["skipped_steps"])
+        state, metrics = step(state, batch)
+        if int(metrics["skipped_steps"]) == skipped:
+            break
     _assert_near(state.opt_state[0].trace, _expected(2), near=2e-2)
 
 
@@ -314,7 +321,7 @@ def test_clipping_and_evaluation() -> None:
     clipped = optax.chain(optax.clip_by_global_norm(0.01), _KEEPS)
     step, model = _step({"data": 2}, optimizer=clipped, zero=1)
     state, metrics = step(step.init_from(model), _batch())
-    norm = optax.global_norm(state.opt_state[1][0].trace)
+    norm = optax.tree.norm(state.opt_state[1][0].trace)
     assert np.isclose(norm, 0.01, rtol=1e-5)
     fresh = step.init_from(model)
     assert np.isclose(step.eval(fresh, _batch())["loss"], metrics["loss"])
@@ -356,10 +363,82 @@ def test_updates_of_ranks_are_combined_and_their_moments_averaged(
 
 @pytest.mark.full
 def test_ranks_of_a_node_are_averaged_before_nodes_combine() -> None:
-    step, model = _step({"data": 4}, combine="adasum_nodes", cluster="cpu:2x2")
+    four = wh.cluster("cpu:4")
+    node = dataclasses.replace(four.nodes[0], count=2)
+    inside = dataclasses.replace(four.levels[0], size=2)
+    across = dataclasses.replace(inside, name="network", latency_seconds=1e-4)
+    machine = dataclasses.replace(four, nodes=(node, node), levels=(inside, across))
+    step, model = _step({"data": 4}, combine="adasum_nodes", cluster=machine)
     state, _ = step(step.init_from(model), _batch())
     _assert_near(state.opt_state[0].trace, _expected(2))
     assert any("2 groups of 2 ranks" in note for note in step.plan.notes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", {"*": "bf16"}])
+def test_gradients_in_16_bits_are_combined_in_32(precision: Any) -> None:
+    step, model = _step({"data": 2}, precision=precision)
+    state, _ = step(step.init_from(model), _batch())
+    _assert_near(state.opt_state[0].trace, _expected(2), near=5e-2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parts", [1, 4])
+def test_metrics_and_rows_are_those_of_the_global_batch(parts: int) -> None:
+    model, batch = _model(), _batch()
+
+    def loss(params: Any, batch: Any) -> Any:
+        rows = batch["x"] @ params["into"]
+        metrics = {"mean": rows.mean(), "most": rows.max(), "rows": rows[:, 0]}
+        metrics["positive"] = (rows > 0).sum()
+        aux = wh.Aux(metrics=metrics, samples={"asked": rows})
+        return ((rows @ params["out"]) ** 2).mean(), aux
+
+    ends = {name: model[name] for name in ("into", "out")}
+    plan = wh.plan(
+        *(loss, ends, batch),
+        cluster="cpu:2",
+        mesh={"data": 2},
+        num_micro_batches=parts,
+        combine="adasum",
+        optimizer=_KEEPS,
+    )
+    step = wh.compile(*(plan, loss, ends), optimizer=_KEEPS, devices=jax.devices()[:2])
+    _, metrics = step(step.init_from(ends), batch)
+    rows = batch["x"] @ ends["into"]
+    assert np.allclose(metrics["rows"], rows[:, 0], atol=1e-6)
+    assert np.isclose(metrics["mean"], rows.mean(), atol=1e-6)
+    assert np.isclose(metrics["most"], rows.max())
+    assert metrics["positive"] == (rows > 0).sum()
+    assert np.allclose(metrics["asked"], rows, atol=1e-6)
+
+
+_PROCESS = """
+import json
+import numpy as np
+from tests.whalejax.test_adasum import _batch, _step
+
+step, model = _step({"data": 2, "tensor": 2}, num_micro_batches=2)
+state = step.init_from(model)
+rows = step.batch_rows()
+state, metrics = step(state, jax.tree.map(lambda x: x[rows], _batch()))
+everywhere = jax.sharding.NamedSharding(step.mesh, jax.P())
+leaves = jax.tree.leaves(state.opt_state[0].trace)
+whole = jax.jit(lambda x: x, out_shardings=everywhere)(leaves)
+found = [np.asarray(x.addressable_data(0)).tolist() for x in whole]
+print(json.dumps([float(metrics["loss"]), found]), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_ranks_of_two_processes_combine() -> None:
+    outputs = finish(start(_PROCESS, devices=2))
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert first == second
+    tree = jax.tree.structure(_model())
+    found = tree.unflatten([np.asarray(x) for x in first[1]])
+    _assert_near(found, _expected(2))
+    assert np.isclose(first[0], _scanned(_model(), _batch()))
 
 
 # Bad input.
@@ -408,11 +487,78 @@ def test_unknown_ways_stages_and_lone_nodes_are_refused() -> None:
     text = _refusal(combine="sum")
     assert re.search("combine is 'sum'; expected one of 'mean', 'adasum'", text)
     assert "leave combine out, or the axis stage" in _refusal(mesh={"stage": 2}).lower()
+    with pytest.raises(wh.WhaleError, match="combine is 'sum'; expected one of"):
+        dataclasses.replace(_plan(), combine="sum")
     text = _refusal(combine="adasum_nodes")
     assert "all 4 devices are on one node" in text and 'Take "adasum"' in text
 
 
-def test_the_planner_gives_data_several_ranks() -> None:
+def test_statistics_of_the_global_batch_are_none_of_a_rank() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        h = batch["x"] @ params["into"]
+        return (((h - h.mean(0, keepdims=True)) @ params["out"]) ** 2).mean()
+
+    ends = {name: x for name, x in _model().items() if name != "layers"}
+    text = _refusal(loss=loss, model=ends, sync_batch_stats=True)
+    assert "sync_batch_stats=True asks for statistics of the global batch" in text
+
+
+def test_what_ranks_report_must_be_told_how_to_be_put_together() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        odd = jnp.sort(batch["x"][:, 0])[:3]
+        return _scanned(params, batch), wh.Aux(metrics={"odd": odd})
+
+    text = _refusal(loss=loss)
+    assert "cannot be put together" in text and 'plan with combine="mean"' in text
+
+
+# Plans.
+
+
+@functools.cache
+def _plan() -> wh.Plan:
     asked = {"cluster": "cpu:4", "combine": "adasum", "num_micro_batches": 1}
-    plan = wh.plan(_scanned, _model(), _batch(), **asked)
-    assert plan.axis_sizes["data"] > 1 and plan.combine == "adasum"
+    return wh.plan(_scanned, _model(), _batch(), **asked)
+
+
+def test_the_planner_gives_data_several_ranks() -> None:
+    assert _plan().axis_sizes["data"] > 1 and _plan().combine == "adasum"
+    assert _plan().what_if(combine="mean").combine == "mean"
+
+
+def test_files_hold_the_way_where_it_is_not_the_mean() -> None:
+    """So plans of before, which know of no other, are read as they are."""
+    document = _plan().document()
+    assert wh.Plan.from_document(document) == dataclasses.replace(
+        _plan(), question=None
+    )
+    assert document["combine"] == "adasum"
+    assert "combine" not in _plan().what_if(combine="mean").document()
+    alone = {**document, "axes": [["fsdp", 4]], "zero": 2}
+    with pytest.raises(wh.WhaleError) as error:
+        wh.Plan.from_document(alone)
+    assert "combine is adasum; data has 1 rank" in str(error.value)
+    assert "expected no zero 2 beside it" in str(error.value)
+
+
+@pytest.mark.parametrize("combine", ["adasum", "adasum_updates"])
+def test_ranks_send_as_much_as_an_all_reduce_does(combine: str) -> None:
+    """Of tensors that divide; and the levels send numbers alone."""
+    model = {"w": jax.ShapeDtypeStruct((4096, 64), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+    plan = wh.plan(
+        *(lambda m, x: ((x @ m["w"]) ** 2).mean(), model, batch),
+        cluster="h100:8",
+        mesh={"data": 8},
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        combine=combine,
+    )
+    nbytes = 4096 * 64 * 4
+    sent = [c for c in plan.collectives if c.what == "gradient"]
+    kinds = [c.kind for c in sent]
+    assert kinds == ["all-to-all", *["all-gather"] * 4]
+    assert sent[0].payload_bytes == nbytes + 8 * COLUMN * 4
+    assert sent[-1].payload_bytes == nbytes
+    assert [c.payload_bytes for c in sent[1:4]] == [TOLD * 8 * 4 * n for n in (4, 2, 1)]
+    moments = [c for c in plan.collectives if c.what == "moments"]
+    assert [c.payload_bytes for c in moments] == [nbytes] * (combine != "adasum")

@@ -324,7 +324,13 @@ class PlanQuestion:
             hosted=hosts,
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
         )
-        check_combine(found, graph, self.cluster, shares=request.shares)
+        check_combine(
+            found,
+            graph,
+            self.cluster,
+            shares=request.shares,
+            synced=request.sync_batch_stats and bool(traced.reductions),
+        )
         return found
 
     def _count(self, programs: Programs) -> int | None:

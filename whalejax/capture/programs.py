@@ -208,11 +208,19 @@ def check_reports(programs: Programs, plan: Plan) -> None:
         programs: of the loss, perhaps traced with another number of them.
         plan: that may be run.
     """
-    if plan.runnable and (count := plan.num_micro_batches) > 1:
+    count = plan.num_micro_batches
+    # Ranks that combine what each has report as so many micro-batches do.
+    ranks = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
+    if plan.runnable and count * ranks > 1:
         captured = programs.traced.captured
-        size = captured.graph.batch_size * captured.graph.num_micro_batches // count
-        chosen = None if programs.graph.num_micro_batches == count else count
-        check_clear(captured.apart().unclear, size, chosen=chosen)
+        whole = captured.graph.batch_size * captured.graph.num_micro_batches
+        asked = count == 1 or programs.graph.num_micro_batches == count
+        check_clear(
+            captured.apart().unclear,
+            whole // (count * ranks),
+            chosen=None if asked else count,
+            combine=None if ranks == 1 else plan.combine,
+        )
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:

@@ -183,13 +183,20 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
     )
 
 
-def check_clear(unclear: Told, size: int, *, chosen: int | None = None) -> None:
+def check_clear(
+    unclear: Told,
+    size: int,
+    *,
+    chosen: int | None = None,
+    combine: str | None = None,
+) -> None:
     """Refuse what several micro-batches report and cannot be put together.
 
     Args:
         unclear: by name.
         size: samples of a micro-batch.
         chosen: how many micro-batches the planner chose, if it did.
+        combine: how ranks combine, each of which has micro-batches of its own, if so.
 
     Raises:
         WhaleError: every such value, and what to do.
@@ -197,13 +204,14 @@ def check_clear(unclear: Told, size: int, *, chosen: int | None = None) -> None:
     problems = Problems()
     for name, value in unclear:
         problems.add(_words(name, value))
+    whole = "num_micro_batches=1" if combine is None else 'combine="mean"'
     planner = f"the planner chose num_micro_batches={chosen}, and " if chosen else ""
     problems.raise_if_any(
         WhaleError,
         title=f"{planner}micro-batches of {size} sample{'s' * (size > 1)} report what "
         "cannot be put together. Give what has a row for each sample as "
         "wh.Aux(samples={...}), what is to be added up as sums={...} and what is to be "
-        "averaged as means={...}, or plan with num_micro_batches=1",
+        f"averaged as means={{...}}, or plan with {whole}",
     )
 
 
