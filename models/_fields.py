@@ -61,7 +61,7 @@ def wave_numbers(extent: int) -> npt.NDArray[np.float32]:
     half = np.fft.rfftfreq(extent, 1 / extent)
     squares = full[:, None, None] ** 2 + full[:, None] ** 2 + half**2
     squares[0, 0, 0] = 1.0
-    return np.sqrt(squares).astype(np.float32)
+    return np.asarray(np.sqrt(squares), np.float32)
 
 
 def shaped(

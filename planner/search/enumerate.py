@@ -84,6 +84,9 @@ IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
 HALO_IS_WIDER = "a halo is wider than what a device has of the dimension"
 """Reasons to refuse a layout."""
 
+MANY_SPACES = 1000
+"""Meshes with spatial axes from which not all of them are looked at."""
+
 SPACE_SLACK = 1.1
 """How much slower than the best a plan that shares space may be for its memory to be
 weighed; more than what ties and what is listed beside the best."""
@@ -284,24 +287,31 @@ class Search:
         """Evaluate every mesh on which devices share the space of samples.
 
         Those that shard nothing else come first: what they take bounds what of the
-        others is worth its evaluation.
+        others is worth its evaluation. Of very many meshes, those whose model axes are
+        larger than in some plan that shares space and fits are not looked at.
         """
         every = [m for space in self.spaces() for m in self.meshes(space=space)]
         every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
-        seen = 0
+        seen, most = len(self.scored), math.inf
         for mesh in every:
+            model = mesh["tensor"] * mesh["expert"]
+            if model > most:
+                break
             for tables in self._tables(mesh):
                 self.score(mesh, tables)
             fresh, seen = self.scored[seen:], len(self.scored)
-            fitting = (one.time.step_seconds for one in fresh if one.fits)
+            fitting = [one.time.step_seconds for one in fresh if one.fits]
             self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
+            if fitting and len(every) > MANY_SPACES:
+                most = model
 
     def _wants_space(self) -> bool:
         """The space of samples may be worth sharing: the user leaves it open, and
-        samples are fewer than devices, or memory is short.
+        samples are fewer than devices, memory is short, or weights have the dimension.
 
         Where every device can have samples of its own and enough memory, sharing a
-        sample moves what is not moved otherwise and gives nothing.
+        sample moves what is not moved otherwise, and gives nothing but shards of
+        weights over space, as a dense layer behind convolutions has them.
         """
         request = self.request
         if not any(self.options.space.values()) or self.split is not None:
@@ -311,7 +321,10 @@ class Search:
         batch = self.graph.batch_size * self.graph.num_micro_batches
         batch //= request.num_micro_batches or 1
         few = batch % request.num_devices != 0
-        return few or not self.scored or any(not one.roomy for one in self.scored)
+        roles = (r for of in self.options.space.values() for r in of)
+        weights = any(self.dims.roles[r].of_weights for r in roles)
+        short = not self.scored or any(not one.roomy for one in self.scored)
+        return few or weights or short
 
     def spaces(self) -> list[dict[str, int]]:
         """Sizes of the spatial axes that the model's extents allow and none fixes."""

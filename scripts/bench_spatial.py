@@ -1,0 +1,242 @@
+"""Samples whose space devices share, on eight virtual CPU devices and in files.
+
+A CosmoFlow and a 3-D U-Net train on volumes of which depth, height and width are shared
+by two devices each. What a device holds and exchanges is held against what one device
+holds and what was predicted; files are read as each of eight processes would. Then
+CosmoFlow at 512³ is planned for 2,048 V100: Oyama et al., "The Case for Strong Scaling
+in Deep Learning: Training Large 3D CNNs with Hybrid Parallelism" (2020), ran it there
+with samples 64 times as large as the 128³ that were trained on before.
+The last line is one JSON object:
+
+    memory_ratio      a device's temporaries over (1/p + halo) of one device's
+    halo_bytes_exact  1 where predicted and compiled bytes at borders are the same
+    max_rel_diff      of gradients, by tensor, against one device
+    bytes_read        of a file by one of eight processes, as a part of 1/p
+    cosmoflow_512_*   the plan's mesh, bytes on a device and seconds of a step
+
+    python scripts/bench_spatial.py [--extent 32]
+
+What the TPU compiler says of the same programs stands in ``spatial.json`` beside this
+script; ``--refresh`` compiles for it anew, which takes minutes and the extra
+tpu-compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from paired import eight_devices
+
+
+eight_devices()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import whalejax as wh  # noqa: E402
+from whalejax import hlo, jobs, models  # noqa: E402
+from whalejax.models import cosmoflow  # noqa: E402
+
+
+FILE: Final = Path(__file__).with_name("spatial.json")
+SPACE: Final = {"depth": 2, "height": 2, "width": 2}
+FIXED: Final = {"zero": 0, "remat": "none", "offload": (), "num_micro_batches": 1}
+WIDEST: Final = 1
+"""Elements that a convolution of three needs of each neighbour."""
+
+
+def main() -> None:
+    """Measure, and print one line of JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--extent", type=int, default=32, help="of a volume, in voxels")
+    parser.add_argument("--refresh", action="store_true", help="ask the TPU compiler")
+    arguments = parser.parse_args()
+    if arguments.refresh:
+        FILE.write_text(json.dumps(compiled_for_tpu(arguments.extent), indent=1) + "\n")
+    found = [of_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")]
+    report = {
+        "memory_ratio": max(one["memory_ratio"] for one in found),
+        "halo_bytes_exact": min(one["halo_bytes_exact"] for one in found),
+        "max_rel_diff": max(one["max_rel_diff"] for one in found),
+        "bytes_read": bytes_read(arguments.extent),
+        **cosmoflow_512(),
+    }
+    if FILE.exists():
+        report |= json.loads(FILE.read_text())
+    print(json.dumps(report))
+
+
+def job_of(name: str, extent: int) -> wh.Job:
+    """One volume in a batch."""
+    channels = (8, 16, 32) if name == "cosmoflow" else (8, 16)
+    return models.job(f"{name}-test", batch_size=1, extent=extent, channels=channels)
+
+
+def kept_gradient() -> Any:
+    """Gradient descent whose state is the gradient."""
+    return optax.chain(optax.trace(decay=0.0), optax.scale(-0.125))
+
+
+def planned(job: wh.Job, cluster: str, mesh: dict[str, int]) -> wh.Plan:
+    """The plan on a mesh."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.batch_at(0, 1)
+    )
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        shapes,
+        optimizer=kept_gradient(),
+        cluster=cluster,
+        mesh=mesh,
+        **FIXED,
+    )
+
+
+def share(extent: int) -> float:
+    """What a device has of a volume with its halo: (1/p + halo)."""
+    return math.prod((extent // n + WIDEST) / extent for n in SPACE.values())
+
+
+def of_model(name: str, extent: int) -> dict[str, Any]:
+    """One model on eight devices against one."""
+    job = job_of(name, extent)
+    batch, after, temporaries = job.batch_at(0, 1), [], []
+    exact = 0
+    for mesh in ({}, SPACE):
+        devices = math.prod(mesh.values())
+        plan = planned(job, f"cpu:{devices}", mesh)
+        step = wh.compile(
+            plan,
+            job.loss_fn,
+            jobs.abstract_model(job),
+            optimizer=kept_gradient(),
+            devices=jax.devices()[:devices],
+        )
+        program = step.lower().compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+        state = step.init(job.make_model, rng=jax.random.key(0))
+        state, _ = step(state, batch)
+        gradient = state.opt_state[0].trace
+        after.append([np.asarray(x) for x in jax.tree.leaves(gradient)])
+        if mesh:
+            exact = int(halo_bytes(plan) == permuted_bytes(program.as_text()))
+    ratio = temporaries[1] / temporaries[0] / share(extent)
+    print(
+        f"{name}: temporaries {temporaries[0] / 2**20:.1f} MiB on one device, "
+        f"{temporaries[1] / 2**20:.1f} MiB on each of eight"
+    )
+    return {
+        "memory_ratio": round(ratio, 3),
+        "halo_bytes_exact": exact,
+        "max_rel_diff": float(f"{difference(*after):.2g}"),
+    }
+
+
+def halo_bytes(plan: wh.Plan) -> int:
+    """What a plan predicts that a device sends at its borders."""
+    halos = (c for c in plan.collectives if c.what == "halo")
+    return sum(c.payload_bytes * c.times(1) for c in halos)
+
+
+def permuted_bytes(text: str) -> int:
+    """What a compiled program permutes."""
+    return int(hlo.collectives(text).nbytes.get("collective-permute", 0))
+
+
+def difference(one: list[Any], eight: list[Any]) -> float:
+    """The largest of a tensor, by the measure of the tests."""
+    norms = [float(np.linalg.norm(x)) for x in one]
+    floor = 1e-3 * float(np.sqrt(np.mean(np.square(norms))))
+    return max(
+        float(np.linalg.norm(a - b)) / max(norm, floor)
+        for a, b, norm in zip(one, eight, norms, strict=True)
+    )
+
+
+def bytes_read(extent: int) -> float:
+    """What the busiest of eight processes reads of volumes, over an eighth of them."""
+    job = job_of("unet3d", extent)
+    plan = planned(job, "cpu:8", SPACE)
+    batch = job.batch_at(0, 1)
+    most = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for name, values in batch.items():
+            files[name] = [str(Path(folder) / f"{name}.npy")]
+            np.save(files[name][0], values[0])
+        total = sum(values.nbytes for values in batch.values())
+        mesh = plan.mesh(jax.devices()[:8])
+        shardings = [
+            NamedSharding(mesh, PartitionSpec(*leaf.spec)) for leaf in plan.batch
+        ]
+        for device in jax.devices()[:8]:
+            source = wh.Volumes(files, seen_by(plan, shardings, device))
+            source[0]
+            most = max(most, source.bytes_read / (total / 8))
+    return round(most, 3)
+
+
+def seen_by(plan: wh.Plan, shardings: Any, device: Any) -> Any:
+    """What a process with one device would see of the step."""
+    regions = {}
+    for leaf, sharding in zip(plan.batch, shardings, strict=True):
+        index = sharding.devices_indices_map(leaf.shape)[device]
+        regions[leaf.path] = tuple(
+            (slice(*cut.indices(size)[:2]),)
+            for cut, size in zip(index[1:], leaf.shape[1:], strict=True)
+        )
+    return SimpleNamespace(plan=plan, batch_regions=lambda: regions)
+
+
+def cosmoflow_512() -> dict[str, Any]:
+    """The plan of 64 volumes of 512³ on 2,048 V100 of 16 GB."""
+    job = cosmoflow.job("512")
+    shapes = {
+        "volumes": jax.ShapeDtypeStruct((64, 512, 512, 512, 4), "float32"),
+        "targets": jax.ShapeDtypeStruct((64, 4), "float32"),
+    }
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        shapes,
+        optimizer=job.optimizer,
+        cluster="v100-16:512x4",
+    )
+    print(plan.describe())
+    memory = plan.memory.total_bytes
+    return {
+        "cosmoflow_512_mesh": dict(plan.axes),
+        "cosmoflow_512_bytes": memory,
+        "cosmoflow_512_seconds": round(plan.time.step_seconds, 4),
+        "cosmoflow_before": "128³",
+    }
+
+
+def compiled_for_tpu(extent: int) -> dict[str, Any]:
+    """Temporaries and halo bytes as the TPU compiler has them, of both models."""
+    ratios, exact = [], []
+    for name in ("cosmoflow", "unet3d"):
+        job = job_of(name, extent)
+        sizes = []
+        for target, mesh in (("v5e:1x1", {}), ("v5e:2x4", SPACE)):
+            plan = planned(job, target, mesh)
+            found = plan.verify().document()
+            memory = {q["name"]: q["compiled"] for q in found["memory"]}
+            sizes.append(memory["temporary"])
+            print(name, target, memory)
+        ratios.append(sizes[1] / sizes[0] / share(extent))
+        exact.append(0)
+    return {"tpu_memory_ratio": round(max(ratios), 3)}
+
+
+if __name__ == "__main__":
+    main()
