@@ -365,7 +365,7 @@ class Simulator:
         """It answers what it was given, and is there for the sum of this step."""
         self._stops_serving(peer)
         peer.is_leaving = True
-        self._rebalancer.arrived(peer.name)
+        self._rebalancer.arrived(peer.name, is_gone=True)
 
     def _dies(self, peer: _Peer, *, is_silent: bool) -> None:
         peer.is_alive = False
@@ -379,7 +379,7 @@ class Simulator:
 
     def _gone(self, peer: _Peer) -> None:
         """Trainers know that it is dead: what it had is computed again."""
-        self._rebalancer.arrived(peer.name)
+        self._rebalancer.arrived(peer.name, is_gone=True)
         if self._peers.get(peer.name) is peer:
             self._stops_serving(peer)
         calls, peer.calls = peer.calls, {}
