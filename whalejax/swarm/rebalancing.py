@@ -319,7 +319,8 @@ class Rebalancer:
         self._looked, self._moving = now, None
         present = frozenset(peer.peer for peer in peers)
         if present != self._present:
-            self._changes += len(present ^ self._present)
+            # Those who are there at the first look have not come in answer to anything.
+            self._changes += len(present ^ self._present) if self._present else 0
             self._present = present
             self._left.clear()
         choose = paper_move if self.rule is Rule.PAPER else optimum_move

@@ -483,7 +483,15 @@ class Simulator:
 
     def _deadline(self, call: _Call) -> float:
         cost = self.setting.stages[call.attempt.stage]
-        predicted = max(cost.forward_seconds, cost.backward_seconds)
+        link = self._peers[call.attempt.peer].link
+        predicted = (
+            max(cost.forward_seconds, cost.backward_seconds)
+            + max(cost.forward_bytes[0], cost.backward_bytes[0])
+            / link.down_bytes_per_second
+            + max(cost.forward_bytes[1], cost.backward_bytes[1])
+            / link.up_bytes_per_second
+            + 2 * link.latency_seconds
+        )
         waiting = self._in_flight() / max(1, self._fewest)
         return max(call.sent + DEADLINE_FACTOR * predicted * (1 + waiting), self.now)
 
