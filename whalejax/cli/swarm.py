@@ -214,7 +214,9 @@ def as_text(found: Mapping[str, Any]) -> str:
         f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
         f"loss {loss}, wire {found['wire']}",
         f"ledger: {found['left']} parts of the step under way are not counted yet",
-        ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()),
+        ", ".join(
+            f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()
+        ),
     ]
     for stage in range(found["stages"]):
         peers = [p for p in found["peers"] if p["stage"] == stage]

@@ -40,7 +40,7 @@ class SwarmServeCommand:
     precision: Narrow = "f32"
     """f32: the model's own types; bf16, with float32 masters"""
     wire: Wire = "f32"
-    """activations and their gradients between stages: as they are, or in 16 or 8 bits"""
+    """activations and their gradients between stages: whole, or in 16 or 8 bits"""
     seed: Number = 0
     """of the model's initial values and of dropout"""
     save: Annotated[Path | None, conf.arg(metavar="DIR")] = None

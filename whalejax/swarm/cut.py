@@ -550,4 +550,3 @@ def _digest(leaves: Sequence[Any]) -> str:
         found.update(f"{array.dtype}{array.shape}".encode())
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:12]
-

@@ -71,7 +71,12 @@ class Peer:
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
         self._caller = Caller(key)
         self.worker = Worker(
-            cut, self._caller, self.name, wire=wire, pull_seconds=pull_seconds, hook=hook
+            cut,
+            self._caller,
+            self.name,
+            wire=wire,
+            pull_seconds=pull_seconds,
+            hook=hook,
         )
         handlers = {**self.worker.handlers, "move": self._move, "stop": self._stop}
         try:

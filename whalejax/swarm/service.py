@@ -207,9 +207,3 @@ def _checked_answer(answer: Message) -> Message:
     told = [answer.fields.get(name) for name in ("code", "why", "blame")]
     code, why, blame = (x if isinstance(x, str) else "" for x in told)
     raise Refused(code, why, blame)
-
-
-def number(answer: Message, name: str) -> float:
-    """A number of an answer; 0 where it holds none."""
-    found = answer.fields.get(name)
-    return found if type(found) in (int, float) else 0

@@ -156,9 +156,7 @@ class Serving:
         if self.registry.is_free(name):
             return Message(kind="heard", fields={"known": False, "free": True})
         found = self.registry.announce(name, time.monotonic(), **told)
-        return Message(
-            kind="heard", fields={"known": found is not None, "free": False}
-        )
+        return Message(kind="heard", fields={"known": found is not None, "free": False})
 
     def _terms(self, asked: Message) -> Message:
         """What a newcomer must know to cut the job alike."""

@@ -208,8 +208,7 @@ class Trainer:
         self.step += 1
         self._keeps = True
         metrics = {
-            name: np.asarray(value)
-            for name, value in cut.metrics(list(sums)).items()
+            name: np.asarray(value) for name, value in cut.metrics(list(sums)).items()
         }
         seconds = self.fleet.now() - begun
         return {**metrics, "generation": self.generation, "seconds": seconds}
@@ -243,9 +242,7 @@ class Trainer:
         said: list[int] = []
         while True:
             self._bring()
-            lacking = [
-                s for s in range(self.cut.stages) if not self.fleet.usable(s)
-            ]
+            lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
             if not lacking:
                 break
             if lacking != said:
@@ -375,7 +372,10 @@ class Trainer:
                 while len(pieces) < count:
                     fields = {"stage": stage, "step": self.step, "place": len(pieces)}
                     answer = self._caller.ask(
-                        member.address, "state", fields, seconds=self.settings.state_seconds
+                        member.address,
+                        "state",
+                        fields,
+                        seconds=self.settings.state_seconds,
                     )
                     count = int(answer.fields["count"])
                     digest = str(answer.fields["digest"])

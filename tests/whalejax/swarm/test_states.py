@@ -49,7 +49,9 @@ def test_a_stage_without_peers_is_waited_for() -> None:
 def test_waiting_has_an_end() -> None:
     with swarm(steps=1, patience_seconds=0.0) as found:
         found.join(0)
-        with pytest.raises(WhaleError, match=r"no peer serves stage 1, 2 of 3.*--stage"):
+        with pytest.raises(
+            WhaleError, match=r"no peer serves stage 1, 2 of 3.*--stage"
+        ):
             found.run()
 
 

@@ -93,9 +93,7 @@ class Wrong:
 def not_finite(found: Backward) -> Backward:
     first, *others = found.gradients
     wrong = np.full_like(first, np.nan)
-    return Backward(
-        sums=found.sums, returns=found.returns, gradients=(wrong, *others)
-    )
+    return Backward(sums=found.sums, returns=found.returns, gradients=(wrong, *others))
 
 
 def other_shape(found: Backward) -> Backward:
@@ -127,7 +125,20 @@ def test_numbers_that_no_peer_can_make_end_the_run() -> None:
 
 def questions() -> list[tuple[str, dict[str, Any]]]:
     """Of every kind, with values that are none."""
-    values = [None, -7, 1 << 62, "x", "", [], {}, [1], ["a", 0], 1.5, float("nan"), True]
+    values = [
+        None,
+        -7,
+        1 << 62,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        ["a", 0],
+        1.5,
+        float("nan"),
+        True,
+    ]
     draw = random.Random(0)
     found = []
     for table in (TO_PEER, TO_TRAINER):
@@ -173,9 +184,7 @@ def fuzzed(address: tuple[str, int], count: int) -> None:
         link.close()
 
 
-@pytest.mark.parametrize(
-    "count", [200, pytest.param(10_000, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.full)])
 def test_bytes_that_are_no_frames_stop_nothing(count: int) -> None:
     with swarm(steps=1) as found:
         for stage in range(jobs.STAGES):
