@@ -27,6 +27,7 @@ _NOT_THE_PROGRAM = (
     "source",
     "paces",
     "handed_seconds",
+    "swarm",
 )
 """Fields of a plan that its program does not depend on."""
 
@@ -45,6 +46,7 @@ _NAMES: Final = {
     "schedule": "schedule",
     "pipelines": "pipelines",
     "compiler_options": "compiler options",
+    "swarm": "swarm",
     "roles": "logical dimensions",
     "compute": "layouts inside the model",
     "storage": "layouts of storage",
@@ -70,6 +72,8 @@ def program_data(plan: Any) -> dict[str, Any]:
             for prediction in _NOT_THE_PROGRAM:
                 one.pop(prediction, None)
     data["cluster"] = plan.cluster.hash
+    if plan.swarm is not None:
+        data["swarm"] = plan.swarm.agreed
     return data
 
 

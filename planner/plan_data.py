@@ -33,10 +33,11 @@ from whalejax.planner.entries import (
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
 from whalejax.planner.step_options import StepOptions
+from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
-PLAN_VERSION: Final = 15
+PLAN_VERSION: Final = 16
 """Version of the file format."""
 
 
@@ -146,6 +147,7 @@ class PlanData(StepOptions):
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
+    swarm: Swarm | None = None
     source: tuple[str, ...] = ()
     question: Question | None = dataclasses.field(
         default=None, compare=False, repr=False, metadata={"kept": False}

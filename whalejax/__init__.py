@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
     from whalejax.planner.plan.goodput import goodput as goodput
+    from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
     from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
@@ -65,6 +66,7 @@ _MODULE_OF_NAME = {
     "replicate": "whalejax.api.annotations",
     "search": "whalejax.api.search",
     "split": "whalejax.api.annotations",
+    "square_cube": "whalejax.planner.plan.square_cube_of_plan",
     "stage": "whalejax.api.annotations",
     "train_elastic": "whalejax.elastic.training",
 }
@@ -92,6 +94,7 @@ __all__ = [
     "replicate",
     "search",
     "split",
+    "square_cube",
     "stage",
     "train_elastic",
 ]

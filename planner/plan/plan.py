@@ -75,6 +75,8 @@ class Plan(Pictured):
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: (name, value) pairs that the step is compiled with.
+        swarm: what is wanted of a swarm's peers, where the plan is for one; ``stages``
+            are then those of one peer each.
         source: how the command line named the model, then its options, or empty.
         question: what was planned, to be asked again. Not in files.
     """
@@ -101,11 +103,15 @@ class Plan(Pictured):
         """Why a parameter is laid out as it is, what else was weighed and its cost.
 
         Args:
-            path: dotted path of a parameter.
+            path: dotted path of a parameter; of a swarm also ``"wire"``, ``"stages"``,
+                ``"micro-batches"`` or ``"gradients"``.
 
         Raises:
             PlanError: no parameter has that path.
         """
+        reasons = dict(self.swarm.reasons) if self.swarm is not None else {}
+        if isinstance(path, str) and path in reasons:
+            return reasons[path]
         return why.why(self, self.leaf(path))
 
     def what_if(self, **changes: Any) -> Plan:

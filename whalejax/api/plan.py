@@ -40,6 +40,9 @@ def plan(
     loss_chunks: int | None = None,
     shares: str | Sequence[int] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
+    swarm: bool = False,
+    bandwidth: str | float | None = None,
+    wire: str | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -113,6 +116,15 @@ def plan(
             are of several kinds.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
+        swarm: plan for peers that may come and go over slow links: each device of the
+            cluster is one peer, and each stage is served by several. The stages are as
+            few as memory and links allow, or as ``mesh={"stage": n}`` says; what is
+            predicted and wanted of peers is ``plan.swarm``.
+        bandwidth: of a peer's link, either way: ``"200Mb/s"``, ``"25MB/s"``, or bytes
+            per second. Only with ``swarm``.
+        wire: format of activations and their gradients between peers: ``"f32"``,
+            ``"bf16"`` or ``"int8"`` (in blocks of 256 values with a scale); None takes
+            the most exact that keeps peers busy. Only with ``swarm``.
 
     Returns:
         The plan; ``print`` shows it.

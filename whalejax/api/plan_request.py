@@ -43,6 +43,7 @@ from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import PlanError, Unobeyed
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.search.batched.share_notes import split_notes
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request
@@ -63,6 +64,7 @@ from whalejax.runtime.mixed_precision import (
     widest_work,
 )
 from whalejax.runtime.optimizer_state import optimizer_bytes
+from whalejax.swarm.planning import swarm_plan
 
 
 NO_OPTIMIZER: Final = optax.identity()
@@ -142,6 +144,16 @@ class PlanQuestion:
     @without_mesh
     def plan(self) -> Plan:
         """The plan: every link of the chain, one after the other."""
+        if self.request.swarm:
+            found = swarm_plan(
+                self.again,
+                cluster=self.cluster,
+                mesh=self.request.mesh,
+                num_micro_batches=self.request.num_micro_batches,
+                bandwidth=bytes_per_second(self.request.bandwidth),
+                wire=self.request.wire,
+            )
+            return dataclasses.replace(found, question=self)
         question, notes = self._with_precision()
         programs = question.programs()
         wanted = question.search_request(programs)

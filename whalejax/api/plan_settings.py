@@ -21,7 +21,9 @@ from whalejax.meshes.checks import Arguments, is_whole, plain, shown
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
+from whalejax.planner.swarm_data import WIRES
 from whalejax.runtime.compiler_options import checked_options
 
 
@@ -33,6 +35,7 @@ _NUMBERS: Final = (
     "zero",
     "shares",
     "compiler_options",
+    "bandwidth",
 )
 """Settings that are whole numbers or hold some, which may be NumPy's."""
 
@@ -61,18 +64,22 @@ class PlanSettings(UserOptions):
     runnable: bool = True
     shares: str | Sequence[int] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
+    swarm: bool = False
+    bandwidth: str | float | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             object.__setattr__(self, name, plain(getattr(self, name)))
         problems = Arguments("wh.plan", PlanError)
         check_optimizer(problems, self.optimizer)
-        for name in ("runnable", "allow_idle", "sync_batch_stats"):
+        for name in ("runnable", "allow_idle", "sync_batch_stats", "swarm"):
             problems.switch(name, getattr(self, name))
         check_user_options(self, problems)
         _check_precision(self.precision, problems)
         _check_numbers(self, problems)
         _check_default(self.default, problems)
+        _check_swarm(self, problems)
         together(
             problems.raise_if_any,
             lambda: check_axes(self.mesh),
@@ -174,6 +181,27 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
         "'even', the micro-batches of each replica such as [5, 3], or None for the "
         "planner to choose",
     )
+
+
+def _check_swarm(settings: PlanSettings, problems: Arguments) -> None:
+    if settings.wire is not None and settings.wire not in WIRES:
+        problems.refuse("wire", settings.wire, f"one of {', '.join(WIRES)}, or None")
+    if settings.bandwidth is not None:
+        try:
+            bytes_per_second(settings.bandwidth)
+        except PlanError as error:
+            problems.add(str(error))
+    if settings.swarm is True and settings.bandwidth is None:
+        problems.add(
+            "swarm is True, and bandwidth is None; give the bandwidth of each peer's "
+            "link, such as bandwidth='200Mb/s'"
+        )
+    given = [n for n in ("bandwidth", "wire") if getattr(settings, n) is not None]
+    if settings.swarm is False and given:
+        problems.add(
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} given without "
+            "swarm=True, which alone reads it; add swarm=True, or leave it out"
+        )
 
 
 def _is_word(value: object) -> bool:

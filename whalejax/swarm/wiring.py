@@ -9,6 +9,7 @@ trainer's view of one stage; nothing in it reads a clock.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class _Peer:
         guessed_seconds: what was charged for them.
         in_flight: calls of this trainer that have not ended.
         queued_by_others: calls of other trainers that wait at it.
+        answered: when its last answer came.
         is_banned: nothing is sent to it until it announces itself anew.
     """
 
@@ -49,6 +51,7 @@ class _Peer:
     guessed_seconds: float = 0.0
     in_flight: int = 0
     queued_by_others: int = 0
+    answered: float = -math.inf
     is_banned: bool = False
 
 
@@ -192,11 +195,16 @@ class StageWiring:
     ) -> None:
         """Take note of a call that was answered.
 
+        What counts is the time since the peer's last answer, if the call was sent
+        before it: waiting behind this trainer's own calls says how many they were, not
+        how fast the peer is, and averages of it swing when a step begins. Waiting
+        behind the calls of others is counted.
+
         Args:
             peer: its name.
             task: size of the call, as it was chosen for.
             seconds: from sending to the answer, queue and wire included.
-            now: seconds.
+            now: when the answer came, in seconds.
             warm: whether the time counts; a call that compiled, or that waited for one
                 that did, says nothing about the next.
             incarnation: that the call went to; calls to an earlier one are passed over.
@@ -205,8 +213,10 @@ class StageWiring:
         if known is None:
             return
         known.in_flight = max(0, known.in_flight - 1)
+        spent = min(seconds, now - known.answered)
+        known.answered = max(now, known.answered)
         if warm:
-            self._measured(peer, known, seconds / task)
+            self._measured(peer, known, max(0.0, spent) / task)
 
     def failed(
         self,

@@ -19,13 +19,17 @@ def wired(*peers: str, expires: float = 1e9, seed: int = 0) -> StageWiring:
 
 
 def shares(
-    wiring: StageWiring, speeds: dict[str, float], calls: int, in_flight: int
+    wiring: StageWiring,
+    speeds: dict[str, float],
+    calls: int,
+    in_flight: int,
+    now: float = 0.0,
 ) -> dict[str, float]:
     """The part of the calls that each peer is given; peers compute one at a time."""
     counts = dict.fromkeys(speeds, 0)
-    free_at = dict.fromkeys(speeds, 0.0)
+    free_at = dict.fromkeys(speeds, now)
     running: list[tuple[float, int, str, float]] = []
-    now, order = 0.0, itertools.count()
+    order = itertools.count()
     for _ in range(calls):
         if len(running) == in_flight:
             now, _, done, began = heapq.heappop(running)
@@ -58,7 +62,7 @@ def test_a_newcomer_is_tried_at_once_and_has_no_credit() -> None:
     shares(wiring, speeds, 200, 1)
     wiring.announce("new", 1, now=200.0, expires=1e9)
     assert "new" in {wiring.choose(200.0) for _ in range(3)}
-    found = shares(wiring, {**speeds, "new": 1.0}, 300, 1)
+    found = shares(wiring, {**speeds, "new": 1.0}, 300, 1, now=200.0)
     assert found["new"] == pytest.approx(1 / 3, abs=0.02)
 
 
@@ -93,15 +97,17 @@ def test_a_time_out_is_charged_its_deadline() -> None:
 
 def test_a_peer_that_always_times_out_is_given_ever_less() -> None:
     wiring = wired("good", "silent")
-    counts = {"good": 0, "silent": 0}
+    counts, now = {"good": 0, "silent": 0}, 0.0
     for _ in range(600):
-        peer = wiring.choose(0.0)
+        peer = wiring.choose(now)
         assert peer is not None
         counts[peer] += 1
         if peer == "good":
-            wiring.completed(peer, 1.0, 0.1, now=0.0)
+            now += 0.1
+            wiring.completed(peer, 1.0, 0.1, now)
         else:
-            wiring.failed(peer, 10.0, now=0.0, ban=False)
+            now += 10.0
+            wiring.failed(peer, 10.0, now, ban=False)
     assert counts["silent"] == pytest.approx(600 * 0.1 / 10, abs=3)
 
 
@@ -126,13 +132,31 @@ def test_a_call_that_compiled_does_not_count() -> None:
 
 
 def test_the_average_is_corrected_for_its_start() -> None:
-    wiring = wired("a")
+    wiring, now = wired("a"), 0.0
     for seconds in (1.0, 1.0, 3.0):
-        wiring.choose(0.0)
-        wiring.completed("a", 1.0, seconds, now=0.0)
+        wiring.choose(now)
+        now += seconds
+        wiring.completed("a", 1.0, seconds, now)
     weights = [0.1 * 0.9**2, 0.1 * 0.9, 0.1]
     expected = (weights[0] + weights[1] + 3 * weights[2]) / sum(weights)
     assert wiring.seconds_per_task("a") == pytest.approx(expected)
+
+
+def test_waiting_behind_own_calls_makes_nobody_look_slow() -> None:
+    wiring = wired("a")
+    for _ in range(8):
+        wiring.choose(0.0)
+    for number in range(8):
+        wiring.completed("a", 1.0, number + 1.0, now=number + 1.0)
+    assert wiring.seconds_per_task("a") == pytest.approx(1.0)
+
+
+def test_waiting_behind_the_calls_of_others_counts() -> None:
+    wiring = wired("a")
+    for number in range(3):  # one of two calls at the peer is another trainer's
+        wiring.choose(2.0 * number)
+        wiring.completed("a", 1.0, 2.0, now=2.0 * number + 2.0)
+    assert wiring.seconds_per_task("a") == pytest.approx(2.0)
 
 
 def test_a_ban_lasts_until_a_newer_announcement() -> None:

@@ -1,0 +1,123 @@
+"""Layers for the borders of stages: fewer values are sent than the model is wide.
+
+Over a slow link a border's width is what a stage waits for. Both layers send ``width /
+factor`` values a token and are trained with the model (SWARM, section 3.3): they change
+it, so a user writes them where a stage ends, between two blocks. ``compress`` belongs
+to the stage before the border and ``expand`` to the one behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.quantize import BLOCK, dequantize, quantize
+
+
+class Bottleneck(nnx.Module):
+    """LayerNorm, a product to ``width / factor``, LayerNorm; behind, a product back.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> border = Bottleneck(64, 4, rngs=nnx.Rngs(0))
+    >>> x = jnp.ones((2, 5, 64))
+    >>> border.compress(x).shape, border(x).shape
+    ((2, 5, 16), (2, 5, 64))
+    """
+
+    def __init__(
+        self, width: int, factor: int, *, eight_bit: bool = False, rngs: nnx.Rngs
+    ) -> None:
+        """Make its parameters.
+
+        Args:
+            width: of the model, in values a token.
+            factor: by which less is sent; divides ``width``.
+            eight_bit: the model is trained with what blockwise int8 makes of what is
+                sent; its derivative is that of the identity.
+            rngs: for the parameters.
+        """
+        narrow = _narrow("Bottleneck", width, factor)
+        self.eight_bit = eight_bit
+        self.norm_before = nnx.LayerNorm(width, rngs=rngs)
+        self.narrow = nnx.Linear(width, narrow, rngs=rngs)
+        self.norm_after = nnx.LayerNorm(narrow, rngs=rngs)
+        self.widen = nnx.Linear(narrow, width, rngs=rngs)
+
+    def compress(self, x: jax.Array) -> jax.Array:
+        """What is sent: (…, width) to (…, width / factor)."""
+        return self.norm_after(self.narrow(self.norm_before(x)))
+
+    def expand(self, sent: jax.Array) -> jax.Array:
+        """What the next stage computes with: (…, width / factor) to (…, width)."""
+        return self.widen(rounded(sent) if self.eight_bit else sent)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Both, where no border lies between them."""
+        return self.expand(self.compress(x))
+
+
+class Maxout(nnx.Module):
+    """LayerNorm, the largest of each ``factor`` values, LayerNorm; behind, a product.
+
+    It has no product before the border, so it costs next to nothing there.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> border = Maxout(64, 2, rngs=nnx.Rngs(0))
+    >>> border.compress(jnp.ones((2, 5, 64))).shape
+    (2, 5, 32)
+    """
+
+    def __init__(
+        self, width: int, factor: int, *, eight_bit: bool = False, rngs: nnx.Rngs
+    ) -> None:
+        """Make its parameters.
+
+        Args:
+            width: of the model, in values a token.
+            factor: values of which the largest is sent; divides ``width``.
+            eight_bit: as for ``Bottleneck``.
+            rngs: for the parameters.
+        """
+        narrow = _narrow("Maxout", width, factor)
+        self.eight_bit, self.factor = eight_bit, factor
+        self.norm_before = nnx.LayerNorm(width, rngs=rngs)
+        self.norm_after = nnx.LayerNorm(narrow, rngs=rngs)
+        self.widen = nnx.Linear(narrow, width, rngs=rngs)
+
+    def compress(self, x: jax.Array) -> jax.Array:
+        """What is sent: (…, width) to (…, width / factor)."""
+        groups = self.norm_before(x).reshape(*x.shape[:-1], -1, self.factor)
+        return self.norm_after(groups.max(axis=-1))
+
+    def expand(self, sent: jax.Array) -> jax.Array:
+        """What the next stage computes with: (…, width / factor) to (…, width)."""
+        return self.widen(rounded(sent) if self.eight_bit else sent)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Both, where no border lies between them."""
+        return self.expand(self.compress(x))
+
+
+def rounded(x: jax.Array, block: int = BLOCK) -> jax.Array:
+    """What blockwise int8 makes of a tensor, with the derivative of the identity.
+
+    Args:
+        x: floats of any shape.
+        block: values that share a scale.
+    """
+    sent: Any = dequantize(quantize(x, block)).astype(x.dtype)
+    return x + jax.lax.stop_gradient(sent - x)
+
+
+def _narrow(layer: str, width: int, factor: int) -> int:
+    if factor < 1 or width < 1 or width % factor:
+        raise WhaleError(
+            f"{layer}: factor {factor} does not divide the width {width}; give one "
+            "that does, such as 2 or 4"
+        )
+    return width // factor

@@ -1,0 +1,122 @@
+"""The square-cube law of pipelines: compute grows faster than what stages exchange.
+
+A stage of width d takes time in proportion to d² a token, and its border d values, so
+over the same link wider stages wait less (SWARM, section 3.1). More layers a stage help
+as much: they compute more behind the same border. Stages are given as what was counted
+of them; a width relative to theirs is predicted by that law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """One micro-batch at one stage.
+
+    Attributes:
+        flops: of products, forward and backward.
+        compute_seconds: forward, and backward that computes forward again.
+        received_bytes, sent_bytes: over the peer's link, either way.
+    """
+
+    flops: float
+    compute_seconds: float
+    received_bytes: int
+    sent_bytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Both ways."""
+        return self.received_bytes + self.sent_bytes
+
+    def wire_seconds(self, bytes_per_second: float) -> float:
+        """Over a link that sends and receives at once."""
+        return max(self.received_bytes, self.sent_bytes) / bytes_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOverLink:
+    """A stage over a link of some bandwidth.
+
+    Attributes:
+        stage: its number.
+        bytes_per_second: of the link.
+        compute_seconds, wire_seconds: of a micro-batch.
+    """
+
+    stage: int
+    bytes_per_second: float
+    compute_seconds: float
+    wire_seconds: float
+
+    @property
+    def utilization(self) -> float:
+        """Part of the time that a device computes, where it waits for its link."""
+        return self.compute_seconds / (self.compute_seconds + self.wire_seconds)
+
+    @property
+    def overlapped(self) -> float:
+        """The same where it computes while its link works."""
+        longest = max(self.compute_seconds, self.wire_seconds)
+        return self.compute_seconds / longest
+
+    @property
+    def busy_width(self) -> float:
+        """The least width that keeps the device busy, relative to the stage's own."""
+        return self.wire_seconds / self.compute_seconds
+
+    def at(self, width: float, layers: float = 1.0) -> StageOverLink:
+        """The stage at another width and number of layers, by the square-cube law.
+
+        Args:
+            width: relative to the stage's own.
+            layers: of the stage, relative to its own.
+        """
+        return StageOverLink(
+            stage=self.stage,
+            bytes_per_second=self.bytes_per_second,
+            compute_seconds=self.compute_seconds * width**2 * layers,
+            wire_seconds=self.wire_seconds * width,
+        )
+
+
+def over_links(
+    stages: Sequence[StageWork], bandwidths: Sequence[float]
+) -> tuple[StageOverLink, ...]:
+    """Each stage over each link.
+
+    Args:
+        stages: in order.
+        bandwidths: bytes per second, in order.
+    """
+    return tuple(
+        StageOverLink(
+            stage=number,
+            bytes_per_second=bandwidth,
+            compute_seconds=work.compute_seconds,
+            wire_seconds=work.wire_seconds(bandwidth),
+        )
+        for bandwidth in bandwidths
+        for number, work in enumerate(stages)
+    )
+
+
+def slope(widths: Sequence[float], ratios: Sequence[float]) -> float:
+    """Of a straight line through points in log-log, by least squares.
+
+    Args:
+        widths: of models.
+        ratios: such as wire over compute of each.
+
+    >>> round(slope([64, 128, 256], [8.0, 4.0, 2.0]), 6)
+    -1.0
+    """
+    x = [math.log(width) for width in widths]
+    y = [math.log(ratio) for ratio in ratios]
+    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    over = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return over / math.fsum((a - mean_x) ** 2 for a in x)

@@ -1,0 +1,234 @@
+"""``wh.square_cube``: a pipeline plan's compute beside what its borders send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import milliseconds
+from whalejax.planner.errors import PlanError
+from whalejax.planner.pipeline.square_cube import (
+    StageOverLink,
+    StageWork,
+    over_links,
+)
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.swarm_data import WIRES, wire_bytes
+
+
+BANDWIDTHS: Final = ("80Mb/s", "200Mb/s", "1Gb/s", "10Gb/s", "100Gb/s")
+_UNITS: Final = {
+    f"{prefix}{unit}/s": factor / bits
+    for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
+    for unit, bits in (("b", 8), ("B", 1))
+}
+RECOMPUTED: Final = 4 / 3  # forward and backward, with the forward computed again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquareCube:
+    """The square-cube law on the stages of a plan; ``print`` shows a table.
+
+    Attributes:
+        wire: format on the wire.
+        stages: of the plan, for one micro-batch.
+        rows: each stage over each link.
+    """
+
+    wire: str
+    stages: tuple[StageWork, ...]
+    rows: tuple[StageOverLink, ...]
+
+    def utilization(self, bytes_per_second: float, *, overlap: bool = True) -> float:
+        """Of the stage that waits most, over a link of the table.
+
+        Args:
+            bytes_per_second: of the link.
+            overlap: whether devices compute while their links work.
+        """
+        found = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
+        if not found:
+            known = ", ".join(str(r.bytes_per_second) for r in self.rows)
+            raise WhaleError(
+                f"square_cube: there is no link of {bytes_per_second} bytes per second "
+                f"in the table; it has {known}"
+            )
+        return min(row.overlapped if overlap else row.utilization for row in found)
+
+    def __str__(self) -> str:
+        head = (
+            f"{'link':>10}  stage  {'compute':>9}  {'wire':>9}  "
+            f"utilization  overlapped  busy from width"
+        )
+        lines = [f"one micro-batch of each stage, {self.wire} on the wire", head]
+        for row in self.rows:
+            lines.append(
+                f"{rate_words(row.bytes_per_second):>10}  {row.stage:>5}  "
+                f"{milliseconds(row.compute_seconds):>9}  "
+                f"{milliseconds(row.wire_seconds):>9}  {row.utilization:>11.1%}  "
+                f"{row.overlapped:>10.1%}  {f'× {row.busy_width:.3g}':>15}"
+            )
+        return "\n".join(lines)
+
+
+def square_cube(
+    plan: Plan,
+    *,
+    bandwidths: Sequence[str | float] = BANDWIDTHS,
+    wire: str = "f32",
+) -> SquareCube:
+    """How long the stages of a plan compute, and how long their links take.
+
+    A peer receives its input twice, for the forward and for the backward, which may be
+    another peer's, and a gradient; it sends a result and a gradient. Micro-batches
+    that the first stage is given are not counted.
+
+    Args:
+        plan: a pipeline whose stages have programs of their own.
+        bandwidths: of links, such as ``"200Mb/s"`` or ``"1GB/s"``, or bytes per second.
+        wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
+
+    Returns:
+        The table; its last column is the width, relative to the plan's, at which the
+        link keeps devices busy.
+
+    Raises:
+        WhaleError: what was given is no such plan, bandwidth or format.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import whalejax as wh
+    >>> def loss(net, x):
+    ...     for name in "abcd":
+    ...         x = jnp.tanh(x @ net[name])
+    ...     return (x * x).mean()
+    >>> net = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcd"}
+    >>> plan = wh.plan(loss, net, jax.ShapeDtypeStruct((64, 256), jnp.float32),
+    ...                optimizer=optax.sgd(0.1), cluster="t4:2x1",
+    ...                mesh={"stage": 2}, num_micro_batches=4)
+    >>> table = wh.square_cube(plan, bandwidths=["200Mb/s", "20Gb/s"])
+    >>> table.utilization(25e6) < table.utilization(2.5e9)
+    True
+    """
+    problems = Arguments("square_cube", PlanError)
+    problems.of("plan", plan, Plan, "a plan, as wh.plan gives it")
+    if wire not in WIRES:
+        problems.refuse("wire", wire, f"one of {', '.join(WIRES)}")
+    if isinstance(bandwidths, str) or not isinstance(bandwidths, Sequence):
+        problems.refuse("bandwidths", bandwidths, "a list such as ['200Mb/s', 1e9]")
+    problems.raise_if_any()
+    rates = [bytes_per_second(each, "bandwidths") for each in bandwidths]
+    stages = stage_works(plan, wire)
+    return SquareCube(wire=wire, stages=stages, rows=over_links(stages, rates))
+
+
+def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
+    """One micro-batch at each stage of a plan.
+
+    Args:
+        plan: with stages that have programs of their own, one part on each.
+        wire: format on the wire.
+
+    Raises:
+        PlanError: it has none.
+    """
+    stages = plan.stages
+    if stages is None or not stages.plans or len(stages.paces) != len(stages.plans):
+        have = "no stages" if stages is None else f"stages that run {stages.schedule}"
+        raise PlanError(
+            f"plan has {have}; expected stages with programs of their own, one part of "
+            'the model each. Plan with mesh={"stage": 3} a model whose layers are not '
+            "one scan, or with wh.stage marks"
+        )
+    found = []
+    for number, (pace, own) in enumerate(zip(stages.paces, stages.plans, strict=True)):
+        forward, backward = border_bytes(plan, number, wire)
+        again = 0.0 if number + 1 == len(stages.plans) else pace.forward_seconds
+        flops = own.product_flops / plan.num_micro_batches
+        found.append(
+            StageWork(
+                flops=flops * (RECOMPUTED if again else 1.0),
+                compute_seconds=pace.forward_seconds
+                + pace.backward_seconds
+                + pace.weight_seconds
+                + again,
+                received_bytes=forward[0] + backward[0],
+                sent_bytes=forward[1] + backward[1],
+            )
+        )
+    return tuple(found)
+
+
+def border_bytes(
+    plan: Plan, number: int, wire: str
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What a peer of a stage receives and sends for a forward and for a backward.
+
+    The last stage has one call for both, which is the backward.
+
+    Args:
+        plan: with stages.
+        number: of the stage.
+        wire: format on the wire.
+    """
+    assert plan.stages is not None
+    paces = plan.stages.paces
+    width = 4 if plan.precision == "f32" else 2
+    own = paces[number]
+    given = wire_bytes(own.handed_bytes // width, wire)
+    returned = wire_bytes(own.returned_bytes // width, wire)
+    if number + 1 == len(paces):
+        return (0, 0), (given, returned)
+    after = paces[number + 1]
+    result = wire_bytes(after.handed_bytes // width, wire)
+    cotangent = wire_bytes(after.returned_bytes // width, wire)
+    return (given, result), (given + cotangent, returned)
+
+
+def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
+    """A bandwidth as users write it.
+
+    Args:
+        rate: such as ``"200Mb/s"`` (bits), ``"25MB/s"`` (bytes), or bytes per second.
+        name: of the argument, for the error.
+
+    Raises:
+        PlanError: it is none.
+
+    >>> bytes_per_second("200Mb/s"), bytes_per_second("25 MB/s"), bytes_per_second(10)
+    (25000000.0, 25000000.0, 10.0)
+    """
+    if is_number(rate) and not isinstance(rate, bool):
+        value = float(rate)  # type: ignore[arg-type]
+        if 0 < value < math.inf:
+            return value
+    if isinstance(rate, str):
+        text = rate.replace(" ", "")
+        unit = next((u for u in _UNITS if text.endswith(u)), "")
+        try:
+            value = float(text.removesuffix(unit)) if unit else math.nan
+        except ValueError:
+            value = math.nan
+        if 0 < value < math.inf:
+            return value * _UNITS[unit]
+    raise PlanError(
+        f"{name} is {shown(rate)}; expected a bandwidth such as '200Mb/s' (bits) or "
+        "'25MB/s' (bytes), or bytes per second as a number above 0"
+    )
+
+
+def rate_words(rate: Any) -> str:
+    """A bandwidth in bits per second.
+
+    >>> rate_words(25e6), rate_words(1.25e9)
+    ('200 Mb/s', '10 Gb/s')
+    """
+    bits = 8.0 * float(rate)
+    for unit in ("b/s", "kb/s", "Mb/s", "Gb/s"):
+        if bits < 1000:
+            return f"{bits:.3g} {unit}"
+        bits /= 1000
+    return f"{bits:.3g} Tb/s"

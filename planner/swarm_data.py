@@ -1,0 +1,142 @@
+"""What a plan says of a swarm: peers, links, the wire's format, and what is predicted.
+
+A swarm's stages are served by pools of peers over slow links; each peer is one device.
+The other fields of the plan are those of one peer in each stage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+
+BLOCK: Final = 256  # values that share a scale in int8
+WIRES: Final = ("f32", "bf16", "int8")
+_VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "int8": 1}
+
+
+def wire_bytes(values: int, wire: str) -> int:
+    """Bytes of so many values on the wire, scales included.
+
+    Args:
+        values: how many.
+        wire: one of ``WIRES``.
+
+    >>> wire_bytes(1024, "f32"), wire_bytes(1024, "bf16"), wire_bytes(1024, "int8")
+    (4096, 2048, 1040)
+    """
+    scales = 4 * -(-values // BLOCK) if wire == "int8" else 0
+    return values * _VALUE_BYTES[wire] + scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmStage:
+    """A stage, for one micro-batch on one peer.
+
+    Attributes:
+        peers: that are wanted in it.
+        forward_seconds: of a forward; 0 in the last stage, where one call does both.
+        backward_seconds: of a backward, with the forward that it computes again.
+        forward_bytes: that the peer receives and sends for a forward, on the wire.
+        backward_bytes: the same for a backward.
+        state_bytes: parameters and optimizer state, which a newcomer downloads.
+        gradient_bytes: that peers of the stage add up each step.
+        memory_bytes: of a peer, predicted.
+        apart: gradients of micro-batches are kept apart until a step is committed;
+            else they are added up at once, and a peer whose call was given up starts
+            again.
+        deadline_seconds: after which a call is given up.
+    """
+
+    peers: int
+    forward_seconds: float
+    backward_seconds: float
+    forward_bytes: tuple[int, int]
+    backward_bytes: tuple[int, int]
+    state_bytes: int
+    gradient_bytes: int
+    memory_bytes: int
+    apart: bool
+    deadline_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a micro-batch, forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def wire_bytes(self) -> tuple[int, int]:
+        """Received and sent for a micro-batch."""
+        received, sent = zip(self.forward_bytes, self.backward_bytes, strict=True)
+        return sum(received), sum(sent)
+
+    def wire_seconds(self, bytes_per_second: float) -> float:
+        """Of a micro-batch, over a link that sends and receives at once."""
+        return max(self.wire_bytes) / bytes_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swarm:
+    """How a model is trained by a swarm.
+
+    Attributes:
+        wire: format of activations and their gradients between stages.
+        bytes_per_second: of each peer's link, either way.
+        latency_seconds: one way.
+        peers: of all stages.
+        stages: in order.
+        step_seconds: predicted, with all peers there.
+        samples_per_second: predicted.
+        utilization: part of the time that peers compute.
+        reasons: (what was chosen, why) pairs, for ``plan.why``.
+    """
+
+    wire: str
+    bytes_per_second: float
+    latency_seconds: float
+    peers: int
+    stages: tuple[SwarmStage, ...]
+    step_seconds: float
+    samples_per_second: float
+    utilization: float
+    reasons: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def agreed(self) -> dict[str, object]:
+        """What all peers must agree on; predictions are left out."""
+        return {"wire": self.wire, "stages": len(self.stages)}
+
+
+def sum_seconds(stage: SwarmStage, bytes_per_second: float, latency: float) -> float:
+    """Of adding up a stage's gradients over its peers: a ring or butterfly.
+
+    Args:
+        stage: which.
+        bytes_per_second: of each peer's link.
+        latency: one way, in seconds.
+    """
+    if stage.peers < 2:
+        return 0.0
+    sent = 2 * (stage.peers - 1) / stage.peers * stage.gradient_bytes
+    return sent / bytes_per_second + 2 * latency
+
+
+def closed_form_seconds(swarm: Swarm, micro_batches: int) -> float:
+    """A step without churn: the fill, the slowest stage's share of work, its sum.
+
+    Args:
+        swarm: of which ``step_seconds`` is not read.
+        micro_batches: of the step.
+    """
+    speed, link = swarm.bytes_per_second, swarm.latency_seconds
+    fill = math.fsum(
+        stage.compute_seconds + sum(stage.wire_bytes) / speed + 4 * link
+        for stage in swarm.stages
+    )
+    pace = max(
+        max(stage.compute_seconds, stage.wire_seconds(speed)) / stage.peers
+        for stage in swarm.stages
+    )
+    late = max(sum_seconds(stage, speed, link) for stage in swarm.stages)
+    return fill + micro_batches * pace + late

@@ -1,0 +1,241 @@
+"""Who comes to a swarm, leaves it, dies or changes speed, and when: traces as data.
+
+A trace is written down, so a simulation can be repeated and a live run can follow it:
+events with times in seconds, read from and written to CSV, or drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.read_file import Unreadable, read_text
+
+
+COLUMNS: Final = (
+    "time",
+    "event",
+    "peer",
+    "speed",
+    "up_bytes_per_second",
+    "down_bytes_per_second",
+    "latency_seconds",
+)
+
+
+class Happening(StrEnum):
+    """What happens to a peer.
+
+    ``JOIN``: it comes. ``LEAVE``: it goes in order, after what it was given. ``KILL``:
+    its connections break. ``STOP``: it is silent, and its calls time out. ``SPEED``: it
+    computes at another speed from now on.
+    """
+
+    JOIN = "join"
+    LEAVE = "leave"
+    KILL = "kill"
+    STOP = "stop"
+    SPEED = "speed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Of a peer to everybody else.
+
+    Attributes:
+        up_bytes_per_second: that it sends at most.
+        down_bytes_per_second: that it receives at most.
+        latency_seconds: one way.
+    """
+
+    up_bytes_per_second: float = math.inf
+    down_bytes_per_second: float = math.inf
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChurnEvent:
+    """Something that happens to one peer.
+
+    Attributes:
+        time: seconds from the start of the trace.
+        event: what happens.
+        peer: its name.
+        speed: relative to the peer that the stages' seconds are of; of who joins, and
+            of a change of speed.
+        link: of who joins.
+    """
+
+    time: float
+    event: Happening
+    peer: str
+    speed: float = 1.0
+    link: Link = Link()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Churn:
+    """What traces are drawn from; lifetimes and gaps are exponential.
+
+    Attributes:
+        peers: that are there at the start.
+        lifetime_seconds: mean, of each peer.
+        join_seconds: mean, between two that join; infinite where nobody joins.
+        seconds: of the whole trace.
+        speeds: of peers, drawn with equal chance.
+        silent: part of the deaths that are silent; the others break connections.
+        link: of every peer.
+    """
+
+    peers: int
+    lifetime_seconds: float
+    join_seconds: float
+    seconds: float
+    speeds: tuple[float, ...] = (1.0,)
+    silent: float = 0.0
+    link: Link = Link()
+
+
+def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
+    """A trace, the same for the same seed.
+
+    Args:
+        churn: what it is drawn from.
+        seed: of the random numbers.
+
+    Example:
+        >>> churn = Churn(peers=2, lifetime_seconds=50.0, join_seconds=40.0,
+        ...               seconds=60.0)
+        >>> [(round(e.time), str(e.event), e.peer) for e in draw(churn, seed=1)]
+        [(0, 'join', 'p0'), (0, 'join', 'p1'), (7, 'kill', 'p0')]
+    """
+    random_numbers = random.Random(seed)
+    births = [0.0] * churn.peers
+    if math.isfinite(churn.join_seconds):
+        now = random_numbers.expovariate(1 / churn.join_seconds)
+        while now < churn.seconds:
+            births.append(now)
+            now += random_numbers.expovariate(1 / churn.join_seconds)
+    events = []
+    for number, born in enumerate(births):
+        peer, speed = f"p{number}", random_numbers.choice(churn.speeds)
+        events.append(
+            ChurnEvent(
+                time=born, event=Happening.JOIN, peer=peer, speed=speed, link=churn.link
+            )
+        )
+        died = born + random_numbers.expovariate(1 / churn.lifetime_seconds)
+        is_silent = random_numbers.random() < churn.silent
+        if died < churn.seconds:
+            how = Happening.STOP if is_silent else Happening.KILL
+            events.append(ChurnEvent(time=died, event=how, peer=peer))
+    return tuple(sorted(events, key=lambda event: event.time))
+
+
+def to_csv(events: Iterable[ChurnEvent]) -> str:
+    """A trace as CSV, with a line of ``COLUMNS`` first."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for event in events:
+        link = event.link
+        writer.writerow(
+            (
+                repr(event.time),
+                str(event.event),
+                event.peer,
+                repr(event.speed),
+                repr(link.up_bytes_per_second),
+                repr(link.down_bytes_per_second),
+                repr(link.latency_seconds),
+            )
+        )
+    return text.getvalue()
+
+
+def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
+    """The trace in a CSV file, in order of time.
+
+    Args:
+        path: of a file with the columns ``time``, ``event`` and ``peer``; the others of
+            ``COLUMNS`` may be left out or empty.
+
+    Raises:
+        WhaleError: it cannot be read, with every line that is wrong.
+    """
+    try:
+        text = read_text(path)
+    except (Unreadable, OSError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise WhaleError(f"trace {path}: it cannot be read ({said})") from error
+    reader = csv.DictReader(text.splitlines())
+    names = reader.fieldnames or ()
+    missing = [name for name in COLUMNS[:3] if name not in names]
+    unknown = [name for name in names if name not in COLUMNS]
+    if missing or unknown:
+        raise WhaleError(
+            f"trace {path}: its first line has no {', '.join(missing) or 'fault'} and "
+            f"the unknown {', '.join(unknown) or 'nothing'}; expected "
+            f"{', '.join(COLUMNS)}, of which the first three must be there"
+        )
+    events = []
+    with Problems(f"trace {path}") as problems:
+        for number, row in enumerate(reader, start=2):
+            try:
+                events.append(_event(row))
+            except (TypeError, ValueError) as error:
+                problems.add(f"line {number}: {error}")
+    return tuple(sorted(events, key=lambda event: event.time))
+
+
+def _event(row: dict[str, str | None]) -> ChurnEvent:
+    kinds = [str(kind) for kind in Happening]
+    if row["event"] not in kinds:
+        raise ValueError(f"event is {row['event']!r}; expected {', '.join(kinds)}")
+    if not row["peer"]:
+        raise ValueError("peer is empty; give its name")
+    return ChurnEvent(
+        time=_number(row, "time", 0.0, finite=True),
+        event=Happening(row["event"]),
+        peer=row["peer"],
+        speed=_number(row, "speed", 1.0, positive=True, finite=True),
+        link=Link(
+            up_bytes_per_second=_number(
+                row, "up_bytes_per_second", math.inf, positive=True
+            ),
+            down_bytes_per_second=_number(
+                row, "down_bytes_per_second", math.inf, positive=True
+            ),
+            latency_seconds=_number(row, "latency_seconds", 0.0, finite=True),
+        ),
+    )
+
+
+def _number(
+    row: dict[str, str | None],
+    name: str,
+    default: float,
+    *,
+    positive: bool = False,
+    finite: bool = False,
+) -> float:
+    text = row.get(name)
+    if not text and name != "time":
+        return default
+    least = "above 0" if positive else "of at least 0"
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    is_small = value <= 0 if positive else value < 0
+    if math.isnan(value) or is_small or (finite and math.isinf(value)):
+        raise ValueError(f"{name} is {text!r}; expected a number {least}")
+    return value

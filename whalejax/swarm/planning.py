@@ -1,0 +1,440 @@
+"""A plan for a swarm: stages, the wire's format, peers of each stage, predictions.
+
+One peer of each stage is planned as an ordinary pipeline of as many devices over links
+of the swarm's bandwidth, so cuts, memory and times come from where all plans have them.
+What is added is what a swarm needs: how many peers each stage wants, bytes and deadline
+of each call, and the throughput that the simulator predicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from whalejax.meshes import Cluster
+from whalejax.meshes.topology import Level, Node
+from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.square_cube_of_plan import border_bytes, rate_words
+from whalejax.planner.swarm_data import (
+    WIRES,
+    Swarm,
+    SwarmStage,
+    closed_form_seconds,
+    wire_bytes,
+)
+from whalejax.swarm.churn import ChurnEvent, Happening, Link
+from whalejax.swarm.rebalancing import best_counts
+from whalejax.swarm.simulator import DEADLINE_FACTOR, Setting, StageCost, simulate
+
+
+LATENCY_SECONDS: Final = 0.02  # one way, between homes on one continent
+BUSY: Final = 0.9  # part of the time below which a link is said to bound a peer
+_FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
+MOST_CALLS: Final = 20_000  # of a simulated step; larger ones have a closed form
+QUEUE: Final = 2  # micro-batches under way for each peer
+SMALLEST_DEADLINE: Final = 1.0  # seconds: scheduling and a busy host
+Again = Callable[..., Plan]
+
+
+def swarm_plan(
+    again: Again,
+    *,
+    cluster: Cluster,
+    mesh: Mapping[str, int] | None,
+    num_micro_batches: int | None,
+    bandwidth: float,
+    wire: str | None,
+) -> Plan:
+    """The plan of the fewest stages that fit, in the most exact format that is fast.
+
+    Args:
+        again: the same question with other settings, as ``Plan.what_if`` asks it.
+        cluster: whose devices are the peers.
+        mesh: ``{"stage": n}``, or None.
+        num_micro_batches: of a step, or None.
+        bandwidth: of each peer's link, in bytes per second.
+        wire: one of ``WIRES``, or None.
+
+    Raises:
+        PlanError: no swarm can train this model; why.
+    """
+    kind = _one_kind(cluster)
+    fixed = _fixed_stages(mesh, cluster.num_devices)
+    plan, tried = _fewest_stages(
+        again, kind, cluster, fixed, num_micro_batches, bandwidth, wire or "int8"
+    )
+    formats = (wire,) if wire else WIRES
+    found = [_swarm(plan, each, cluster.num_devices, bandwidth) for each in formats]
+    chosen = next((s for s in found if _link_share(s) >= BUSY), found[-1])
+    chosen = _predicted(plan, chosen)
+    reasons = {
+        "wire": _why_wire(chosen, found, given=wire is not None),
+        "stages": _why_stages(plan, chosen, tried, given=fixed is not None),
+        "micro-batches": _why_micro_batches(plan, chosen, num_micro_batches),
+        "gradients": _why_gradients(plan, chosen),
+    }
+    chosen = dataclasses.replace(chosen, reasons=tuple(reasons.items()))
+    notes = (_summary(plan, chosen), *reasons.values(), *_what_would_help(chosen))
+    return dataclasses.replace(plan, swarm=chosen, notes=(*plan.notes, *notes))
+
+
+def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, Link]:
+    """A swarm's plan as the simulator takes it, with the link of its peers.
+
+    Args:
+        plan: with ``swarm``.
+        changes: of the setting.
+    """
+    if plan.swarm is None:
+        raise PlanError("plan is for no swarm; plan with swarm=True and a bandwidth")
+    return _setting(plan, plan.swarm, **changes), _link(plan.swarm)
+
+
+# Stages.
+
+
+def _one_kind(cluster: Cluster) -> Node:
+    kinds = sorted({node.kind.name for node in cluster.nodes})
+    if len(kinds) > 1:
+        raise PlanError(
+            f"a swarm is planned for peers of one kind; the cluster has "
+            f"{', '.join(kinds)}. Give the slowest of them: faster peers are given "
+            "more micro-batches as the swarm runs"
+        )
+    return Node(kind=cluster.nodes[0].kind, count=1)
+
+
+def _fixed_stages(mesh: Mapping[str, int] | None, peers: int) -> int | None:
+    others = sorted(set(mesh or ()) - {"stage"})
+    if others:
+        raise PlanError(
+            f"mesh fixes {', '.join(others)}; a swarm's peers are single devices, so "
+            'only the axis stage can be fixed: mesh={"stage": 3}'
+        )
+    stages = (mesh or {}).get("stage")
+    if peers < max(2, stages or 2):
+        raise PlanError(
+            f"the cluster has {peers} peers for {stages or 2} stages; a swarm needs at "
+            "least 2 stages and one peer in each. Have more peers, or fewer stages"
+        )
+    return stages
+
+
+def _fewest_stages(
+    again: Again,
+    kind: Node,
+    cluster: Cluster,
+    fixed: int | None,
+    num_micro_batches: int | None,
+    bandwidth: float,
+    wire: str,
+) -> tuple[Plan, list[str]]:
+    """The plan with the fewest stages that fit, and why fewer do not."""
+    tried: list[str] = []
+    most = min(cluster.num_devices, 32)
+    for stages in [fixed] if fixed else range(2, most + 1):
+        try:
+            plans = [
+                again(
+                    swarm=False,
+                    bandwidth=None,
+                    wire=None,
+                    cluster=part,
+                    mesh={"stage": stages},
+                    num_micro_batches=num_micro_batches or QUEUE * cluster.num_devices,
+                    allow_idle=False,
+                )
+                for part in _networks(kind, cluster, stages, bandwidth, wire)
+            ]
+        except NothingFits as error:
+            if fixed:
+                raise
+            tried.append(
+                f"{stages} stages lack {gigabytes(error.lacks_bytes)} of "
+                f"{gigabytes(error.of_bytes)} on a peer"
+            )
+            continue
+        if any(plan.stages is None or not plan.stages.plans for plan in plans):
+            raise PlanError(
+                "a swarm's stages have programs of their own; this model's layers are "
+                "one scan, which stages share out alike. Write the layers one by one "
+                "(scan_layers=False in the reference models), or mark stages with "
+                "wh.stage"
+            )
+        peers = cluster.num_devices
+        steps = [_swarm(plan, wire, peers, bandwidth).step_seconds for plan in plans]
+        return plans[steps.index(min(steps))], tried
+    raise PlanError(
+        f"no swarm of up to {most} stages has the memory: {'; '.join(tried)}. Have "
+        "peers with more memory, share the weights of layers, or offload the optimizer"
+    )
+
+
+def _networks(
+    kind: Node, cluster: Cluster, stages: int, bandwidth: float, wire: str
+) -> Iterator[Cluster]:
+    """One peer of each stage, on two networks: each may lead to the better cuts.
+
+    A pipeline of one device a stage waits for every transfer, so a slow network makes
+    stages uneven for the sake of a thin border; a swarm has other micro-batches to
+    compute meanwhile. A fast network makes even stages, whatever crosses them.
+    """
+    faster = 4 * 256 / wire_bytes(256, wire)
+    for rate in (bandwidth * faster, _FAST_BYTES_PER_SECOND):
+        level = Level(
+            name="swarm",
+            size=stages,
+            bandwidth_bytes_per_second=rate,
+            latency_seconds=0.0,
+        )
+        yield Cluster(
+            nodes=(kind,) * stages, levels=(level,), compiler=cluster.compiler
+        )
+
+
+# One format.
+
+
+def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
+    assert plan.stages is not None
+    paces = plan.stages.paces
+    seconds = []
+    for number, pace in enumerate(paces):
+        both = pace.backward_seconds + pace.weight_seconds + pace.forward_seconds
+        is_last = number + 1 == len(paces)
+        seconds.append((0.0 if is_last else pace.forward_seconds, both))
+    bound = []
+    for number, (ahead, back) in enumerate(seconds):
+        received, sent = zip(*border_bytes(plan, number, wire), strict=True)
+        bound.append(max(ahead + back, max(sum(received), sum(sent)) / bandwidth))
+    counts = best_counts(peers, bound)
+    stages = tuple(
+        _stage(plan, number, wire, counts[number], *seconds[number], bandwidth)
+        for number in range(len(paces))
+    )
+    swarm = Swarm(
+        wire=wire,
+        bytes_per_second=bandwidth,
+        latency_seconds=LATENCY_SECONDS,
+        peers=peers,
+        stages=stages,
+        step_seconds=0.0,
+        samples_per_second=0.0,
+        utilization=0.0,
+    )
+    return _with_step(plan, swarm, closed_form_seconds(swarm, plan.num_micro_batches))
+
+
+def _stage(
+    plan: Plan,
+    number: int,
+    wire: str,
+    peers: int,
+    forward: float,
+    backward: float,
+    bandwidth: float,
+) -> SwarmStage:
+    assert plan.stages is not None
+    own = plan.stages.plans[number].memory
+    borders = border_bytes(plan, number, wire)
+    crossing = max(sum(borders[0]), sum(borders[1]))
+    queue = math.ceil(QUEUE * len(plan.stages.plans)) + 1
+    fixed = (
+        own.params_bytes
+        + own.gradients_bytes  # the sum of the step
+        + own.optimizer_bytes
+        + own.state_bytes
+        + own.batch_bytes
+        + own.activations_bytes
+        + own.working_bytes
+        + queue * crossing
+    )
+    kept = own.gradients_bytes * math.ceil(plan.num_micro_batches / peers)
+    room = plan.stages.plans[number].cluster.memory_bytes
+    apart = fixed + kept <= room
+    slowest = max(forward, backward) + crossing / bandwidth + 2 * LATENCY_SECONDS
+    return SwarmStage(
+        peers=peers,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        forward_bytes=borders[0],
+        backward_bytes=borders[1],
+        state_bytes=own.params_bytes + own.optimizer_bytes + own.state_bytes,
+        gradient_bytes=own.gradients_bytes,
+        memory_bytes=fixed + (kept if apart else 0),
+        apart=apart,
+        deadline_seconds=max(SMALLEST_DEADLINE, DEADLINE_FACTOR * slowest * queue),
+    )
+
+
+def _link_share(swarm: Swarm) -> float:
+    """Part of the time that the peer which its link bounds most computes."""
+    return min(
+        stage.compute_seconds
+        / max(stage.compute_seconds, stage.wire_seconds(swarm.bytes_per_second))
+        for stage in swarm.stages
+    )
+
+
+def _with_step(plan: Plan, swarm: Swarm, seconds: float) -> Swarm:
+    samples = max((leaf.shape[0] for leaf in plan.batch if leaf.shape), default=0)
+    work = math.fsum(stage.compute_seconds for stage in swarm.stages)
+    return dataclasses.replace(
+        swarm,
+        step_seconds=seconds,
+        samples_per_second=samples / seconds,
+        utilization=work * plan.num_micro_batches / (seconds * swarm.peers),
+    )
+
+
+def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
+    costs = tuple(
+        StageCost(
+            forward_seconds=stage.forward_seconds,
+            backward_seconds=stage.backward_seconds,
+            forward_bytes=stage.forward_bytes,
+            backward_bytes=stage.backward_bytes,
+            state_bytes=stage.state_bytes,
+            gradient_bytes=stage.gradient_bytes,
+        )
+        for stage in swarm.stages
+    )
+    setting = Setting(
+        stages=costs,
+        micro_batches=plan.num_micro_batches,
+        in_flight=QUEUE * swarm.peers,
+    )
+    return dataclasses.replace(setting, **changes)
+
+
+def _link(swarm: Swarm) -> Link:
+    return Link(
+        up_bytes_per_second=swarm.bytes_per_second,
+        down_bytes_per_second=swarm.bytes_per_second,
+        latency_seconds=swarm.latency_seconds,
+    )
+
+
+def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
+    """With the step that the simulator predicts, where that is quick to find."""
+    calls = plan.num_micro_batches * 2 * len(swarm.stages)
+    if calls > MOST_CALLS:
+        return swarm
+    link = _link(swarm)
+    trace = [
+        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{number}", link=link)
+        for number in range(swarm.peers)
+    ]
+    long_enough = 20 * swarm.step_seconds
+    setting = _setting(plan, swarm)
+    found = simulate(setting, trace, long_enough)
+    # The first step begins without measured speeds.
+    steps = found.step_seconds[1:4] or found.step_seconds
+    if not steps:
+        return swarm
+    return _with_step(plan, swarm, math.fsum(steps) / len(steps))
+
+
+# In words.
+
+
+def _summary(plan: Plan, swarm: Swarm) -> str:
+    peers = " + ".join(str(stage.peers) for stage in swarm.stages)
+    return (
+        f"a swarm of {swarm.peers} peers ({peers}) over "
+        f"{rate_words(swarm.bytes_per_second)}, {swarm.wire} on the wire: steps of "
+        f"{milliseconds(swarm.step_seconds)}, {swarm.samples_per_second:.3g} "
+        f"samples/s, peers compute {swarm.utilization:.0%} of the time"
+    )
+
+
+def _why_wire(chosen: Swarm, found: list[Swarm], *, given: bool) -> str:
+    shares = ", ".join(
+        f"{swarm.wire} {_link_share(swarm):.0%} ({_widest(swarm)} a micro-batch)"
+        for swarm in found
+    )
+    link = rate_words(chosen.bytes_per_second)
+    if given:
+        return (
+            f"wire {chosen.wire}, as asked; over {link} a peer computes at most "
+            f"{shares} of the time"
+        )
+    if _link_share(chosen) >= BUSY:
+        return (
+            f"wire {chosen.wire}, the most exact format over which {link} keeps every "
+            f"peer busy for {BUSY:.0%} of the time; by format: {shares}"
+        )
+    return (
+        f"wire {chosen.wire}, the smallest; {link} keeps no peer busy for {BUSY:.0%} "
+        f"of the time in any format: {shares}"
+    )
+
+
+def _widest(swarm: Swarm) -> str:
+    return gigabytes(max(sum(stage.wire_bytes) for stage in swarm.stages))
+
+
+def _why_stages(plan: Plan, swarm: Swarm, tried: list[str], *, given: bool) -> str:
+    count = len(swarm.stages)
+    if given:
+        return f"{count} stages, as asked"
+    fewer = f"; {'; '.join(tried)}" if tried else ""
+    return (
+        f"{count} stages, the fewest that fit: thick stages compute more behind the "
+        f"same border{fewer}"
+    )
+
+
+def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
+    late = max(
+        2 * (stage.peers - 1) / stage.peers * stage.gradient_bytes
+        for stage in swarm.stages
+    )
+    seconds = late / swarm.bytes_per_second
+    part = seconds / swarm.step_seconds if swarm.step_seconds else 0.0
+    how = "as asked" if given else f"{QUEUE} for each peer"
+    return (
+        f"{plan.num_micro_batches} micro-batches, {how}; adding up gradients takes "
+        f"{milliseconds(seconds)} or {part:.0%} of a step, which more micro-batches "
+        "make a smaller part"
+    )
+
+
+def _why_gradients(plan: Plan, swarm: Swarm) -> str:
+    words = [
+        f"stage {number} {'apart' if stage.apart else 'added up'} "
+        f"({gigabytes(stage.memory_bytes)} of a peer)"
+        for number, stage in enumerate(swarm.stages)
+    ]
+    return (
+        f"gradients of micro-batches: {', '.join(words)}; kept apart where that fits, "
+        "and else added up at once, where a peer whose call was given up starts again"
+    )
+
+
+def _what_would_help(swarm: Swarm) -> Iterator[str]:
+    """Which change of the model a slow link asks for."""
+    share = _link_share(swarm)
+    if share >= BUSY:
+        return
+    factor = math.ceil(BUSY / share)
+    if swarm.wire != "int8":
+        yield (
+            f"over {rate_words(swarm.bytes_per_second)} peers wait for their links; "
+            "wire='int8' sends a quarter of float32"
+        )
+    yield (
+        f"peers would be busy with {factor} times the compute behind each border: "
+        f"layers {factor} times as wide, {factor} times as many of them a stage (each "
+        f"weight used {factor} times costs no memory), or a bottleneck that sends a "
+        f"{_ordinal(factor)} of the width (whalejax.models.borders)"
+    )
+
+
+def _ordinal(number: int) -> str:
+    words = {2: "half", 3: "third", 4: "quarter"}
+    return words.get(number, f"{number}th")
