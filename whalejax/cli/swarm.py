@@ -18,7 +18,7 @@ from whalejax.cli.swarm_options import (
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.wire.keys import load_key
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.swarm.service import Address
+from whalejax.swarm.wire.service import Address
 
 
 FindJob = Callable[[str, Mapping[str, Any]], Job]
@@ -253,7 +253,7 @@ def parsed_address(text: str) -> Address:
 
 
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
-    from whalejax.swarm.service import Caller, Gone, Refused
+    from whalejax.swarm.wire.service import Caller, Gone, Refused
 
     caller = Caller(key)
     try:

@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Phase
 from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext
 from whalejax.swarm.registry import Member
-from whalejax.swarm.service import Gone, Refused
+from whalejax.swarm.wire.service import Gone, Refused
 from whalejax.swarm.wiring import FORWARD_TASK
 
 

@@ -17,7 +17,7 @@ from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
 from whalejax.swarm.registry import Member
-from whalejax.swarm.service import Address, Caller, Gone, Refused
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 
 

@@ -17,9 +17,9 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.messages import TO_PEER
 from whalejax.swarm.registry import ANY
-from whalejax.swarm.service import Address, Caller, Gone, Refused, Service
+from whalejax.swarm.wire.messages import TO_PEER
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.swarm.worker import Hook, Worker
 
 

@@ -26,7 +26,7 @@ from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm.passage import Counts, Interrupted, Passage, StepContext
 from whalejax.swarm.registry import Member, Registry
-from whalejax.swarm.service import Address, Caller, Gone, Refused
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.worker import digest_of, packed, piece
 
 

@@ -17,11 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
-from whalejax.swarm import coding
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.ledger import check_partition
-from whalejax.swarm.service import Caller, Gone, Refused
 from whalejax.swarm.stage import Stage, StageState, StageUpdate
+from whalejax.swarm.wire import coding
+from whalejax.swarm.wire.service import Caller, Gone, Refused
 
 
 PIECE_BYTES: Final = 1 << 24

@@ -19,11 +19,11 @@ from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.messages import TO_PEER, TO_TRAINER
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
-from whalejax.swarm.service import Caller, Refused
 from whalejax.swarm.stage import Backward, Stage
+from whalejax.swarm.wire.messages import TO_PEER, TO_TRAINER
+from whalejax.swarm.wire.service import Caller, Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -210,7 +210,7 @@ def test_frames_over_the_limit_take_no_memory() -> None:
 
 def test_nothing_of_a_swarm_is_unpickled() -> None:
     assert whalejax.swarm.__file__ is not None
-    for path in Path(whalejax.swarm.__file__).parent.glob("*.py"):
+    for path in Path(whalejax.swarm.__file__).parent.rglob("*.py"):
         names = {
             alias.name
             for node in ast.walk(ast.parse(path.read_text()))

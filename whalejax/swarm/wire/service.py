@@ -16,7 +16,7 @@ from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import Channel, TooLate, dial
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.messages import Fields, checked
+from whalejax.swarm.wire.messages import Fields, checked
 
 
 IDLE_SECONDS: Final = 600.0
