@@ -78,6 +78,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         host=command.host,
         port=command.port,
         wire=command.wire,
+        rebalance_seconds=command.rebalance,
     )
     settings = Settings(
         steps=command.steps,
@@ -290,6 +291,7 @@ def _check(command: SwarmServeCommand | SwarmJoinCommand) -> None:
         for name, seconds in (
             ("call-timeout", command.call_timeout),
             ("patience", command.patience),
+            ("rebalance", command.rebalance),
         ):
             if not 0.1 <= seconds <= 1e6:
                 problems.add(f"--{name} is {seconds:g}; expected 0.1 to 1e6 seconds")

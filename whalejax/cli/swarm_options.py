@@ -61,6 +61,8 @@ class SwarmServeCommand:
     """after which a peer that does not answer is passed over"""
     patience: Seconds = 3600.0
     """to wait for a stage that has no peer before the run is ended"""
+    rebalance: Seconds = 60.0
+    """between looks at the peers' loads, after which one may change stage"""
     peers: Number = 0
     """peers that work in threads of this process, beside those that join"""
     json: bool = False

@@ -106,8 +106,8 @@ class Trainer:
             between: called between two steps, such as to move peers.
             clock: gives seconds.
         """
-        self.cut, self.registry, self._caller = cut, registry, caller
-        self.settings, self._tell, self._write = settings, tell, write
+        self.cut, self.registry, self.caller = cut, registry, caller
+        self.settings, self.tell, self._write = settings, tell, write
         self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
         self._snapshot = snapshot or Snapshot(step=0, arrays=None)
         self.generation, self.step = generation, self._snapshot.step
@@ -188,7 +188,7 @@ class Trainer:
         context = StepContext(
             cut=cut,
             fleet=self.fleet,
-            caller=self._caller,
+            caller=self.caller,
             ledger=ledger,
             lock=threading.RLock(),
             generation=self.generation,
@@ -196,7 +196,7 @@ class Trainer:
             batch=self.address,
             call_seconds=self.settings.call_seconds,
             await_peer=self._await_peer,
-            tell=self._tell,
+            tell=self.tell,
             counts=self.counts,
         )
         self.ledger = ledger
@@ -247,7 +247,7 @@ class Trainer:
                 break
             if lacking != said:
                 said = lacking
-                self._tell("waiting", stages=lacking, step=self.step)
+                self.tell("waiting", stages=lacking, step=self.step)
             if self.fleet.now() > until:
                 raise WhaleError(
                     f"no peer serves stage {', '.join(map(str, lacking))} of "
@@ -257,7 +257,7 @@ class Trainer:
             self._go_back_if_lost(lacking)
             time.sleep(LOOK_SECONDS)
         if said:
-            self._tell("resumed", step=self.step)
+            self.tell("resumed", step=self.step)
         self._take_snapshot()
 
     def _let_go(self) -> None:
@@ -269,13 +269,13 @@ class Trainer:
             if mates or not self.fleet.has(member.name):
                 self.fleet.drop(member.name)
                 self.registry.free(member.name)
-                self._tell("left", peer=member.name, stage=member.stage)
+                self.tell("left", peer=member.name, stage=member.stage)
             elif member.leaving:
                 # The last of its stage: what it holds is kept here.
                 self._take_snapshot(now=True)
                 self.fleet.drop(member.name)
                 self.registry.free(member.name)
-                self._tell("left", peer=member.name, stage=member.stage)
+                self.tell("left", peer=member.name, stage=member.stage)
 
     def _bring(self) -> None:
         """Newcomers, and those that were behind, take the state of the step."""
@@ -318,11 +318,11 @@ class Trainer:
             "sources": sources,
         }
         try:
-            answer = self._caller.ask(
+            answer = self.caller.ask(
                 member.address, "sync", fields, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
-            self._tell("not synced", peer=member.name, why=str(error))
+            self.tell("not synced", peer=member.name, why=str(error))
             if isinstance(error, Refused) and error.blame:
                 for mate in mates:
                     if mate.name == error.blame:
@@ -330,12 +330,12 @@ class Trainer:
             return
         known = self.digests.get(member.stage)
         if known is not None and answer.fields.get("digest") != known:
-            self._tell("differs", peer=member.name, why="the state that it has")
-            self._caller.forget(member.address)
+            self.tell("differs", peer=member.name, why="the state that it has")
+            self.caller.forget(member.address)
             return
         self.digests.setdefault(member.stage, str(answer.fields.get("digest")))
         self.fleet.add(member)
-        self._tell("joined", peer=member.name, stage=member.stage, step=self.step)
+        self.tell("joined", peer=member.name, stage=member.stage, step=self.step)
 
     # Snapshots.
 
@@ -371,7 +371,7 @@ class Trainer:
             try:
                 while len(pieces) < count:
                     fields = {"stage": stage, "step": self.step, "place": len(pieces)}
-                    answer = self._caller.ask(
+                    answer = self.caller.ask(
                         member.address,
                         "state",
                         fields,
@@ -382,7 +382,7 @@ class Trainer:
                     pieces.append(answer.arrays[0])
             except (Gone, Refused) as error:
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
-                self._tell("failed", peer=member.name, why=str(error))
+                self.tell("failed", peer=member.name, why=str(error))
                 continue
             found = self.cut.split(stage, np.concatenate(pieces))
             if found is not None and digest_of(found) == digest:
@@ -420,7 +420,7 @@ class Trainer:
         self._keeps = False
         self.digests = {}
         self.fleet.drop_all()
-        self._tell("went back", stage=stage, step=self.step, before=before)
+        self.tell("went back", stage=stage, step=self.step, before=before)
 
 
 def _summed(passages: Sequence[Passage]) -> tuple[np.ndarray, ...]:

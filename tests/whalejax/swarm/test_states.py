@@ -32,7 +32,7 @@ def test_a_stage_without_peers_is_waited_for() -> None:
             threading.Thread(target=found.join, args=(1,), daemon=True).start()
 
         waiting = threading.Event()
-        tell = found.serving.trainer._tell
+        tell = found.serving.trainer.tell
 
         def watched(kind: str, **told: Any) -> None:
             tell(kind, **told)
@@ -40,7 +40,7 @@ def test_a_stage_without_peers_is_waited_for() -> None:
                 waiting.set()
                 later(kind, told)
 
-        found.serving.trainer._tell = watched
+        found.serving.trainer.tell = watched
         assert same(found.run(), jobs.losses(2))
         assert ("waiting", {"stages": [1], "step": 0}) in found.told
         assert "resumed" in found.kinds()
