@@ -43,6 +43,7 @@ class Worker:
         done: micro-batches computed, forward or backward.
         waiting: calls that wait for the device, with the one that has it.
         seconds: of the last call on the device.
+        sent_bytes: of tensors at the borders of stages that others were given.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Worker:
         self._caller, self._pull_seconds, self._hook = caller, pull_seconds, hook
         self.stage: Stage | None = None
         self.generation = -1
-        self.done, self.waiting, self.seconds = 0, 0, 0.0
+        self.done, self.waiting, self.seconds, self.sent_bytes = 0, 0, 0.0, 0
         self._lock = threading.RLock()
         self._device = threading.Lock()
         self._states: dict[int, StageState] = {}
@@ -356,6 +357,8 @@ class Worker:
         )
         named = dict(zip(every, held, strict=True))
         arrays = tuple(named[v] for v in wanted)
+        with self._lock:
+            self.sent_bytes += sum(x.nbytes for x in arrays)
         return Message(kind="tensors", fields={}, arrays=arrays)
 
     # The sum.
