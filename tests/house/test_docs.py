@@ -111,7 +111,7 @@ def help_of() -> HelpOf:
 
     @cache
     def text(subcommand: str) -> str:
-        words = [subcommand] if subcommand else []
+        words = subcommand.split()
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = main.main([*words, "--help"])
@@ -158,6 +158,8 @@ def unknown_in(words: list[str], help_of: HelpOf) -> Iterator[str]:
         if not re.search(rf"^\W*{subcommand}\b", help_of(""), re.MULTILINE):
             yield f"whalejax has no subcommand {subcommand!r}"
             return
+        if subcommand == "swarm":  # it has subcommands of its own
+            subcommand = " ".join(rest[:2])
         known = help_of(subcommand)
     elif (ROOT / program).is_file() and program.removeprefix("./").startswith(
         "scripts/"

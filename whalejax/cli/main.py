@@ -76,8 +76,10 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
-how to spread it, says why in numbers, and runs it. Over peers that come and go: see
-whalejax swarm --help."""
+how to spread it, says why in numbers, and runs it.
+
+swarm serve, swarm join and swarm show train over peers that come and go; see whalejax
+swarm --help."""
 _USER_ERROR = 2
 _INTERRUPTED = 130
 

@@ -18,7 +18,7 @@ from whalejax.cli.swarm_options import (
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.wire.keys import load_key
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.swarm.service import Address
+from whalejax.swarm.wire.service import Address
 
 
 FindJob = Callable[[str, Mapping[str, Any]], Job]
@@ -78,6 +78,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         host=command.host,
         port=command.port,
         wire=command.wire,
+        rebalance_seconds=command.rebalance,
     )
     settings = Settings(
         steps=command.steps,
@@ -214,7 +215,9 @@ def as_text(found: Mapping[str, Any]) -> str:
         f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
         f"loss {loss}, wire {found['wire']}",
         f"ledger: {found['left']} parts of the step under way are not counted yet",
-        ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()),
+        ", ".join(
+            f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()
+        ),
     ]
     for stage in range(found["stages"]):
         peers = [p for p in found["peers"] if p["stage"] == stage]
@@ -251,7 +254,7 @@ def parsed_address(text: str) -> Address:
 
 
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
-    from whalejax.swarm.service import Caller, Gone, Refused
+    from whalejax.swarm.wire.service import Caller, Gone, Refused
 
     caller = Caller(key)
     try:
@@ -288,6 +291,7 @@ def _check(command: SwarmServeCommand | SwarmJoinCommand) -> None:
         for name, seconds in (
             ("call-timeout", command.call_timeout),
             ("patience", command.patience),
+            ("rebalance", command.rebalance),
         ):
             if not 0.1 <= seconds <= 1e6:
                 problems.add(f"--{name} is {seconds:g}; expected 0.1 to 1e6 seconds")

@@ -40,7 +40,7 @@ class SwarmServeCommand:
     precision: Narrow = "f32"
     """f32: the model's own types; bf16, with float32 masters"""
     wire: Wire = "f32"
-    """activations and their gradients between stages: as they are, or in 16 or 8 bits"""
+    """activations and their gradients between stages: whole, or in 16 or 8 bits"""
     seed: Number = 0
     """of the model's initial values and of dropout"""
     save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
@@ -61,6 +61,8 @@ class SwarmServeCommand:
     """after which a peer that does not answer is passed over"""
     patience: Seconds = 3600.0
     """to wait for a stage that has no peer before the run is ended"""
+    rebalance: Seconds = 60.0
+    """between looks at the peers' loads, after which one may change stage"""
     peers: Number = 0
     """peers that work in threads of this process, beside those that join"""
     json: bool = False

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
@@ -108,5 +107,3 @@ class Checkpoints:
             self._cut.size,
             before_it_appears=before_it_appears,
         )
-
-

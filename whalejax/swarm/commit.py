@@ -8,6 +8,7 @@ state of a mate before the next step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Phase
 from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext
 from whalejax.swarm.registry import Member
-from whalejax.swarm.service import Gone, Refused
+from whalejax.swarm.wire.service import Gone, Refused
 from whalejax.swarm.wiring import FORWARD_TASK
 
 
@@ -67,7 +68,8 @@ class Commit:
                 self._complete(stages)
             context.ledger.seal()
         for level in range(context.cut.update.rounds):
-            told = self._each(lambda s, n=level: self._level(s, n, sums), stages)
+            one = functools.partial(self._level, level=level, sums=sums)
+            told = self._each(one, stages)
             self._heard.append({n: x for one in told for n, x in one.items()})
         with context.lock:
             if not context.ledger.is_sealed:
@@ -235,13 +237,11 @@ class Commit:
                     self._context.lose(member.name, "it was lost before the update")
             self._sum(stage)
         raise WhaleError(
-            f"step {self._context.step}: the peers of stage {stage} did not apply their "
-            f"gradients in {MOST_ATTEMPTS} rounds"
+            f"step {self._context.step}: the peers of stage {stage} did not apply "
+            f"their gradients in {MOST_ATTEMPTS} rounds"
         )
 
-    def _updated(
-        self, stage: int, level: int, sums: Sequence[np.ndarray]
-    ) -> Answers:
+    def _updated(self, stage: int, level: int, sums: Sequence[np.ndarray]) -> Answers:
         heard: dict[int, np.ndarray] = {}
         for earlier in self._heard[:level]:
             heard.update(earlier)
@@ -254,14 +254,10 @@ class Commit:
             "peers": self._holders[stage],
         }
         arrays = tuple(sums) if level == 0 else tuple(heard.values())
-        members = [
-            m for m in self._members[stage] if self._context.fleet.has(m.name)
-        ]
+        members = [m for m in self._members[stage] if self._context.fleet.has(m.name)]
         return self._ask(stage, members, "update", fields, arrays)
 
-    def _taken(
-        self, stage: int, level: int, answers: Answers
-    ) -> dict[int, np.ndarray]:
+    def _taken(self, stage: int, level: int, answers: Answers) -> dict[int, np.ndarray]:
         """What the answers say; who says something else than the first is behind."""
         context = self._context
         late = [m for m in self._members[stage] if m.name not in answers]

@@ -286,6 +286,11 @@ class Cut:
         ]
         return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
 
+    def state_bytes(self, stage: int) -> int:
+        """Of what a stage's peers hold: parameters and the optimizer's state."""
+        avals = self.raw_avals(stage)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in avals)
+
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
         """What a stage holds, of its bytes; none where they are not of that many.
 
@@ -550,4 +555,3 @@ def _digest(leaves: Sequence[Any]) -> str:
         found.update(f"{array.dtype}{array.shape}".encode())
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:12]
-

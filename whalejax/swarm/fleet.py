@@ -66,7 +66,7 @@ class Fleet:
         return any(m.name == name for m in self.usable())
 
     def usable(self, stage: int | None = None) -> list[Member]:
-        """Those of ``synced`` that did not fail since they last announced themselves."""
+        """Those of ``synced`` that did not fail since they last were heard of."""
         with self._lock:
             self._refresh()
             now = self._clock()
@@ -116,9 +116,7 @@ class Fleet:
                 member.name, task, seconds, self._clock(), warm
             )
 
-    def failed(
-        self, member: Member, task: float, seconds: float, *, ban: bool
-    ) -> None:
+    def failed(self, member: Member, task: float, seconds: float, *, ban: bool) -> None:
         """A call failed; see ``StageWiring.failed``."""
         with self._lock:
             self._wirings[member.stage].failed(

@@ -17,7 +17,7 @@ from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
 from whalejax.swarm.registry import Member
-from whalejax.swarm.service import Address, Caller, Gone, Refused
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 
 
@@ -117,8 +117,8 @@ class StepContext:
         self.tell("refused", peer=name, why=why)
         if len(several) > 1 or len(self.fleet.synced(stage)) < 2:
             raise WhaleError(
-                f"step {self.step}: {phase} of micro-batch {number} in stage {stage} is "
-                f"not finite wherever it is computed ({', '.join(several)}): {why}. "
+                f"step {self.step}: {phase} of micro-batch {number} in stage {stage} "
+                f"is not finite wherever it is computed ({', '.join(several)}): {why}. "
                 "Lower the learning rate, or look at the data of this step"
             )
 

@@ -17,9 +17,9 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.messages import TO_PEER
 from whalejax.swarm.registry import ANY
-from whalejax.swarm.service import Address, Caller, Gone, Refused, Service
+from whalejax.swarm.wire.messages import TO_PEER
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.swarm.worker import Hook, Worker
 
 
@@ -71,7 +71,12 @@ class Peer:
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
         self._caller = Caller(key)
         self.worker = Worker(
-            cut, self._caller, self.name, wire=wire, pull_seconds=pull_seconds, hook=hook
+            cut,
+            self._caller,
+            self.name,
+            wire=wire,
+            pull_seconds=pull_seconds,
+            hook=hook,
         )
         handlers = {**self.worker.handlers, "move": self._move, "stop": self._stop}
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
-from whalejax.swarm.service import Address, Refused
+from whalejax.swarm.wire.service import Address, Refused
 
 
 LEASE_SECONDS: Final = 10.0

@@ -20,6 +20,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
 from whalejax.swarm.checkpoints import Checkpoints
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.moving import PERIOD_SECONDS, Mover
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving
 from whalejax.swarm.trainer import Settings, Snapshot, Tell
@@ -42,6 +43,7 @@ class Place:
         host, port: where the registry listens.
         wire: how peers send tensors.
         lease_seconds: for which a peer's announcement holds.
+        rebalance_seconds: from one look at the peers' loads to the next.
     """
 
     save: Path | None = None
@@ -52,6 +54,7 @@ class Place:
     port: int = 0
     wire: str = "f32"
     lease_seconds: float = 10.0
+    rebalance_seconds: float = PERIOD_SECONDS
 
 
 class Run:
@@ -115,6 +118,7 @@ class Run:
             snapshot=snapshot,
             generation=generation,
             on_snapshot=self._save,
+            between=Mover(cut.stages, period=place.rebalance_seconds),
         )
         self._key = key
         self.peers: list[Peer] = []

@@ -13,10 +13,10 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.ledger import Write
-from whalejax.swarm.messages import TO_TRAINER
 from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry
-from whalejax.swarm.service import Address, Caller, Gone, Refused, Service
 from whalejax.swarm.trainer import Settings, Snapshot, Tell, Trainer, as_told
+from whalejax.swarm.wire.messages import TO_TRAINER
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 
 
 REACH_SECONDS: Final = 5.0
@@ -156,9 +156,7 @@ class Serving:
         if self.registry.is_free(name):
             return Message(kind="heard", fields={"known": False, "free": True})
         found = self.registry.announce(name, time.monotonic(), **told)
-        return Message(
-            kind="heard", fields={"known": found is not None, "free": False}
-        )
+        return Message(kind="heard", fields={"known": found is not None, "free": False})
 
     def _terms(self, asked: Message) -> Message:
         """What a newcomer must know to cut the job alike."""

@@ -176,7 +176,9 @@ class Stage:
         names = self.place.names
         found: list[Any] = [*cotangents]
         if self.last:
-            found.append(np.ones((), self.place.steps.avals[names.cotangents[-1]].dtype))
+            found.append(
+                np.ones((), self.place.steps.avals[names.cotangents[-1]].dtype)
+            )
         values.update(zip(names.cotangents, found, strict=True))
         reads, program = self._backward
         results = [np.asarray(x) for x in program([values[n] for n in reads])]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +25,7 @@ from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm.passage import Counts, Interrupted, Passage, StepContext
 from whalejax.swarm.registry import Member, Registry
-from whalejax.swarm.service import Address, Caller, Gone, Refused
+from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.worker import digest_of, packed, piece
 
 
@@ -106,8 +105,8 @@ class Trainer:
             between: called between two steps, such as to move peers.
             clock: gives seconds.
         """
-        self.cut, self.registry, self._caller = cut, registry, caller
-        self.settings, self._tell, self._write = settings, tell, write
+        self.cut, self.registry, self.caller = cut, registry, caller
+        self.settings, self.tell, self._write = settings, tell, write
         self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
         self._snapshot = snapshot or Snapshot(step=0, arrays=None)
         self.generation, self.step = generation, self._snapshot.step
@@ -115,7 +114,7 @@ class Trainer:
         self.address: Address = ("", 0)
         self.counts = Counts()
         self.ledger: Ledger | None = None
-        self.digests: dict[int, str] = {}
+        self.digests = _digests(self._snapshot)
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
         self._keeps = True
@@ -188,7 +187,7 @@ class Trainer:
         context = StepContext(
             cut=cut,
             fleet=self.fleet,
-            caller=self._caller,
+            caller=self.caller,
             ledger=ledger,
             lock=threading.RLock(),
             generation=self.generation,
@@ -196,7 +195,7 @@ class Trainer:
             batch=self.address,
             call_seconds=self.settings.call_seconds,
             await_peer=self._await_peer,
-            tell=self._tell,
+            tell=self.tell,
             counts=self.counts,
         )
         self.ledger = ledger
@@ -208,8 +207,7 @@ class Trainer:
         self.step += 1
         self._keeps = True
         metrics = {
-            name: np.asarray(value)
-            for name, value in cut.metrics(list(sums)).items()
+            name: np.asarray(value) for name, value in cut.metrics(list(sums)).items()
         }
         seconds = self.fleet.now() - begun
         return {**metrics, "generation": self.generation, "seconds": seconds}
@@ -238,19 +236,17 @@ class Trainer:
 
     def _ready(self) -> None:
         """Bring everybody to the step, and wait for stages without peers."""
-        self._let_go()
         until = self.fleet.now() + self.settings.patience_seconds
         said: list[int] = []
         while True:
+            self._let_go()
             self._bring()
-            lacking = [
-                s for s in range(self.cut.stages) if not self.fleet.usable(s)
-            ]
+            lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
             if not lacking:
                 break
             if lacking != said:
                 said = lacking
-                self._tell("waiting", stages=lacking, step=self.step)
+                self.tell("waiting", stages=lacking, step=self.step)
             if self.fleet.now() > until:
                 raise WhaleError(
                     f"no peer serves stage {', '.join(map(str, lacking))} of "
@@ -260,7 +256,7 @@ class Trainer:
             self._go_back_if_lost(lacking)
             time.sleep(LOOK_SECONDS)
         if said:
-            self._tell("resumed", step=self.step)
+            self.tell("resumed", step=self.step)
         self._take_snapshot()
 
     def _let_go(self) -> None:
@@ -269,16 +265,14 @@ class Trainer:
             if not member.leaving:
                 continue
             mates = [m for m in self.fleet.usable(member.stage) if not m.leaving]
-            if mates or not self.fleet.has(member.name):
-                self.fleet.drop(member.name)
-                self.registry.free(member.name)
-                self._tell("left", peer=member.name, stage=member.stage)
-            elif member.leaving:
+            if not mates and self.fleet.has(member.name):
                 # The last of its stage: what it holds is kept here.
                 self._take_snapshot(now=True)
-                self.fleet.drop(member.name)
-                self.registry.free(member.name)
-                self._tell("left", peer=member.name, stage=member.stage)
+                if self._snapshot.step != self.step:
+                    continue  # Another stage has nobody; this one is needed still.
+            self.fleet.drop(member.name)
+            self.registry.free(member.name)
+            self.tell("left", peer=member.name, stage=member.stage)
 
     def _bring(self) -> None:
         """Newcomers, and those that were behind, take the state of the step."""
@@ -313,6 +307,24 @@ class Trainer:
                 return  # Its stage has nobody; the run has to go back.
             if shot.arrays is not None:
                 sources = [["the trainer", list(self.address), [], []]]
+        digest = self._synced(member, sources, keeps=keeps)
+        known = self.digests.get(member.stage)
+        if digest is not None and known not in (None, digest) and keeps:
+            self.tell("differs", peer=member.name, why="the state that it came with")
+            keeps = False
+            if not mates and shot.step == self.step and shot.arrays is not None:
+                sources = [["the trainer", list(self.address), [], []]]
+            digest = self._synced(member, sources, keeps=False)
+        if digest is None or known not in (None, digest):
+            return
+        self.digests.setdefault(member.stage, digest)
+        self.fleet.add(member)
+        self.tell("joined", peer=member.name, stage=member.stage, step=self.step)
+
+    def _synced(
+        self, member: Member, sources: Sequence[Any], *, keeps: bool
+    ) -> str | None:
+        """Ask a peer to be at the step; the digest of its state, or none."""
         fields = {
             "generation": self.generation,
             "step": self.step,
@@ -321,24 +333,17 @@ class Trainer:
             "sources": sources,
         }
         try:
-            answer = self._caller.ask(
+            answer = self.caller.ask(
                 member.address, "sync", fields, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
-            self._tell("not synced", peer=member.name, why=str(error))
+            self.tell("not synced", peer=member.name, why=str(error))
             if isinstance(error, Refused) and error.blame:
-                for mate in mates:
+                for mate in self.fleet.usable(member.stage):
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
-            return
-        known = self.digests.get(member.stage)
-        if known is not None and answer.fields.get("digest") != known:
-            self._tell("differs", peer=member.name, why="the state that it has")
-            self._caller.forget(member.address)
-            return
-        self.digests.setdefault(member.stage, str(answer.fields.get("digest")))
-        self.fleet.add(member)
-        self._tell("joined", peer=member.name, stage=member.stage, step=self.step)
+            return None
+        return str(answer.fields.get("digest"))
 
     # Snapshots.
 
@@ -374,15 +379,18 @@ class Trainer:
             try:
                 while len(pieces) < count:
                     fields = {"stage": stage, "step": self.step, "place": len(pieces)}
-                    answer = self._caller.ask(
-                        member.address, "state", fields, seconds=self.settings.state_seconds
+                    answer = self.caller.ask(
+                        member.address,
+                        "state",
+                        fields,
+                        seconds=self.settings.state_seconds,
                     )
                     count = int(answer.fields["count"])
                     digest = str(answer.fields["digest"])
                     pieces.append(answer.arrays[0])
             except (Gone, Refused) as error:
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
-                self._tell("failed", peer=member.name, why=str(error))
+                self.tell("failed", peer=member.name, why=str(error))
                 continue
             found = self.cut.split(stage, np.concatenate(pieces))
             if found is not None and digest_of(found) == digest:
@@ -397,11 +405,10 @@ class Trainer:
         Raises:
             Interrupted: all that held its state are gone.
         """
-        if self.fleet.usable(stage):
-            return
-        if not self.fleet.synced(stage):
-            raise Interrupted(stage)
-        time.sleep(LOOK_SECONDS)
+        while not self.fleet.usable(stage):
+            if not self.fleet.synced(stage):
+                raise Interrupted(stage)
+            time.sleep(LOOK_SECONDS)  # At most until their leases end.
 
     def _go_back_if_lost(self, lacking: Sequence[int]) -> None:
         """Go back where a stage's state is nowhere any more and a peer has come."""
@@ -418,9 +425,15 @@ class Trainer:
         self.generation += 1
         before, self.step = self.step, self._snapshot.step
         self._keeps = False
-        self.digests = {}
+        self.digests = _digests(self._snapshot)
         self.fleet.drop_all()
-        self._tell("went back", stage=stage, step=self.step, before=before)
+        self.tell("went back", stage=stage, step=self.step, before=before)
+
+
+def _digests(snapshot: Snapshot) -> dict[int, str]:
+    """Of each stage's state in a snapshot."""
+    arrays = snapshot.arrays or {}
+    return {stage: digest_of(several) for stage, several in arrays.items()}
 
 
 def _summed(passages: Sequence[Passage]) -> tuple[np.ndarray, ...]:
@@ -432,11 +445,6 @@ def _summed(passages: Sequence[Passage]) -> tuple[np.ndarray, ...]:
         else:
             total = [a + b for a, b in zip(total, passage.sums, strict=True)]
     return tuple(np.asarray(x) for x in total)
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return folder / f"step_{step:06d}"
 
 
 def as_told(counts: Counts) -> dict[str, int]:

@@ -17,11 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
-from whalejax.swarm import coding
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.ledger import check_partition
-from whalejax.swarm.service import Address, Caller, Gone, Refused
 from whalejax.swarm.stage import Stage, StageState, StageUpdate
+from whalejax.swarm.wire import coding
+from whalejax.swarm.wire.service import Caller, Gone, Refused
 
 
 PIECE_BYTES: Final = 1 << 24
@@ -43,6 +43,7 @@ class Worker:
         done: micro-batches computed, forward or backward.
         waiting: calls that wait for the device, with the one that has it.
         seconds: of the last call on the device.
+        sent_bytes: of tensors at the borders of stages that others were given.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Worker:
         self._caller, self._pull_seconds, self._hook = caller, pull_seconds, hook
         self.stage: Stage | None = None
         self.generation = -1
-        self.done, self.waiting, self.seconds = 0, 0, 0.0
+        self.done, self.waiting, self.seconds, self.sent_bytes = 0, 0, 0.0, 0
         self._lock = threading.RLock()
         self._device = threading.Lock()
         self._states: dict[int, StageState] = {}
@@ -133,7 +134,9 @@ class Worker:
 
     # Which step.
 
-    def _at(self, asked: Message, number: int | None = None) -> tuple[Stage, StageState]:
+    def _at(
+        self, asked: Message, number: int | None = None
+    ) -> tuple[Stage, StageState]:
         """The stage, and its state as the step of a question began.
 
         Raises:
@@ -175,9 +178,7 @@ class Worker:
         self._hook("forward", step)
         batch, imports = self._given(stage, asked)
         begun = time.monotonic()
-        results = self._computed(
-            lambda: stage.forward(state, number, batch, imports)
-        )
+        results = self._computed(lambda: stage.forward(state, number, batch, imports))
         coding.check_finite(results, self.name)
         key = step, "forward", number, asked.fields["attempt"]
         self._keep(asked, lambda: self._tensors.update({key: self._coded(results)}))
@@ -193,9 +194,7 @@ class Worker:
         found = self._computed(
             lambda: stage.backward(state, number, batch, imports, cotangents)
         )
-        coding.check_finite(
-            [*found.sums, *found.returns, *found.gradients], self.name
-        )
+        coding.check_finite([*found.sums, *found.returns, *found.gradients], self.name)
         attempt = asked.fields["attempt"]
 
         def keep() -> None:
@@ -350,9 +349,7 @@ class Worker:
                     f"{self.name} does not hold {phase} of micro-batch {key[2]} of "
                     f"step {key[0]}, attempt {key[3]}",
                 )
-        every = (
-            stage.place.part.exports if phase == "forward" else stage.place.received
-        )
+        every = stage.place.part.exports if phase == "forward" else stage.place.received
         wanted = (
             self.cut.handed(stage.number, target)
             if phase == "forward"
@@ -360,6 +357,8 @@ class Worker:
         )
         named = dict(zip(every, held, strict=True))
         arrays = tuple(named[v] for v in wanted)
+        with self._lock:
+            self.sent_bytes += sum(x.nbytes for x in arrays)
         return Message(kind="tensors", fields={}, arrays=arrays)
 
     # The sum.
@@ -418,8 +417,8 @@ class Worker:
         if lacking:
             raise Refused(
                 "missing",
-                f"{self.name} does not hold the gradients of micro-batches {lacking} of "
-                f"step {step} that it was assigned",
+                f"{self.name} does not hold the gradients of micro-batches {lacking} "
+                f"of step {step} that it was assigned",
                 self.name,
             )
 
@@ -431,8 +430,8 @@ class Worker:
             if held is None or fields["generation"] != self.generation:
                 raise Refused(
                     "missing",
-                    f"{self.name} does not hold the gradient of micro-batch {key[1]} of "
-                    f"step {key[0]}, attempt {key[2]}",
+                    f"{self.name} does not hold the gradient of micro-batch {key[1]} "
+                    f"of step {key[0]}, attempt {key[2]}",
                     self.name,
                 )
         return [_slice(x, part, parts) for x in held]
@@ -543,7 +542,9 @@ class Worker:
             if stage is None or stage.number != fields["stage"]:
                 raise Refused("stale", f"{self.name} does not serve {fields['stage']}")
             if generation < self.generation:
-                raise Refused("stale", f"{self.name} knows generation {self.generation}")
+                raise Refused(
+                    "stale", f"{self.name} knows generation {self.generation}"
+                )
             if fields["keeps"] and state is not None:
                 if generation != self.generation:
                     self._clear()
@@ -736,6 +737,4 @@ def _receipt(seconds: float, *arrays: np.ndarray) -> Message:
 
 
 def _applied(digest: str, arrays: tuple[np.ndarray, ...]) -> Message:
-    return Message(
-        kind="told", fields={"numbers": [], "digest": digest}, arrays=arrays
-    )
+    return Message(kind="told", fields={"numbers": [], "digest": digest}, arrays=arrays)

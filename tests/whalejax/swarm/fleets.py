@@ -36,6 +36,7 @@ class Swarm:
         self.cut, self.wire = cut, wire
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.peers: list[Peer] = []
+        self._waiting: dict[str, Callable[[], Any]] = {}
         lease = settings.pop("lease_seconds", _SECONDS)
         more = settings.pop("more", {})
         settings = {"call_seconds": _SECONDS, "patience_seconds": _SECONDS, **settings}
@@ -45,9 +46,19 @@ class Swarm:
             Settings(steps=steps, **settings),
             wire=wire,
             lease_seconds=lease,
-            tell=lambda kind, **told: self.told.append((kind, told)),
+            tell=self._tell,
             **more,
         )
+
+    def when(self, kind: str, do: Callable[[], Any]) -> None:
+        """Do something, in a thread, when something is first said."""
+        self._waiting[kind] = do
+
+    def _tell(self, kind: str, **told: Any) -> None:
+        self.told.append((kind, told))
+        do = self._waiting.pop(kind, None)
+        if do is not None:
+            threading.Thread(target=do, daemon=True).start()
 
     def join(self, stage: int = -1, **options: Any) -> Peer:
         """One more peer, which is ready when this returns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,7 @@ def test_a_stage_without_peers_is_waited_for() -> None:
         for stage in (0, 2):
             found.join(stage)
 
-        def later(kind: str, told: Any) -> None:
-            threading.Thread(target=found.join, args=(1,), daemon=True).start()
-
-        waiting = threading.Event()
-        tell = found.serving.trainer._tell
-
-        def watched(kind: str, **told: Any) -> None:
-            tell(kind, **told)
-            if kind == "waiting" and told["stages"] == [1] and not waiting.is_set():
-                waiting.set()
-                later(kind, told)
-
-        found.serving.trainer._tell = watched
+        found.when("waiting", lambda: found.join(1))
         assert same(found.run(), jobs.losses(2))
         assert ("waiting", {"stages": [1], "step": 0}) in found.told
         assert "resumed" in found.kinds()
@@ -49,13 +36,19 @@ def test_a_stage_without_peers_is_waited_for() -> None:
 def test_waiting_has_an_end() -> None:
     with swarm(steps=1, patience_seconds=0.0) as found:
         found.join(0)
-        with pytest.raises(WhaleError, match=r"no peer serves stage 1, 2 of 3.*--stage"):
+        with pytest.raises(
+            WhaleError, match=r"no peer serves stage 1, 2 of 3.*--stage"
+        ):
             found.run()
 
 
 @pytest.mark.parametrize("every", [100, 2])
-def test_a_lost_stage_goes_back_to_the_snapshot(every: int) -> None:
+def test_a_lost_stage_goes_back_to_the_snapshot(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the newest one, or to the beginning; all stages, and to the same losses."""
+    # Until the lease ends, the stage is waited for, which is no attempt.
+    monkeypatch.setattr("whalejax.swarm.passage.MOST_ATTEMPTS", 8)
     with swarm(steps=STEPS, snapshot_every=every, lease_seconds=2.0) as found:
         for stage in range(jobs.STAGES):
             found.join(stage)
@@ -64,7 +57,7 @@ def test_a_lost_stage_goes_back_to_the_snapshot(every: int) -> None:
             losses[step] = float(metrics["loss"])
             if step == 3 and len(found.peers) == jobs.STAGES:
                 found.peers[1].close()
-                found.join(1)
+                found.when("waiting", lambda: found.join(1))
         assert same([losses[k] for k in sorted(losses)], jobs.losses(STEPS))
         back = [told for kind, told in found.told if kind == "went back"]
         assert [b["step"] for b in back] == [2 if every == 2 else 0]

@@ -19,11 +19,11 @@ from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.messages import TO_PEER, TO_TRAINER
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
-from whalejax.swarm.service import Caller, Refused
 from whalejax.swarm.stage import Backward, Stage
+from whalejax.swarm.wire.messages import TO_PEER, TO_TRAINER
+from whalejax.swarm.wire.service import Caller, Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -93,9 +93,7 @@ class Wrong:
 def not_finite(found: Backward) -> Backward:
     first, *others = found.gradients
     wrong = np.full_like(first, np.nan)
-    return Backward(
-        sums=found.sums, returns=found.returns, gradients=(wrong, *others)
-    )
+    return Backward(sums=found.sums, returns=found.returns, gradients=(wrong, *others))
 
 
 def other_shape(found: Backward) -> Backward:
@@ -127,7 +125,20 @@ def test_numbers_that_no_peer_can_make_end_the_run() -> None:
 
 def questions() -> list[tuple[str, dict[str, Any]]]:
     """Of every kind, with values that are none."""
-    values = [None, -7, 1 << 62, "x", "", [], {}, [1], ["a", 0], 1.5, float("nan"), True]
+    values = [
+        None,
+        -7,
+        1 << 62,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        ["a", 0],
+        1.5,
+        float("nan"),
+        True,
+    ]
     draw = random.Random(0)
     found = []
     for table in (TO_PEER, TO_TRAINER):
@@ -173,9 +184,7 @@ def fuzzed(address: tuple[str, int], count: int) -> None:
         link.close()
 
 
-@pytest.mark.parametrize(
-    "count", [200, pytest.param(10_000, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.full)])
 def test_bytes_that_are_no_frames_stop_nothing(count: int) -> None:
     with swarm(steps=1) as found:
         for stage in range(jobs.STAGES):
@@ -201,7 +210,7 @@ def test_frames_over_the_limit_take_no_memory() -> None:
 
 def test_nothing_of_a_swarm_is_unpickled() -> None:
     assert whalejax.swarm.__file__ is not None
-    for path in Path(whalejax.swarm.__file__).parent.glob("*.py"):
+    for path in Path(whalejax.swarm.__file__).parent.rglob("*.py"):
         names = {
             alias.name
             for node in ast.walk(ast.parse(path.read_text()))

@@ -16,7 +16,7 @@ from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import Channel, TooLate, dial
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.messages import Fields, checked
+from whalejax.swarm.wire.messages import Fields, checked
 
 
 IDLE_SECONDS: Final = 600.0
@@ -207,9 +207,3 @@ def _checked_answer(answer: Message) -> Message:
     told = [answer.fields.get(name) for name in ("code", "why", "blame")]
     code, why, blame = (x if isinstance(x, str) else "" for x in told)
     raise Refused(code, why, blame)
-
-
-def number(answer: Message, name: str) -> float:
-    """A number of an answer; 0 where it holds none."""
-    found = answer.fields.get(name)
-    return found if type(found) in (int, float) else 0

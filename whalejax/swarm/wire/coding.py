@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from whalejax.swarm import quantize
-from whalejax.swarm.service import Refused
+from whalejax.swarm.wire.service import Refused
 
 
 WIRES: Final = ("f32", "bf16", "int8")

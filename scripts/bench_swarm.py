@@ -1,0 +1,362 @@
+"""Swarms under faults: what is lost, counted twice, or differs from one process.
+
+    python scripts/bench_swarm.py [--faults 4] [--full] [--refresh] [--model gpt-test]
+
+Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
+Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
+(forward, backward, sum, apply, download, save), one after the other, and each is
+replaced by a new process. Of every committed step the ledger's journal says which peer
+summed which micro-batch of which stage:
+
+``lost``, ``doubled``: micro-batches that no peer, or more than one, had in the sum.
+``digests_equal``: peers of a stage had the same parameters and optimizer state after
+each step; ``max_rel_loss_diff``: of any step, to the same steps in one process.
+
+Beside them, runs without faults in one process: ``int8_wire_ratio``, bytes of tensors
+at borders over a wire of float32 over those of int8, as peers counted them; and the
+largest difference of losses for bf16 and int8.
+
+Finished runs are kept in ``scripts/swarm.json`` with commit, versions and seeds; one
+that is there for this commit is not run again, unless ``--refresh``. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jaxlib.version
+import numpy as np
+from swarm_peer import cut_of, job_of
+
+import whalejax as wh
+from whalejax import jobs
+from whalejax.meshes import cluster
+from whalejax.swarm.ledger import Ledger, committed
+from whalejax.swarm.peer import Peer
+from whalejax.swarm.serving import Serving
+from whalejax.swarm.trainer import Settings
+
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+KEPT: Final = ROOT / "scripts" / "swarm.json"
+STAGES: Final = 3
+PEERS: Final = 6
+STEPS: Final = 30
+MICRO_BATCHES: Final = 8
+POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
+SIGNALS: Final = ("SIGKILL", "SIGSTOP")
+KEY: Final = os.urandom(32)
+LONGEST_SECONDS: Final = 540.0
+READY_SECONDS: Final = 240.0
+
+
+def given(model: str) -> dict[str, Any]:
+    """Options of a peer's process."""
+    return {
+        "job": model,
+        "options": {"layers": 3, "batch_size": 16},
+        "stages": STAGES,
+        "micro_batches": MICRO_BATCHES,
+    }
+
+
+def single_losses(options: dict[str, Any], steps: int) -> list[float]:
+    """Of each step in one process."""
+    job = job_of(options)
+    model, first = jobs.abstract_model(job), jobs.first_batch(job, None)
+    plan = jobs.make_plan(
+        job, model, first, cluster("cpu:1"), num_micro_batches=MICRO_BATCHES
+    )
+    devices = jax.devices()[:1]
+    step = wh.compile(
+        plan, job.loss_fn, model, optimizer=job.optimizer, devices=devices
+    )
+    state = step.init(job.make_model, rng=jax.random.key(0))
+    found = []
+    for number in range(steps):
+        state, metrics = step(state, job.batch_at(number))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+class Processes:
+    """Peers, replaced where they have ended or stand still."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        options: dict[str, Any],
+        draw: random.Random,
+        faults: int,
+    ) -> None:
+        self._serving, self._options, self._draw = serving, options, draw
+        self.left = faults
+        self.faults: list[str] = []
+        self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
+
+    def start(self, stage: int, step: int, *, faulty: bool) -> None:
+        """One more peer; with a fault from a step on, where there are faults left."""
+        options = {
+            **self._options,
+            "stage": stage,
+            "registry": list(self._serving.address),
+            "key": KEY.hex(),
+            "pull_seconds": 5.0,
+        }
+        if faulty and self.left:
+            self.left -= 1
+            number = len(self.faults)
+            points = POINTS[number % len(POINTS)], SIGNALS[self._draw.randrange(2)]
+            options["fault"] = [points[0], step, points[1]]
+            self.faults.append(f"{points[0]} {points[1]} stage {stage} step {step}")
+        words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        environment.setdefault(
+            "JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax")
+        )
+        process = subprocess.Popen(
+            [*words, json.dumps(options)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._running.append((stage, process))
+
+    def replace(self, step: int) -> None:
+        """Replace those that are gone, and wait until all are ready."""
+        end = time.monotonic() + READY_SECONDS
+        while True:
+            for stage, process in [*self._running]:
+                if process.poll() is None and not _stands_still(process.pid):
+                    continue
+                process.kill()
+                process.wait()
+                self._running.remove((stage, process))
+                self.start(stage, step + 1, faulty=True)
+            if sum(m.ready for m in self._serving.trainer.fleet.members()) >= PEERS:
+                return
+            if time.monotonic() > end:
+                raise SystemExit(f"after {READY_SECONDS} s peers are not ready")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """End all."""
+        for _, process in self._running:
+            process.kill()
+            process.wait()
+
+
+def _stands_still(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        said = Path(f"/proc/{pid}/stat").read_text()
+        return said.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def faulty_run(
+    options: dict[str, Any], seed: int, faults: int, whole: list[float], until: float
+) -> dict[str, Any]:
+    """One run of processes with faults."""
+    journal: list[dict[str, Any]] = []
+    told: Counter[str] = Counter()
+
+    def write(event: str, fields: Any) -> None:
+        journal.append({"event": event, **json.loads(json.dumps(fields))})
+
+    serving = Serving(
+        cut_of(options),
+        KEY,
+        Settings(steps=STEPS, call_seconds=20.0, state_seconds=30.0, snapshot_every=5),
+        lease_seconds=15.0,
+        write=write,
+        tell=lambda kind, **_: told.update([kind]),
+    )
+    draw = random.Random(seed)
+    processes = Processes(serving, options, draw, faults)
+    losses: dict[int, float] = {}
+    begun = time.monotonic()
+    try:
+        for number in range(PEERS):
+            processes.start(number % STAGES, 2, faulty=number == PEERS - 1)
+        processes.replace(0)
+        for step, metrics in serving.run():
+            losses[step] = float(metrics["loss"])
+            if time.monotonic() > until:
+                break
+            if step < STEPS:
+                processes.replace(step)
+    finally:
+        processes.close()
+        serving.close()
+    steps = len(losses)
+    lost, doubled = counted(journal, steps)
+    return {
+        "seed": seed,
+        "steps": steps,
+        "faults": processes.faults,
+        "lost": lost,
+        "doubled": doubled,
+        "digests_equal": told["differs"] == 0,
+        "max_rel_loss_diff": difference([losses[k + 1] for k in range(steps)], whole),
+        "recomputed": serving.trainer.counts.recomputed,
+        "late_calls": serving.trainer.counts.late,
+        "went_back": told["went back"],
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def counted(journal: list[dict[str, Any]], steps: int) -> tuple[int, int]:
+    """Micro-batches of committed steps in no sum, and in more than one."""
+    lost = STAGES * MICRO_BATCHES * (steps - len(committed(journal)))
+    doubled = 0
+    for step in committed(journal):
+        ledger = Ledger.rebuilt(x for x in journal if x["step"] == step)
+        assert ledger is not None
+        for stage in range(STAGES):
+            times = Counter(n for x in ledger.assignment(stage).values() for n in x)
+            lost += sum(not times[n] for n in range(MICRO_BATCHES))
+            doubled += sum(max(0, count - 1) for count in times.values())
+    return lost, doubled
+
+
+def difference(losses: list[float], whole: list[float]) -> float:
+    """The largest relative difference of a loss."""
+    pairs = zip(losses, whole, strict=False)
+    return max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
+
+
+def quiet_run(
+    options: dict[str, Any], wire: str, steps: int
+) -> tuple[list[float], int]:
+    """Losses, and bytes at borders, of peers in this process."""
+    cut = _cut(json.dumps(options))
+    serving = Serving(cut, KEY, Settings(steps=steps, call_seconds=120.0), wire=wire)
+    peers = []
+    try:
+        for stage in range(STAGES):
+            peer = Peer(cut, KEY, serving.address, stage=stage, wire=wire)
+            peers.append(peer)
+            peer.start()
+        losses = [float(metrics["loss"]) for _, metrics in serving.run()]
+        return losses, sum(p.worker.sent_bytes for p in peers)
+    finally:
+        for peer in peers:
+            peer.close()
+        serving.close()
+
+
+_CUTS: Final[dict[str, Any]] = {}
+
+
+def _cut(text: str) -> Any:
+    if text not in _CUTS:
+        _CUTS[text] = cut_of(json.loads(text))
+    return _CUTS[text]
+
+
+def wires(options: dict[str, Any], whole: list[float]) -> dict[str, Any]:
+    """What narrow wires save and cost."""
+    steps = 5
+    found = {wire: quiet_run(options, wire, steps) for wire in ("f32", "bf16", "int8")}
+    return {
+        "int8_wire_ratio": round(found["f32"][1] / found["int8"][1], 3),
+        "bf16_wire_ratio": round(found["f32"][1] / found["bf16"][1], 3),
+        "int8_max_rel_loss_diff": difference(found["int8"][0], whole),
+        "bf16_max_rel_loss_diff": difference(found["bf16"][0], whole),
+        "quiet_max_rel_loss_diff": difference(found["f32"][0], whole),
+    }
+
+
+def commit() -> str:
+    """Of the working tree; with a mark where it is changed."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+class Kept:
+    """Results on disk, written after each."""
+
+    def __init__(self, *, refresh: bool) -> None:
+        there = KEPT.is_file() and not refresh
+        self.runs: list[dict[str, Any]] = json.loads(KEPT.read_text()) if there else []
+
+    def find(self, **wanted: Any) -> dict[str, Any] | None:
+        """A result with these values."""
+        return next(
+            (r for r in self.runs if all(r.get(k) == v for k, v in wanted.items())),
+            None,
+        )
+
+    def add(self, **result: Any) -> dict[str, Any]:
+        """Keep a result."""
+        versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+        record = {**result, **versions, "numpy": np.__version__}
+        self.runs.append(record)
+        KEPT.write_text(json.dumps(self.runs, indent=1) + "\n")
+        return record
+
+
+def seeds(faults: int) -> Iterator[tuple[int, int]]:
+    """A seed and a number of faults for each run, at most 6 a run."""
+    number = 0
+    while faults > 0:
+        yield number, min(6, faults)
+        faults, number = faults - 6, number + 1
+
+
+def main() -> None:
+    """Run what is not kept, and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=4, help="in all runs together")
+    parser.add_argument("--full", action="store_true", help="20 faults")
+    parser.add_argument("--refresh", action="store_true", help="forget what is kept")
+    parser.add_argument("--model", default="gpt-test", help="a model of the package")
+    words = parser.parse_args()
+    until = time.monotonic() + (1e9 if words.full else LONGEST_SECONDS)
+    options, kept, here = given(words.model), Kept(refresh=words.refresh), commit()
+    whole = single_losses(options, STEPS)
+    same = {"commit": here, "model": words.model}
+    narrow = kept.find(kind="wires", **same)
+    if narrow is None:
+        narrow = kept.add(kind="wires", **same, **wires(options, whole))
+    runs = []
+    for seed, faults in seeds(20 if words.full else words.faults):
+        wanted = {"kind": "faults", **same, "seed": seed, "asked": faults}
+        found = kept.find(**wanted)
+        if found is None:
+            if time.monotonic() > until:
+                break
+            result = faulty_run(options, seed, faults, whole, until)
+            found = kept.add(**{**wanted, **result})
+        print(json.dumps(found), flush=True)
+        runs.append(found)
+    told = {
+        "commit": here,
+        "runs": len(runs),
+        "faults": sum(len(r["faults"]) for r in runs),
+        "steps": sum(r["steps"] for r in runs),
+        "lost": sum(r["lost"] for r in runs),
+        "doubled": sum(r["doubled"] for r in runs),
+        "digests_equal": all(r["digests_equal"] for r in runs),
+        "max_rel_loss_diff": max((r["max_rel_loss_diff"] for r in runs), default=None),
+        **{k: v for k, v in narrow.items() if k.endswith(("_ratio", "_diff"))},
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

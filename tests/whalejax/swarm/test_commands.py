@@ -1,0 +1,83 @@
+"""``whalejax swarm``: what it takes, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.whalejax.swarm import jobs
+from whalejax.cli import main, swarm
+from whalejax.swarm.wire.service import Address
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
+
+JOB = f"{jobs.__file__}:make"
+
+
+def test_serving_shows_steps_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, save = tmp_path / "k", tmp_path / "s"
+    words = f"--stages 3 --steps 2 --micro-batches 6 --peers 3 --port 0 --key {key}"
+    words = f"swarm serve {JOB} {words} --save {save} --json"
+    assert main.main(words.split()) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said[0]["event"] == "listening" and said[0]["port"] > 0
+    losses = [x["loss"] for x in said if x["event"] == "step"]
+    assert losses == pytest.approx(jobs.losses(2), rel=1e-6)
+    assert (save / "step_000002").is_dir()
+    assert key.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "serve mlp --stages 1 --steps 0 --port 70000",
+            ["--stages is 1", "--steps is 0", "--port is 70000; expected 0 to 65535"],
+        ),
+        ("serve mlp --stages 3 --call-timeout nan", ["--call-timeout is nan"]),
+        ("serve nothing --stages 3", ["no reference model is named 'nothing'"]),
+        ("join nowhere mlp", ["HOST:PORT is 'nowhere'; expected a host and a port"]),
+        ("join h:1 mlp --stage -1", ["--stage is -1; expected 0 to 4095"]),
+        ("join h:1 mlp --key absent.key", ["absent.key: the key of the run cannot be"]),
+        ("show h:99999", ["HOST:PORT is 'h:99999'"]),
+    ],
+)
+def test_wrong_options_are_named(
+    words: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["swarm", *words.split()]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert all(text in found for text in said), found
+
+
+def test_no_registry_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "k"
+    key.write_text("0" * 32)
+    key.chmod(0o600)
+    assert main.main(["swarm", "show", "127.0.0.1:1", "--key", str(key)]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert "127.0.0.1:1: no registry of a swarm answers there" in found
+
+
+def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.whalejax.swarm.fleets import KEY
+    from tests.whalejax.swarm.fleets import swarm as running
+
+    with running(steps=1) as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        found.run()
+        address: Address = found.serving.address
+        told: dict[str, Any] = swarm._asked(address, KEY, "show")
+    text = swarm.as_text(told)
+    assert "step 1 of 1, generation 0" in text and "wire f32" in text
+    assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
+    assert "working" in text

@@ -1,0 +1,154 @@
+"""Moves peers between stages while a run goes on, at most one at a time.
+
+The decision is ``rebalancing``'s; here it is given what the trainer has measured, and
+carried out between two steps: the peer leaves its stage, compiles the programs of the
+other, and takes the state of that as any newcomer does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from whalejax.swarm.rebalancing import (
+    Move,
+    MoveCost,
+    PeerLoad,
+    Rebalancer,
+    Rule,
+    stage_speeds,
+)
+from whalejax.swarm.registry import Member
+from whalejax.swarm.wire.service import Gone, Refused
+from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
+
+
+if TYPE_CHECKING:
+    from whalejax.swarm.trainer import Trainer
+
+
+PERIOD_SECONDS: Final = 60.0
+_BYTES_PER_SECOND: Final = 25e6
+"""Of a link of 200 Mb/s, where none is measured."""
+
+_COMPILE_SECONDS: Final = 30.0
+
+
+class Mover:
+    """Looks at the peers between steps, and moves one where that pays."""
+
+    def __init__(
+        self,
+        stages: int,
+        *,
+        period: float = PERIOD_SECONDS,
+        rule: Rule = Rule.OPTIMUM,
+        threshold: float = 0.02,
+    ) -> None:
+        """Nobody has moved yet.
+
+        Args:
+            stages: of the model.
+            period: seconds from one look to the next.
+            rule: who moves.
+            threshold: gain that a move must bring, as a part of the speed before.
+        """
+        self._rebalancer = Rebalancer(
+            stages=stages, period=period, rule=rule, threshold=threshold
+        )
+        self._going: dict[str, int] = {}
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Make at most one move.
+
+        Args:
+            trainer: between two steps.
+        """
+        fleet = trainer.fleet
+        synced = fleet.synced()
+        for member in synced:
+            if self._going.get(member.name) == member.stage:
+                del self._going[member.name]
+                self._rebalancer.arrived(member.name)
+        there = {m.name for m in fleet.members()}
+        for name in [n for n in self._going if n not in there]:
+            del self._going[name]
+            self._rebalancer.arrived(name)
+        loads = loads_of(trainer, [m for m in synced if not m.leaving])
+        if loads is None:
+            return
+        costs = [
+            MoveCost(
+                state_bytes=trainer.cut.state_bytes(stage),
+                bytes_per_second=_BYTES_PER_SECOND,
+                compile_seconds=_COMPILE_SECONDS,
+            )
+            for stage in range(trainer.cut.stages)
+        ]
+        move = self._rebalancer.decide(loads, fleet.now(), costs)
+        if move is not None:
+            self._begin(trainer, move, {m.name: m for m in synced}[move.peer])
+
+    def _begin(self, trainer: Trainer, move: Move, member: Member) -> None:
+        self._going[move.peer] = move.target
+        trainer.fleet.drop(move.peer)
+        trainer.tell("moved", peer=move.peer, source=move.source, target=move.target)
+
+        def go() -> None:
+            try:
+                trainer.caller.ask(
+                    member.address,
+                    "move",
+                    {"stage": move.target},
+                    seconds=trainer.settings.state_seconds,
+                )
+            except (Gone, Refused) as error:
+                trainer.tell("failed", peer=move.peer, why=str(error))
+
+        threading.Thread(target=go, daemon=True).start()
+
+
+def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | None:
+    """What has been measured of peers; none where one has not been measured yet.
+
+    Of a peer in another stage than its own, the time is taken to differ as the stages'
+    means do.
+
+    Args:
+        trainer: that measured.
+        members: that serve.
+    """
+    stages = trainer.cut.stages
+    seconds = {m.name: trainer.fleet.seconds_per_task(m) for m in members}
+    known = {name: x for name, x in seconds.items() if x}
+    if len(known) < len(members) or {m.stage for m in members} != {*range(stages)}:
+        return None
+    means = [0.0] * stages
+    for stage in range(stages):
+        own = [known[m.name] for m in members if m.stage == stage]
+        means[stage] = sum(own) / len(own)
+    # The last stage computes its forward with its backward.
+    tasks = [
+        BACKWARD_TASK + (0 if stage == stages - 1 else FORWARD_TASK)
+        for stage in range(stages)
+    ]
+    return [
+        PeerLoad(
+            peer=m.name,
+            stage=m.stage,
+            queue_length=m.queue,
+            speeds=tuple(
+                means[m.stage] / (known[m.name] * means[s] * tasks[s])
+                for s in range(stages)
+            ),
+        )
+        for m in members
+    ]
+
+
+def speeds_of(trainer: Trainer) -> list[float]:
+    """Micro-batches a second of each stage, as measured; 0 where it was not."""
+    loads = loads_of(trainer, trainer.fleet.synced())
+    stages = trainer.cut.stages
+    return [0.0] * stages if loads is None else stage_speeds(loads, stages)
