@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.meshes.checks import shown
 from whalejax.meshes.errors import WhaleError
-from whalejax.models._names import check_options, pick
+from whalejax.models.common.names import check_options, pick
 
 
 if TYPE_CHECKING:

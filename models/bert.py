@@ -28,16 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import whalejax as wh
-from whalejax.models._batches import (
+from whalejax.models.common.batches import (
     Batch,
     chain_tokens,
     default_batch_size,
     generator,
     lengths,
 )
-from whalejax.models._layers import Array, cross_entropy, when
-from whalejax.models._names import change, pick
-from whalejax.models._optimizers import warmed_adamw
+from whalejax.models.common.layers import Array, cross_entropy, when
+from whalejax.models.common.names import change, pick
+from whalejax.models.common.optimizers import warmed_adamw
 
 
 _MASK_TOKEN: Final = 0

@@ -24,10 +24,10 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import default_batch_size
-from whalejax.models._fields import regression_volumes
-from whalejax.models._layers import Array, widened
-from whalejax.models._names import change, pick
+from whalejax.models.common.batches import default_batch_size
+from whalejax.models.common.fields import regression_volumes
+from whalejax.models.common.layers import Array, widened
+from whalejax.models.common.names import change, pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

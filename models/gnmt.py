@@ -42,11 +42,16 @@ import numpy as np
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import Batch, chain_tokens, default_batch_size, lengths
-from whalejax.models._layers import Array, cross_entropy, embedding, when, widened
-from whalejax.models._names import change, pick
-from whalejax.models._optimizers import warmed_adamw
-from whalejax.models._recurrent import LSTM, AdditiveAttention, linear_kinds
+from whalejax.models.common.batches import (
+    Batch,
+    chain_tokens,
+    default_batch_size,
+    lengths,
+)
+from whalejax.models.common.layers import Array, cross_entropy, embedding, when, widened
+from whalejax.models.common.names import change, pick
+from whalejax.models.common.optimizers import warmed_adamw
+from whalejax.models.common.recurrent import LSTM, AdditiveAttention, linear_kinds
 
 
 _EDGE_TOKEN: Final = 0  # begins and ends a target, and pads

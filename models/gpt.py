@@ -24,8 +24,8 @@ from flax import nnx
 
 import whalejax as wh
 from whalejax.models import text
-from whalejax.models._batches import Batch, default_batch_size, lengths
-from whalejax.models._layers import (
+from whalejax.models.common.batches import Batch, default_batch_size, lengths
+from whalejax.models.common.layers import (
     Array,
     CausalSelfAttention,
     cross_entropy,
@@ -34,8 +34,8 @@ from whalejax.models._layers import (
     stacked_blocks,
     when,
 )
-from whalejax.models._names import change, pick
-from whalejax.models._optimizers import warmed_adamw
+from whalejax.models.common.names import change, pick
+from whalejax.models.common.optimizers import warmed_adamw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

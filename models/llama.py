@@ -17,8 +17,8 @@ from flax import nnx
 
 import whalejax as wh
 from whalejax.models import text
-from whalejax.models._batches import Batch, default_batch_size
-from whalejax.models._layers import (
+from whalejax.models.common.batches import Batch, default_batch_size
+from whalejax.models.common.layers import (
     Array,
     causal_attention,
     cross_entropy,
@@ -26,8 +26,8 @@ from whalejax.models._layers import (
     rematted,
     stacked_blocks,
 )
-from whalejax.models._names import change, pick
-from whalejax.models._optimizers import warmed_adamw
+from whalejax.models.common.names import change, pick
+from whalejax.models.common.optimizers import warmed_adamw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

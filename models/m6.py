@@ -31,23 +31,23 @@ import jax.numpy as jnp
 import numpy as np
 
 import whalejax as wh
-from whalejax.models._batches import (
+from whalejax.models.common.batches import (
     Batch,
     default_batch_size,
     denoising_batch,
     generator,
 )
-from whalejax.models._layers import Array, when
-from whalejax.models._names import change, pick
-from whalejax.models._optimizers import slowing_adafactor
-from whalejax.models._seq2seq import (
+from whalejax.models.common.layers import Array, when
+from whalejax.models.common.names import change, pick
+from whalejax.models.common.optimizers import slowing_adafactor
+from whalejax.models.common.seq2seq import (
     Decoder,
     Encoder,
     logits_of,
     loss_over,
     word_table,
 )
-from whalejax.models._seq2seq_layers import Seq2SeqConfig, dense, kinds
+from whalejax.models.common.seq2seq_layers import Seq2SeqConfig, dense, kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ import numpy as np
 import optax
 
 import whalejax as wh
-from whalejax.models._batches import Batch, default_batch_size, generator
-from whalejax.models._layers import Array, cross_entropy
-from whalejax.models._names import change, pick
+from whalejax.models.common.batches import Batch, default_batch_size, generator
+from whalejax.models.common.layers import Array, cross_entropy
+from whalejax.models.common.names import change, pick
 
 
 Params: TypeAlias = dict[str, dict[str, Array]]

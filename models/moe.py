@@ -44,9 +44,16 @@ from flax import nnx
 import whalejax as wh
 from whalejax.meshes import WhaleError
 from whalejax.models import text
-from whalejax.models._batches import Batch
-from whalejax.models._gating import Queues, capacity, dropped, longest, queue, seats
-from whalejax.models._layers import (
+from whalejax.models.common.batches import Batch
+from whalejax.models.common.gating import (
+    Queues,
+    capacity,
+    dropped,
+    longest,
+    queue,
+    seats,
+)
+from whalejax.models.common.layers import (
     Array,
     CausalSelfAttention,
     cross_entropy,
@@ -56,8 +63,8 @@ from whalejax.models._layers import (
     when,
     widened,
 )
-from whalejax.models._names import change, pick
-from whalejax.models._optimizers import warmed_adamw
+from whalejax.models.common.names import change, pick
+from whalejax.models.common.optimizers import warmed_adamw
 
 
 _CHOICES: Final[Mapping[str, int]] = {"switch": 1, "top_2": 2}

@@ -25,13 +25,13 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import (
+from whalejax.models.common.batches import (
     IMAGE_CHANNELS,
     default_batch_size,
     labelled_images,
 )
-from whalejax.models._layers import Array, cross_entropy, when, widened
-from whalejax.models._names import change, pick
+from whalejax.models.common.layers import Array, cross_entropy, when, widened
+from whalejax.models.common.names import change, pick
 
 
 _EXPANSION: Final = 4

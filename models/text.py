@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.models._batches import Batch, chain_tokens, generator
+from whalejax.models.common.batches import Batch, chain_tokens, generator
 
 
 BYTES: Final = 256

@@ -22,10 +22,10 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import default_batch_size
-from whalejax.models._fields import segmented_volumes
-from whalejax.models._layers import Array, cross_entropy
-from whalejax.models._names import change, pick
+from whalejax.models.common.batches import default_batch_size
+from whalejax.models.common.fields import segmented_volumes
+from whalejax.models.common.layers import Array, cross_entropy
+from whalejax.models.common.names import change, pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

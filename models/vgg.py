@@ -30,13 +30,13 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import (
+from whalejax.models.common.batches import (
     IMAGE_CHANNELS,
     default_batch_size,
     labelled_images,
 )
-from whalejax.models._layers import Array, cross_entropy, when
-from whalejax.models._names import change, pick
+from whalejax.models.common.layers import Array, cross_entropy, when
+from whalejax.models.common.names import change, pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from whalejax.models import moe
-from whalejax.models._gating import Queues, queue
+from whalejax.models.common.gating import Queues, queue
 
 
 EXPERTS = 16

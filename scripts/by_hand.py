@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import rows_of
-from whalejax.models._layers import cross_entropy
+from whalejax.models.common.layers import cross_entropy
 
 
 class Compiled:

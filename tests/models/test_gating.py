@@ -12,12 +12,13 @@ import numpy.typing as npt
 import pytest
 from flax import nnx
 
-from whalejax.models import _gating, moe
-from whalejax.models._gating import capacity
+from whalejax.models import moe
+from whalejax.models.common import gating
+from whalejax.models.common.gating import capacity
 
 
-queue = jax.jit(_gating.queue, static_argnames="choices")
-seats = jax.jit(_gating.seats, static_argnames="places")
+queue = jax.jit(gating.queue, static_argnames="choices")
+seats = jax.jit(gating.seats, static_argnames="places")
 Floats = npt.NDArray[np.floating[Any]]
 
 
@@ -63,7 +64,7 @@ def test_routing_is_that_of_a_loop(choices: int, places: int, seed: int) -> None
     np.testing.assert_array_equal(found.dispatch, expected)
     np.testing.assert_allclose(found.combine, weighted, rtol=1e-5, atol=1e-7)
     asked = choices * 3 * 12
-    dropped = _gating.dropped(queues, places=places)
+    dropped = gating.dropped(queues, places=places)
     np.testing.assert_allclose(dropped, turned_away / asked, atol=1e-6)
     assert (turned_away > 0) == (places < 12)
 
@@ -75,7 +76,7 @@ def test_passes_serve_every_token_once(choices: int) -> None:
     queues = queue(jnp.asarray(scores), choices=choices)
     unlimited, weighted, _ = loop(scores, choices, 12)
     taken = [seats(queues, places=5, first=first) for first in (0, 5, 10)]
-    assert 5 < int(_gating.longest(queues)) <= 10
+    assert 5 < int(gating.longest(queues)) <= 10
     assert not np.any(taken[2].dispatch)
     # Whoever has place 5 to 9 in its queue has 0 to 4 in the second pass.
     parts = [unlimited[..., :5], unlimited[..., 5:10]]
@@ -93,7 +94,7 @@ def test_the_load_is_that_of_the_whole_batch() -> None:
     queues = queue(jnp.asarray(scores), choices=2)
     total = asked.sum(0)
     np.testing.assert_allclose(queues.max_load, total.max() / total.mean(), rtol=1e-6)
-    assert int(_gating.longest(queues)) == asked.max()
+    assert int(gating.longest(queues)) == asked.max()
     alone = [asked[i].max() / asked[i].mean() for i in range(4)]
     assert np.mean(alone) > 1.01 * total.max() / total.mean()
 
@@ -117,7 +118,7 @@ def test_even_use_is_balanced() -> None:
     queues = queue(jnp.asarray(scores), choices=1)
     np.testing.assert_allclose(queues.balance, 1.0, rtol=1e-5)
     np.testing.assert_allclose(queues.max_load, 1.0, rtol=1e-6)
-    assert float(_gating.dropped(queues, places=3)) == 0.0
+    assert float(gating.dropped(queues, places=3)) == 0.0
 
 
 @pytest.mark.parametrize(

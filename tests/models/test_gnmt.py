@@ -14,7 +14,7 @@ from flax import nnx
 
 import whalejax as wh
 from whalejax.models import gnmt
-from whalejax.models._recurrent import LSTM, AdditiveAttention
+from whalejax.models.common.recurrent import LSTM, AdditiveAttention
 
 
 TEST = gnmt.SIZES["test"]

@@ -17,8 +17,9 @@ import whalejax as wh
 import whalejax.models as models
 from tests.models.conftest import fast_key
 from tests.models.test_sizes import count
-from whalejax.models import _distances, _seq2seq_layers, m6, t5
-from whalejax.models._batches import denoising_batch
+from whalejax.models import m6, t5
+from whalejax.models.common import distances, seq2seq_layers
+from whalejax.models.common.batches import denoising_batch
 
 
 MODULES: Final[dict[str, ModuleType]] = {"t5": t5, "m6": m6}
@@ -237,7 +238,7 @@ def test_buckets_are_the_published_ones(
         "longest_distance": longest,
         "bidirectional": bidirectional,
     }
-    found = np.asarray(_distances.relative_buckets(150, 170, **options))
+    found = np.asarray(distances.relative_buckets(150, 170, **options))
     expected = [
         [published_bucket(key - query, **options) for key in range(170)]
         for query in range(150)
@@ -251,7 +252,7 @@ def test_buckets_are_the_published_ones(
 
 def test_too_short_a_longest_distance_is_refused() -> None:
     with pytest.raises(wh.WhaleError) as caught:
-        _distances.bucket_starts(16, 8)
+        distances.bucket_starts(16, 8)
     assert str(caught.value) == (
         "longest_distance is 8; expected more than 8, which is half of the 16 buckets "
         "of one direction. Give a longer distance or fewer buckets."
@@ -261,7 +262,7 @@ def test_too_short_a_longest_distance_is_refused() -> None:
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_the_bias_is_that_of_the_distance(bidirectional: bool) -> None:
     config = t5.SIZES["test"]
-    module = _seq2seq_layers.RelativeBias(config, bidirectional=bidirectional)
+    module = seq2seq_layers.RelativeBias(config, bidirectional=bidirectional)
     bias, made = jax.jit(lambda key: module.init_with_output(key, 9))(fast_key(0))
     table = np.asarray(made["params"]["table"]["embedding"])
     assert table.shape == (config.buckets, config.heads)
@@ -299,7 +300,7 @@ def test_layers_share_the_bias_of_their_stack(name: str) -> None:
 # Sizes.
 
 
-def closed_form(config: _seq2seq_layers.Seq2SeqConfig) -> int:
+def closed_form(config: seq2seq_layers.Seq2SeqConfig) -> int:
     """Parameters of an encoder and a decoder with one table of words."""
     attention = 4 * config.embed * config.heads * config.head_dim
     mlp = 2 * config.embed * config.mlp

@@ -21,7 +21,7 @@ from tests.whalejax.attentions import context_mesh, in_blocks
 from whalejax import _compat, hlo
 from whalejax.capture.patterns.attention import AttentionPattern, attention_of
 from whalejax.capture.patterns.calls import is_attention, with_calls
-from whalejax.models._layers import causal_attention
+from whalejax.models.common.layers import causal_attention
 
 
 BATCH, LENGTH, HEADS, DEPTH = 2, 32, 4, 8

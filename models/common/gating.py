@@ -19,7 +19,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from whalejax.models._layers import widened
+from whalejax.models.common.layers import widened
 
 
 Array: TypeAlias = jax.Array

@@ -13,8 +13,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 import whalejax as wh
-from whalejax.models._layers import Array, cross_entropy, when
-from whalejax.models._seq2seq_layers import (
+from whalejax.models.common.layers import Array, cross_entropy, when
+from whalejax.models.common.seq2seq_layers import (
     DecoderLayer,
     EncoderLayer,
     RelativeBias,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.fft
 
-from whalejax.models._batches import Batch, generator
+from whalejax.models.common.batches import Batch, generator
 
 
 LEAST_INDEX: Final = 1.0

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from whalejax.models._layers import Array, widened
+from whalejax.models.common.layers import Array, widened
 
 
 _GATES: Final = 4

@@ -14,8 +14,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from whalejax.models._distances import relative_buckets
-from whalejax.models._layers import Array, widened
+from whalejax.models.common.distances import relative_buckets
+from whalejax.models.common.layers import Array, widened
 
 
 _NORM_EPSILON: Final = 1e-6

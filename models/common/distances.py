@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from whalejax.meshes import WhaleError
-from whalejax.models._layers import Array
+from whalejax.models.common.layers import Array
 
 
 def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""What several reference models share: layers, batches, names, optimizers."""
