@@ -52,7 +52,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 
 import whalejax as wh  # noqa: E402
 from tests.adasum import differ, difference, on_devices, reference  # noqa: E402
-from whalejax.lowering.spmd.adasum import combined  # noqa: E402
+from whalejax.lowering.spmd import adasum  # noqa: E402
+from whalejax.planner.cost.adasum import COLUMN, Part  # noqa: E402
 
 
 FILE: Final = Path(__file__).with_name("adasum.json")
@@ -251,16 +252,35 @@ def _mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:RANKS]), ("data",), axis_types=(AxisType.Auto,))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alone:
+    """What a device tells that holds all of a tensor: itself."""
+
+    packing: Any
+
+    @staticmethod
+    def gathered(own: Any) -> Any:
+        return own[None]
+
+    @staticmethod
+    def here(every: Any) -> Any:
+        return every
+
+
 def _butterfly(stacked: Any) -> Any:
     """Adasum by exchanging whole tensors with the partner of each level."""
+    columns = stacked.shape[1] // COLUMN
+    part = Part(slices=1, here=1, numbers=stacked.shape[1], columns=columns)
+    alone: Any = _Alone(packing=adasum._Packing(parts=(part,), ranks=1))
 
     def local(x: Any) -> Any:
-        own, level = x[0], 1
+        own, level = x.reshape(COLUMN, columns), 1
         while level < RANKS:
             swap = [(r, r ^ level) for r in range(RANKS)]
             other = jax.lax.ppermute(own, "data", swap)
-            own, level = _pair(own, other), level * 2
-        return own
+            rows = jnp.stack([own, other]), None
+            own, level = adasum._level(rows, alone)[0][0], level * 2
+        return own.reshape(-1)
 
     spec = PartitionSpec("data")
     return jax.shard_map(
@@ -274,7 +294,7 @@ def collectives_ratio() -> float:
     there = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.device_put(jnp.ones((RANKS, 2**17)), there)
     ones = jnp.ones(RANKS)
-    ours = jax.jit(lambda x: combined([x], ones, [((),)], [1], mesh)[0])
+    ours = jax.jit(lambda x: adasum.combined([x], ones, [((),)], [1], mesh)[0])
     theirs = jax.jit(_butterfly)
     pairs = timed_pairs(
         lambda: jax.block_until_ready(ours(x)),
