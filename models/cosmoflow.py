@@ -24,8 +24,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import default_batch_size
-from whalejax.models._fields import regression_volumes
+from whalejax.models._batches import default_batch_size, regression_volumes
 from whalejax.models._layers import Array, widened
 from whalejax.models._names import change, pick
 

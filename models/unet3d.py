@@ -22,8 +22,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import default_batch_size
-from whalejax.models._fields import segmented_volumes
+from whalejax.models._batches import default_batch_size, segmented_volumes
 from whalejax.models._layers import Array, cross_entropy
 from whalejax.models._names import change, pick
 

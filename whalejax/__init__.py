@@ -81,6 +81,7 @@ __all__ = [
     "PlanRequest",
     "TrainState",
     "TrainStep",
+    "Volumes",
     "WeightedLoss",
     "WhaleError",
     "__version__",
