@@ -24,8 +24,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models.common.batches import default_batch_size
-from whalejax.models.common.fields import regression_volumes
+from whalejax.models.common.batches import default_batch_size, regression_volumes
 from whalejax.models.common.layers import Array, widened
 from whalejax.models.common.names import change, pick
 

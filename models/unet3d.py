@@ -22,8 +22,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models.common.batches import default_batch_size
-from whalejax.models.common.fields import segmented_volumes
+from whalejax.models.common.batches import default_batch_size, segmented_volumes
 from whalejax.models.common.layers import Array, cross_entropy
 from whalejax.models.common.names import change, pick
 

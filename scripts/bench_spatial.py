@@ -15,10 +15,6 @@ The last line is one JSON object:
     cosmoflow_512_*   the plan's mesh, bytes on a device and seconds of a step
 
     python scripts/bench_spatial.py [--extent 32]
-
-What the TPU compiler says of the same programs stands in ``spatial.json`` beside this
-script; ``--refresh`` compiles for it anew, which takes minutes and the extra
-tpu-compile.
 """
 
 from __future__ import annotations
@@ -46,7 +42,6 @@ from whalejax import hlo, jobs, models  # noqa: E402
 from whalejax.models import cosmoflow  # noqa: E402
 
 
-FILE: Final = Path(__file__).with_name("spatial.json")
 SPACE: Final = {"depth": 2, "height": 2, "width": 2}
 FIXED: Final = {"zero": 0, "remat": "none", "offload": (), "num_micro_batches": 1}
 WIDEST: Final = 1
@@ -57,10 +52,7 @@ def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--extent", type=int, default=32, help="of a volume, in voxels")
-    parser.add_argument("--refresh", action="store_true", help="ask the TPU compiler")
     arguments = parser.parse_args()
-    if arguments.refresh:
-        FILE.write_text(json.dumps(compiled_for_tpu(arguments.extent), indent=1) + "\n")
     found = [of_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")]
     report = {
         "memory_ratio": max(one["memory_ratio"] for one in found),
@@ -69,8 +61,6 @@ def main() -> None:
         "bytes_read": bytes_read(arguments.extent),
         **cosmoflow_512(),
     }
-    if FILE.exists():
-        report |= json.loads(FILE.read_text())
     print(json.dumps(report))
 
 
@@ -219,23 +209,6 @@ def cosmoflow_512() -> dict[str, Any]:
         "cosmoflow_512_seconds": round(plan.time.step_seconds, 4),
         "cosmoflow_before": "128³",
     }
-
-
-def compiled_for_tpu(extent: int) -> dict[str, Any]:
-    """Temporaries and halo bytes as the TPU compiler has them, of both models."""
-    ratios, exact = [], []
-    for name in ("cosmoflow", "unet3d"):
-        job = job_of(name, extent)
-        sizes = []
-        for target, mesh in (("v5e:1x1", {}), ("v5e:2x4", SPACE)):
-            plan = planned(job, target, mesh)
-            found = plan.verify().document()
-            memory = {q["name"]: q["compiled"] for q in found["memory"]}
-            sizes.append(memory["temporary"])
-            print(name, target, memory)
-        ratios.append(sizes[1] / sizes[0] / share(extent))
-        exact.append(0)
-    return {"tpu_memory_ratio": round(max(ratios), 3)}
 
 
 if __name__ == "__main__":
