@@ -58,16 +58,31 @@ STEPS: Final = 30
 MICRO_BATCHES: Final = 8
 POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
 SIGNALS: Final = ("SIGKILL", "SIGSTOP")
+CACHED: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+"""So that a peer that takes another's place compiles nothing."""
+
 KEY: Final = os.urandom(32)
 LONGEST_SECONDS: Final = 540.0
-READY_SECONDS: Final = 240.0
+READY_SECONDS: Final = 300.0
 
 
 def given(model: str) -> dict[str, Any]:
     """Options of a peer's process."""
     return {
         "job": model,
-        "options": {"layers": 3, "batch_size": 16},
+        "options": {
+            "layers": 3,
+            "batch_size": 16,
+            "embed": 16,
+            "heads": 2,
+            "mlp": 32,
+            "vocab": 64,
+            "sequence": 8,
+        },
         "stages": STAGES,
         "micro_batches": MICRO_BATCHES,
     }
@@ -120,13 +135,12 @@ class Processes:
             self.left -= 1
             number = len(self.faults)
             points = POINTS[number % len(POINTS)], SIGNALS[self._draw.randrange(2)]
-            options["fault"] = [points[0], step, points[1]]
+            # A newcomer takes the state once, as soon as it is ready.
+            first = 0 if points[0] == "download" else step
+            options["fault"] = [points[0], first, points[1]]
             self.faults.append(f"{points[0]} {points[1]} stage {stage} step {step}")
         words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        environment.setdefault(
-            "JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax")
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **CACHED}
         process = subprocess.Popen(
             [*words, json.dumps(options)],
             env=environment,
@@ -320,12 +334,15 @@ def seeds(faults: int) -> Iterator[tuple[int, int]]:
 
 def main() -> None:
     """Run what is not kept, and print what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Swarms under faults.")
     parser.add_argument("--faults", type=int, default=4, help="in all runs together")
     parser.add_argument("--full", action="store_true", help="20 faults")
     parser.add_argument("--refresh", action="store_true", help="forget what is kept")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")
     words = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     until = time.monotonic() + (1e9 if words.full else LONGEST_SECONDS)
     options, kept, here = given(words.model), Kept(refresh=words.refresh), commit()
     whole = single_losses(options, STEPS)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
 STEPS = 4
 HOWS = ("killed", "stopped")
 # A peer that stands still is found by this; a slow machine may find others so, too.
-SHORT = {"call_seconds": 6.0, "state_seconds": 6.0}
+SHORT: dict[str, Any] = {"call_seconds": 6.0, "state_seconds": 6.0}
 
 
 class Journal:
@@ -53,8 +53,22 @@ def alike(found: Swarm) -> None:
     assert all(len(digests) == 1 for digests in seen.values())
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("point", ["forward", "backward", "sum", "apply"])
+def cases(*points: str, default: tuple[str, ...]) -> list[Any]:
+    """Points and what happens there; those that take long only in the whole suite."""
+    return [
+        pytest.param(p, h, marks=[] if f"{p} {h}" in default else pytest.mark.full)
+        for p in points
+        for h in HOWS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("point", "how"),
+    cases(
+        *("forward", "backward", "sum", "apply"),
+        default=("backward killed", "sum killed", "sum stopped", "apply killed"),
+    ),
+)
 def test_a_step_survives(point: str, how: str) -> None:
     fault, journal = Fault(point, 1, how), Journal()
     stage = {"forward": 0, "backward": 2}.get(point, 1)
@@ -73,8 +87,12 @@ def test_a_step_survives(point: str, how: str) -> None:
         assert found.serving.trainer.counts.failed > 0
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("point", ["download", "downloading", "save"])
+@pytest.mark.parametrize(
+    ("point", "how"),
+    cases(
+        *("download", "downloading", "save"), default=("download killed", "save killed")
+    ),
+)
 def test_a_newcomer_survives(point: str, how: str) -> None:
     fault, journal = Fault(point, 0, how), Journal()
     whose = 1 if point == "save" else 4
