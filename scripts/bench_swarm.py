@@ -56,6 +56,9 @@ STAGES: Final = 3
 PEERS: Final = 6
 STEPS: Final = 30
 MICRO_BATCHES: Final = 8
+MOST_STEPS: Final = 4
+"""A peer whose fault has not come about after so many is killed from outside."""
+
 POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
 SIGNALS: Final = ("SIGKILL", "SIGSTOP")
 CACHED: Final = {
@@ -119,7 +122,9 @@ class Processes:
     ) -> None:
         self._serving, self._options, self._draw = serving, options, draw
         self.left = faults
+        self._due: dict[int, int] = {}
         self.faults: list[str] = []
+        self.outside = 0
         self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
@@ -135,6 +140,8 @@ class Processes:
             self.left -= 1
             number = len(self.faults)
             points = POINTS[number % len(POINTS)], SIGNALS[self._draw.randrange(2)]
+            if points[0] == "forward" and stage == STAGES - 1:
+                points = "backward", points[1]  # There both are one call.
             # A newcomer takes the state once, as soon as it is ready.
             first = 0 if points[0] == "download" else step
             options["fault"] = [points[0], first, points[1]]
@@ -148,12 +155,19 @@ class Processes:
             stderr=subprocess.DEVNULL,
         )
         self._running.append((stage, process))
+        if "fault" in options:
+            self._due[process.pid] = step
 
     def replace(self, step: int) -> None:
         """Replace those that are gone, and wait until all are ready."""
         end = time.monotonic() + READY_SECONDS
         while True:
             for stage, process in [*self._running]:
+                if step > self._due.get(process.pid, STEPS) + MOST_STEPS:
+                    # Nobody has asked it for what it was to end at.
+                    self.outside += 1
+                    process.kill()
+                    process.wait()
                 if process.poll() is None and not _stands_still(process.pid):
                     continue
                 process.kill()
@@ -221,6 +235,7 @@ def faulty_run(
         "seed": seed,
         "steps": steps,
         "faults": processes.faults,
+        "from_outside": processes.outside,
         "lost": lost,
         "doubled": doubled,
         "digests_equal": told["differs"] == 0,

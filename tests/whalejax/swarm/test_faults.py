@@ -94,26 +94,32 @@ def test_a_step_survives(point: str, how: str) -> None:
     ),
 )
 def test_a_newcomer_survives(point: str, how: str) -> None:
-    fault, journal = Fault(point, 0, how), Journal()
-    whose = 1 if point == "save" else 4
+    """It, or the mate that gives it the state: either of two may be asked."""
+    faults: list[Fault] = []
+    journal = Journal()
     with swarm(steps=STEPS, more={"write": journal}, **SHORT) as found:
-        for number in range(jobs.STAGES):
-            hook = {"hook": fault} if number == whose else {}
-            peer = found.join(number, pull_seconds=2.0, **hook)
-            fault.peer = peer if hook else fault.peer
-        found.join(1, pull_seconds=2.0)
+
+        def faulty(stage: int) -> None:
+            fault = Fault(point, 0, how, faults)
+            fault.peer = found.join(stage, pull_seconds=2.0, hook=fault)
+
+        for stage in (0, 1, 1, 2):
+            if point == "save" and stage == 1:
+                faulty(stage)
+            else:
+                found.join(stage, pull_seconds=2.0)
         losses = []
         try:
             for _, metrics in found.serving.run():
                 losses.append(float(metrics["loss"]))
                 if len(losses) == 1:
-                    hook = {"hook": fault} if whose == 4 else {}
-                    peer = found.join(1, pull_seconds=2.0, **hook)
-                    fault.peer = peer if hook else fault.peer
+                    if point != "save":
+                        faulty(1)
                     found.join(1, pull_seconds=2.0)
         finally:
-            fault.release.set()
-        assert fault.happened
+            for fault in faults:
+                fault.release.set()
+        assert faults[0].happened
         assert same(losses, jobs.losses(STEPS))
         counted_once(journal, STEPS)
         alike(found)
