@@ -122,12 +122,13 @@ def sum_seconds(stage: SwarmStage, bytes_per_second: float, latency: float) -> f
     return sent / bytes_per_second + 2 * latency
 
 
-def closed_form_seconds(swarm: Swarm, micro_batches: int) -> float:
+def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> float:
     """A step without churn: the fill, the slowest stage's share of work, its sum.
 
     Args:
         swarm: of which ``step_seconds`` is not read.
         micro_batches: of the step.
+        in_flight: of them, under way at once.
     """
     speed, link = swarm.bytes_per_second, swarm.latency_seconds
     fill = math.fsum(
@@ -138,5 +139,6 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int) -> float:
         max(stage.compute_seconds, stage.wire_seconds(speed)) / stage.peers
         for stage in swarm.stages
     )
+    pace = max(pace, fill / in_flight)  # latency, where too few are under way
     late = max(sum_seconds(stage, speed, link) for stage in swarm.stages)
     return fill + micro_batches * pace + late

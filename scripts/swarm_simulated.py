@@ -105,9 +105,11 @@ def under_churn(seeds: int) -> dict[str, Any]:
             for way in WAYS
         },
         "emptied_by_moves": sum(one.emptied_by_moves for one in looked),
-        "most_moves_a_change": round(
-            max(one.moves / max(1, one.changes) for one in looked), 4
-        ),
+        "most_moves_a_change": {
+            way: round(max(one.moves / max(1, one.changes) for one in found[way]), 4)
+            for way in WAYS
+            if way != "optimum"
+        },
         "seeds": seeds,
     }
 

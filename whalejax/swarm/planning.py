@@ -202,18 +202,18 @@ def _networks(
 def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
     assert plan.stages is not None
     paces = plan.stages.paces
-    seconds = []
+    calls = []
     for number, pace in enumerate(paces):
         both = pace.backward_seconds + pace.weight_seconds + pace.forward_seconds
         is_last = number + 1 == len(paces)
-        seconds.append((0.0 if is_last else pace.forward_seconds, both))
+        calls.append((0.0 if is_last else pace.forward_seconds, both))
     bound = []
-    for number, (ahead, back) in enumerate(seconds):
+    for number, (ahead, back) in enumerate(calls):
         received, sent = zip(*border_bytes(plan, number, wire), strict=True)
         bound.append(max(ahead + back, max(sum(received), sum(sent)) / bandwidth))
     counts = best_counts(peers, bound)
     stages = tuple(
-        _stage(plan, number, wire, counts[number], *seconds[number], bandwidth)
+        _stage(plan, number, wire, counts[number], *calls[number], bandwidth)
         for number in range(len(paces))
     )
     swarm = Swarm(
@@ -226,7 +226,8 @@ def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
         samples_per_second=0.0,
         utilization=0.0,
     )
-    return _with_step(plan, swarm, closed_form_seconds(swarm, plan.num_micro_batches))
+    seconds = closed_form_seconds(swarm, plan.num_micro_batches, QUEUE * peers)
+    return _with_step(plan, swarm, seconds)
 
 
 def _stage(

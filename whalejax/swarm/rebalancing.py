@@ -18,6 +18,7 @@ from typing import Final
 from whalejax.meshes.errors import WhaleError
 
 
+UNPROVOKED: Final = 5.0  # times the threshold, where nobody has come or gone
 ROUNDING: Final = 1e-9  # sums of speeds that differ by less are equal
 
 
@@ -261,7 +262,8 @@ class Rebalancer:
     A move must raise the speed of the pipeline by a threshold, and win more within a
     horizon than the mover's absence loses. While somebody moves, nobody else does. A
     peer that has moved does not go back to where it came from until peers have come or
-    gone, so noise in what is measured cannot make it swing.
+    gone, so noise in what is measured cannot make it swing. Where there were as many
+    moves as peers that came or went, the threshold is five times as high.
     """
 
     def __init__(
@@ -294,6 +296,7 @@ class Rebalancer:
         self._moving: tuple[str, int, float] | None = None
         self._left: dict[str, set[int]] = {}
         self._present: frozenset[str] = frozenset()
+        self._changes = 0
 
     def decide(
         self, peers: Sequence[PeerLoad], now: float, costs: Sequence[MoveCost]
@@ -316,6 +319,8 @@ class Rebalancer:
         self._looked, self._moving = now, None
         present = frozenset(peer.peer for peer in peers)
         if present != self._present:
+            # Those who are there at the first look have not come in answer to anything.
+            self._changes += len(present ^ self._present) if self._present else 0
             self._present = present
             self._left.clear()
         choose = paper_move if self.rule is Rule.PAPER else optimum_move
@@ -326,12 +331,22 @@ class Rebalancer:
         until = now + 2 * costs[move.target].seconds + self.period
         self._moving = move.peer, move.target, until
         self._left.setdefault(move.peer, set()).add(move.source)
+        self._changes = max(0, self._changes - 1)
+        # Its absence is not a change that others must answer.
+        self._present -= {move.peer}
         return move
 
-    def arrived(self, peer: str) -> None:
-        """A peer serves its new stage, or is gone: the next may move."""
+    def arrived(self, peer: str, *, is_gone: bool = False) -> None:
+        """A peer serves its new stage, or is gone: the next may move.
+
+        Args:
+            peer: its name.
+            is_gone: it has died or left on its way.
+        """
         if self._moving is not None and self._moving[0] == peer:
             self._moving = None
+            if not is_gone:
+                self._present |= {peer}
 
     @property
     def moving(self) -> str | None:
@@ -344,7 +359,9 @@ class Rebalancer:
         if move.speed_before <= 0:  # a stage without peers: nothing runs at all
             return True
         gain = move.speed_after - move.speed_before
-        if gain <= self.threshold * move.speed_before:
+        # One move answers one change; more than that must be for something large.
+        least = self.threshold if self._changes else UNPROVOKED * self.threshold
+        if gain <= least * move.speed_before:
             return False
         rest = [peer for peer in peers if peer.peer != move.peer]
         without = min(stage_speeds(rest, self.stages))

@@ -365,7 +365,7 @@ class Simulator:
         """It answers what it was given, and is there for the sum of this step."""
         self._stops_serving(peer)
         peer.is_leaving = True
-        self._rebalancer.arrived(peer.name)
+        self._rebalancer.arrived(peer.name, is_gone=True)
 
     def _dies(self, peer: _Peer, *, is_silent: bool) -> None:
         peer.is_alive = False
@@ -379,7 +379,7 @@ class Simulator:
 
     def _gone(self, peer: _Peer) -> None:
         """Trainers know that it is dead: what it had is computed again."""
-        self._rebalancer.arrived(peer.name)
+        self._rebalancer.arrived(peer.name, is_gone=True)
         if self._peers.get(peer.name) is peer:
             self._stops_serving(peer)
         calls, peer.calls = peer.calls, {}
@@ -483,7 +483,15 @@ class Simulator:
 
     def _deadline(self, call: _Call) -> float:
         cost = self.setting.stages[call.attempt.stage]
-        predicted = max(cost.forward_seconds, cost.backward_seconds)
+        link = self._peers[call.attempt.peer].link
+        predicted = (
+            max(cost.forward_seconds, cost.backward_seconds)
+            + max(cost.forward_bytes[0], cost.backward_bytes[0])
+            / link.down_bytes_per_second
+            + max(cost.forward_bytes[1], cost.backward_bytes[1])
+            / link.up_bytes_per_second
+            + 2 * link.latency_seconds
+        )
         waiting = self._in_flight() / max(1, self._fewest)
         return max(call.sent + DEADLINE_FACTOR * predicted * (1 + waiting), self.now)
 

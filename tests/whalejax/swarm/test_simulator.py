@@ -1,0 +1,289 @@
+"""The simulator: known throughputs, deaths of each kind, and rare orders of events."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.churn import (
+    Churn,
+    ChurnEvent,
+    Happening,
+    Link,
+    draw,
+    read_csv,
+    to_csv,
+)
+from whalejax.swarm.rebalancing import Rule
+from whalejax.swarm.simulator import (
+    Setting,
+    StageCost,
+    peer_speed,
+    simulate,
+)
+
+
+FIRST: Final = StageCost(forward_seconds=1.0, backward_seconds=3.0)
+LAST: Final = StageCost(forward_seconds=0.0, backward_seconds=4.0)
+UNBOUND: Final = Link()
+LINK: Final = Link(
+    up_bytes_per_second=1e6, down_bytes_per_second=1e6, latency_seconds=0.01
+)
+
+
+def here(count: int, *, link: Link = UNBOUND) -> list[ChurnEvent]:
+    return [
+        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
+        for n in range(count)
+    ]
+
+
+def at(time: float, event: Happening, peer: str, speed: float = 1.0) -> ChurnEvent:
+    return ChurnEvent(time=time, event=event, peer=peer, speed=speed)
+
+
+SETTING: Final = Setting(stages=(FIRST, FIRST, LAST), micro_batches=24)
+
+
+def test_a_full_pipeline_is_as_fast_as_its_slowest_stage() -> None:
+    setting = dataclasses.replace(SETTING, micro_batches=400)
+    found = simulate(setting, here(6), 900.0)
+    # Two peers a stage of 4 s: one micro-batch in 2 s, and the fill of a step.
+    assert found.step_seconds[0] == pytest.approx(400 * 2, rel=0.02)
+    assert found.of_max_flow > 0.95 and found.utilization > 0.95
+
+
+def test_links_bound_peers() -> None:
+    slow = dataclasses.replace(FIRST, forward_bytes=(8_000_000, 0))
+    assert peer_speed(slow, 1.0, LINK) == pytest.approx(1 / 8)
+    setting = dataclasses.replace(SETTING, stages=(slow, FIRST, LAST), micro_batches=60)
+    found = simulate(setting, here(3, link=LINK), 600.0)
+    assert found.step_seconds[0] == pytest.approx(60 * 8, rel=0.15)
+
+
+def test_fast_peers_are_given_more() -> None:
+    setting = Setting(stages=(LAST,), micro_batches=100, in_flight=4)
+    trace = [*here(1), at(0.0, Happening.JOIN, "fast", 3.0)]
+    found = simulate(setting, trace, 400.0)
+    # Together they compute one micro-batch a second.
+    assert found.step_seconds[1] == pytest.approx(100, rel=0.05)
+    # A peer waits for the other at the end of a step.
+    assert found.busy_seconds["fast"] == pytest.approx(
+        found.busy_seconds["p0"], rel=0.1
+    )
+
+
+def test_gradients_are_added_up_over_links() -> None:
+    costs = [
+        dataclasses.replace(cost, gradient_bytes=3_000_000, update_seconds=0.5)
+        for cost in SETTING.stages
+    ]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs))
+    plain = simulate(SETTING, here(6, link=LINK), 200.0).step_seconds[0]
+    found = simulate(setting, here(6, link=LINK), 200.0).step_seconds[0]
+    assert found - plain == pytest.approx(3.0 + 0.5)
+
+
+@pytest.mark.parametrize("how", [Happening.KILL, Happening.STOP, Happening.LEAVE])
+def test_a_death_costs_what_it_held_and_nothing_is_lost(how: Happening) -> None:
+    found = simulate(SETTING, [*here(6), at(30.0, how, "p0")], 600.0)
+    assert found.changes == 1 and len(found.step_seconds) >= 5
+    recomputed = 0 if how is Happening.LEAVE else 1
+    assert (found.recomputed > 0) == bool(recomputed)
+    assert found.empty_seconds == 0
+
+
+def test_a_death_during_the_sum_opens_the_step_again() -> None:
+    costs = [dataclasses.replace(c, gradient_bytes=20_000_000) for c in SETTING.stages]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs))
+    quiet = simulate(setting, here(6, link=LINK), 300.0)
+    began = quiet.step_seconds[0] - 10.0  # while 20 s of sums are under way
+    found = simulate(
+        setting, [*here(6, link=LINK), at(began, Happening.KILL, "p0")], 300.0
+    )
+    assert found.recomputed > 0
+    assert found.step_seconds[0] > quiet.step_seconds[0]
+
+
+def test_a_stage_that_lost_its_last_peer_is_given_another() -> None:
+    """Two peers are in the first stage, and one in each other."""
+    trace = [*here(4), at(30.0, Happening.KILL, "p1")]
+    found = simulate(SETTING, trace, 1200.0)
+    assert found.moves == 1 and found.micro_batches > 200
+    assert 0 < found.empty_seconds < 1
+    alone = simulate(dataclasses.replace(SETTING, rule=Rule.NONE), trace, 1200.0)
+    assert alone.micro_batches < 24 and alone.empty_seconds == 1170
+
+
+def test_a_swarm_without_enough_peers_waits_and_goes_on() -> None:
+    trace = [
+        *here(4),
+        at(30.0, Happening.KILL, "p1"),
+        at(31.0, Happening.KILL, "p2"),
+        at(400.0, Happening.JOIN, "new"),
+    ]
+    waits = simulate(SETTING, trace, 399.0)
+    assert waits.micro_batches < 24 and waits.empty_seconds > 300
+    found = simulate(SETTING, trace, 1200.0)
+    assert found.micro_batches > 100 and found.empty_seconds < 500
+
+
+def test_a_newcomer_serves_in_the_step_after_its_state_has_arrived() -> None:
+    costs = [dataclasses.replace(c, state_bytes=10_000_000) for c in SETTING.stages]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs))
+    quiet = simulate(setting, here(3, link=LINK), 1000.0)
+    joins = dataclasses.replace(at(5.0, Happening.JOIN, "new"), link=LINK)
+    found = simulate(setting, [*here(3, link=LINK), joins], 1000.0)
+    assert found.step_seconds[0] == quiet.step_seconds[0]
+    assert found.busy_seconds["new"] > 0
+
+
+def test_a_peer_may_come_back_under_its_name() -> None:
+    trace = [
+        *here(6),
+        at(30.0, Happening.KILL, "p0"),
+        at(40.0, Happening.JOIN, "p0"),
+        at(41.0, Happening.JOIN, "p1"),  # it is there already
+        at(90.0, Happening.STOP, "p0"),
+        at(90.0, Happening.LEAVE, "nobody"),
+    ]
+    found = simulate(SETTING, trace, 900.0)
+    assert found.present_seconds["p0"] == pytest.approx(30 + 50)
+
+
+def test_a_peer_that_slows_down_is_given_less() -> None:
+    trace = [*here(6), at(1.0, Happening.SPEED, "p0", 0.25)]
+    setting = dataclasses.replace(SETTING, micro_batches=96, rule=Rule.NONE)
+    found = simulate(setting, trace, 3000.0)
+    # 1.25 of 2 peers are left of its stage; an equal share would take 4 / 2 as long.
+    quiet = simulate(setting, here(6), 3000.0)
+    assert found.step_seconds[-1] / quiet.step_seconds[-1] < 1.9
+
+
+def test_several_trainers_share_the_peers() -> None:
+    setting = dataclasses.replace(SETTING, micro_batches=96)
+    alone = simulate(setting, here(9), 600.0)
+    shared = simulate(dataclasses.replace(setting, trainers=3), here(9), 600.0)
+    assert shared.micro_batches > 0.9 * alone.micro_batches
+
+
+def test_hundreds_of_peers_are_simulated() -> None:
+    setting = dataclasses.replace(SETTING, micro_batches=800)
+    found = simulate(setting, here(200), 80.0)
+    assert found.of_max_flow > 0.7 and len(found.busy_seconds) == 200
+
+
+CHURN: Final = Churn(
+    peers=24,
+    lifetime_seconds=3000.0,
+    join_seconds=math.inf,
+    seconds=3600.0,
+    silent=0.5,
+    link=LINK,
+)
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_rebalancing_comes_close_to_the_optimum_under_churn(seed: int) -> None:
+    costs = [dataclasses.replace(c, state_bytes=5_000_000) for c in SETTING.stages]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs), micro_batches=48)
+    trace = draw(CHURN, seed)
+    best = simulate(dataclasses.replace(setting, oracle=True), trace, 3600.0)
+    none = simulate(dataclasses.replace(setting, rule=Rule.NONE), trace, 3600.0)
+    found = simulate(setting, trace, 3600.0)
+    assert found.micro_batches > 0.92 * best.micro_batches
+    assert found.micro_batches > 0.95 * none.micro_batches
+    assert found.emptied_by_moves == 0 and found.moves <= found.changes
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    trace = draw(CHURN, 3)
+    assert simulate(SETTING, trace, 900.0) == simulate(SETTING, trace, 900.0)
+
+
+HAPPENINGS = st.lists(
+    st.tuples(
+        st.floats(0.1, 150.0),
+        st.sampled_from(list(Happening)),
+        st.sampled_from([f"p{n}" for n in range(7)]),
+        st.sampled_from((0.2, 1.0, 3.0)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(HAPPENINGS, st.sampled_from(list(Rule)), st.integers(1, 2))
+def test_any_order_of_events_keeps_the_ledger_whole(
+    events: list[tuple[float, Happening, str, float]], rule: Rule, trainers: int
+) -> None:
+    """Each commit checks its partition; and with peers in all stages it goes on."""
+    trace = [*here(5, link=LINK), *(at(*event) for event in events)]
+    setting = dataclasses.replace(
+        SETTING, micro_batches=8, rule=rule, trainers=trainers, period=20.0
+    )
+    found = simulate(setting, trace, 1500.0)
+    assert found.emptied_by_moves == 0
+    late = [t for t, _ in found.timeline if t > 700.0]
+    alive = set[str]()
+    for event in sorted(trace, key=lambda event: event.time):
+        if event.event is Happening.JOIN:
+            alive.add(event.peer)
+        elif event.event is not Happening.SPEED:
+            alive.discard(event.peer)
+    if rule is not Rule.NONE and len(alive) >= 3:
+        assert late, found
+
+
+def test_traces_are_written_down_and_read_back(tmp_path: Path) -> None:
+    trace = draw(dataclasses.replace(CHURN, join_seconds=300.0), 5)
+    path = tmp_path / "trace.csv"
+    path.write_text(to_csv(trace))
+    assert read_csv(path) == trace
+    path.write_text("time,event,peer\n0,join,a\n5.5,kill,a\n")
+    assert read_csv(path) == (
+        at(0.0, Happening.JOIN, "a"),
+        at(5.5, Happening.KILL, "a"),
+    )
+
+
+def test_every_wrong_line_of_a_trace_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "time,event,peer,speed\nsoon,join,a,1\n1,dies,a,1\n2,join,,1\n3,join,a,0\n"
+    )
+    with pytest.raises(WhaleError) as caught:
+        read_csv(path)
+    text = str(caught.value)
+    assert "line 2: time is 'soon'; expected a number of at least 0" in text
+    assert "line 3: event is 'dies'; expected join, leave, kill, stop, speed" in text
+    assert "line 4: peer is empty" in text
+    assert "line 5: speed is '0'; expected a number above 0" in text
+    path.write_text("when,event\n")
+    with pytest.raises(WhaleError, match="has no time, peer and the unknown when"):
+        read_csv(path)
+    with pytest.raises(WhaleError, match="cannot be read"):
+        read_csv(tmp_path / "none.csv")
+
+
+def test_settings_are_checked_together() -> None:
+    wrong = Setting(
+        stages=(dataclasses.replace(FIRST, backward_seconds=0.0),),
+        micro_batches=0,
+        period=0.0,
+    )
+    with pytest.raises(WhaleError) as caught:
+        simulate(wrong, [], 10.0)
+    text = str(caught.value)
+    assert "stages[0].backward_seconds is 0.0; expected more than 0" in text
+    assert "micro_batches is 0; expected at least 1" in text
+    assert "nobody joins" in text
+    with pytest.raises(WhaleError, match="2 peers join at time 0, and there are 3"):
+        simulate(SETTING, here(2), 10.0)
