@@ -8,7 +8,8 @@ Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
 replaced by a new process. Of every committed step the ledger's journal says which peer
 summed which micro-batch of which stage:
 
-``lost``, ``doubled``: micro-batches that no peer, or more than one, had in the sum.
+``faults``: those that came about where they were drawn; a peer that nobody asks for
+that is killed from outside after some steps. ``lost``, ``doubled``: micro-batches that no peer, or more than one, had in the sum.
 ``digests_equal``: peers of a stage had the same parameters and optimizer state after
 each step; ``max_rel_loss_diff``: of any step, to the same steps in one process.
 
@@ -123,15 +124,19 @@ class Processes:
         self._serving, self._options, self._draw = serving, options, draw
         self.left = faults
         self._due: dict[int, int] = {}
+        self._hosts: dict[int, str] = {}
         self.faults: list[str] = []
         self.outside = 0
         self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
         """One more peer; with a fault from a step on, where there are faults left."""
+        # By its address a process is known among the registry's peers.
+        host = f"127.0.0.{2 + len(self._hosts)}"
         options = {
             **self._options,
             "stage": stage,
+            "host": host,
             "registry": list(self._serving.address),
             "key": KEY.hex(),
             "pull_seconds": 5.0,
@@ -155,6 +160,7 @@ class Processes:
             stderr=subprocess.DEVNULL,
         )
         self._running.append((stage, process))
+        self._hosts[process.pid] = host
         if "fault" in options:
             self._due[process.pid] = step
 
@@ -174,7 +180,9 @@ class Processes:
                 process.wait()
                 self._running.remove((stage, process))
                 self.start(stage, step + 1, faulty=True)
-            if sum(m.ready for m in self._serving.trainer.fleet.members()) >= PEERS:
+            members = self._serving.trainer.fleet.members()
+            ready = {m.address[0] for m in members if m.ready}
+            if ready.issuperset(self._hosts[p.pid] for _, p in self._running):
                 return
             if time.monotonic() > end:
                 raise SystemExit(f"after {READY_SECONDS} s peers are not ready")
@@ -218,7 +226,7 @@ def faulty_run(
     begun = time.monotonic()
     try:
         for number in range(PEERS):
-            processes.start(number % STAGES, 2, faulty=number == PEERS - 1)
+            processes.start(number % STAGES, 2, faulty=number >= STAGES)
         processes.replace(0)
         for step, metrics in serving.run():
             losses[step] = float(metrics["loss"])
@@ -379,7 +387,8 @@ def main() -> None:
     told = {
         "commit": here,
         "runs": len(runs),
-        "faults": sum(len(r["faults"]) for r in runs),
+        "faults": sum(len(r["faults"]) - r["from_outside"] for r in runs),
+        "killed_from_outside": sum(r["from_outside"] for r in runs),
         "steps": sum(r["steps"] for r in runs),
         "lost": sum(r["lost"] for r in runs),
         "doubled": sum(r["doubled"] for r in runs),
