@@ -8,7 +8,8 @@ Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
 replaced by a new process. Of every committed step the ledger's journal says which peer
 summed which micro-batch of which stage:
 
-``lost``, ``doubled``: micro-batches that no peer, or more than one, had in the sum.
+``faults``: those that came about where they were drawn; a peer that nobody asks for
+that is killed from outside after some steps. ``lost``, ``doubled``: micro-batches that no peer, or more than one, had in the sum.
 ``digests_equal``: peers of a stage had the same parameters and optimizer state after
 each step; ``max_rel_loss_diff``: of any step, to the same steps in one process.
 
@@ -56,18 +57,36 @@ STAGES: Final = 3
 PEERS: Final = 6
 STEPS: Final = 30
 MICRO_BATCHES: Final = 8
+MOST_STEPS: Final = 4
+"""A peer whose fault has not come about after so many is killed from outside."""
+
 POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
 SIGNALS: Final = ("SIGKILL", "SIGSTOP")
+CACHED: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+"""So that a peer that takes another's place compiles nothing."""
+
 KEY: Final = os.urandom(32)
 LONGEST_SECONDS: Final = 540.0
-READY_SECONDS: Final = 240.0
+READY_SECONDS: Final = 300.0
 
 
 def given(model: str) -> dict[str, Any]:
     """Options of a peer's process."""
     return {
         "job": model,
-        "options": {"layers": 3, "batch_size": 16},
+        "options": {
+            "layers": 3,
+            "batch_size": 16,
+            "embed": 16,
+            "heads": 2,
+            "mlp": 32,
+            "vocab": 64,
+            "sequence": 8,
+        },
         "stages": STAGES,
         "micro_batches": MICRO_BATCHES,
     }
@@ -104,14 +123,20 @@ class Processes:
     ) -> None:
         self._serving, self._options, self._draw = serving, options, draw
         self.left = faults
+        self._due: dict[int, int] = {}
+        self._hosts: dict[int, str] = {}
         self.faults: list[str] = []
+        self.outside = 0
         self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
         """One more peer; with a fault from a step on, where there are faults left."""
+        # By its address a process is known among the registry's peers.
+        host = f"127.0.0.{2 + len(self._hosts)}"
         options = {
             **self._options,
             "stage": stage,
+            "host": host,
             "registry": list(self._serving.address),
             "key": KEY.hex(),
             "pull_seconds": 5.0,
@@ -120,13 +145,14 @@ class Processes:
             self.left -= 1
             number = len(self.faults)
             points = POINTS[number % len(POINTS)], SIGNALS[self._draw.randrange(2)]
-            options["fault"] = [points[0], step, points[1]]
+            if points[0] == "forward" and stage == STAGES - 1:
+                points = "backward", points[1]  # There both are one call.
+            # A newcomer takes the state once, as soon as it is ready.
+            first = 0 if points[0] == "download" else step
+            options["fault"] = [points[0], first, points[1]]
             self.faults.append(f"{points[0]} {points[1]} stage {stage} step {step}")
         words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        environment.setdefault(
-            "JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax")
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **CACHED}
         process = subprocess.Popen(
             [*words, json.dumps(options)],
             env=environment,
@@ -134,19 +160,29 @@ class Processes:
             stderr=subprocess.DEVNULL,
         )
         self._running.append((stage, process))
+        self._hosts[process.pid] = host
+        if "fault" in options:
+            self._due[process.pid] = step
 
     def replace(self, step: int) -> None:
         """Replace those that are gone, and wait until all are ready."""
         end = time.monotonic() + READY_SECONDS
         while True:
             for stage, process in [*self._running]:
+                if step > self._due.get(process.pid, STEPS) + MOST_STEPS:
+                    # Nobody has asked it for what it was to end at.
+                    self.outside += 1
+                    process.kill()
+                    process.wait()
                 if process.poll() is None and not _stands_still(process.pid):
                     continue
                 process.kill()
                 process.wait()
                 self._running.remove((stage, process))
                 self.start(stage, step + 1, faulty=True)
-            if sum(m.ready for m in self._serving.trainer.fleet.members()) >= PEERS:
+            members = self._serving.trainer.fleet.members()
+            ready = {m.address[0] for m in members if m.ready}
+            if ready.issuperset(self._hosts[p.pid] for _, p in self._running):
                 return
             if time.monotonic() > end:
                 raise SystemExit(f"after {READY_SECONDS} s peers are not ready")
@@ -190,7 +226,7 @@ def faulty_run(
     begun = time.monotonic()
     try:
         for number in range(PEERS):
-            processes.start(number % STAGES, 2, faulty=number == PEERS - 1)
+            processes.start(number % STAGES, 2, faulty=number >= STAGES)
         processes.replace(0)
         for step, metrics in serving.run():
             losses[step] = float(metrics["loss"])
@@ -207,6 +243,7 @@ def faulty_run(
         "seed": seed,
         "steps": steps,
         "faults": processes.faults,
+        "from_outside": processes.outside,
         "lost": lost,
         "doubled": doubled,
         "digests_equal": told["differs"] == 0,
@@ -320,12 +357,15 @@ def seeds(faults: int) -> Iterator[tuple[int, int]]:
 
 def main() -> None:
     """Run what is not kept, and print what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Swarms under faults.")
     parser.add_argument("--faults", type=int, default=4, help="in all runs together")
     parser.add_argument("--full", action="store_true", help="20 faults")
     parser.add_argument("--refresh", action="store_true", help="forget what is kept")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")
     words = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     until = time.monotonic() + (1e9 if words.full else LONGEST_SECONDS)
     options, kept, here = given(words.model), Kept(refresh=words.refresh), commit()
     whole = single_losses(options, STEPS)
@@ -347,7 +387,8 @@ def main() -> None:
     told = {
         "commit": here,
         "runs": len(runs),
-        "faults": sum(len(r["faults"]) for r in runs),
+        "faults": sum(len(r["faults"]) - r["from_outside"] for r in runs),
+        "killed_from_outside": sum(r["from_outside"] for r in runs),
         "steps": sum(r["steps"] for r in runs),
         "lost": sum(r["lost"] for r in runs),
         "doubled": sum(r["doubled"] for r in runs),

@@ -498,15 +498,15 @@ class Worker:
             fields={"numbers": [*said], "digest": ""},
             arrays=tuple(said.values()),
         )
+        after = None
         if level == self.cut.update.rounds - 1:
             after = update.finished()
-            digest = digest_of(stage.raw(after))
-            answer = _applied(digest, ())
+            answer = _applied(digest_of(stage.raw(after)), ())
 
         def keep() -> None:
             self._updates[step, round_] = update
             self._answers[step, round_, level] = answer
-            if answer.fields["digest"]:
+            if after is not None:
                 self._states[step + 1] = after
                 self._digests[step + 1] = answer.fields["digest"]
 

@@ -100,17 +100,24 @@ def swarm(cut: Cut | None = None, *, steps: int, **settings: Any) -> Iterator[Sw
 
 
 class Fault:
-    """Ends a peer, or lets it stand still, when it reaches a point the first time."""
+    """Ends a peer, or lets it stand still, when it reaches a point the first time.
 
-    def __init__(self, point: str, step: int, how: str) -> None:
+    Of several peers with faults of one list, the first.
+    """
+
+    def __init__(
+        self, point: str, step: int, how: str, others: list[Fault] | None = None
+    ) -> None:
         self._point, self._step, self._how = point, step, how
         self._lock, self._done = threading.Lock(), False
+        self._others = [] if others is None else others
+        self._others.append(self)
         self.release = threading.Event()
         self.peer: Peer | None = None
 
     def __call__(self, point: str, step: int) -> None:
         with self._lock:
-            if self._done or point != self._point or step < self._step:
+            if self.happened or point != self._point or step < self._step:
                 return
             self._done = True
         assert self.peer is not None
@@ -120,7 +127,7 @@ class Fault:
 
     @property
     def happened(self) -> bool:
-        return self._done
+        return any(fault._done for fault in self._others)
 
 
 def same(one: list[float], other: list[float], tolerance: float = 1e-6) -> bool:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
 STEPS = 4
 HOWS = ("killed", "stopped")
 # A peer that stands still is found by this; a slow machine may find others so, too.
-SHORT = {"call_seconds": 6.0, "state_seconds": 6.0}
+SHORT: dict[str, Any] = {"call_seconds": 6.0, "state_seconds": 6.0}
 
 
 class Journal:
@@ -53,8 +53,22 @@ def alike(found: Swarm) -> None:
     assert all(len(digests) == 1 for digests in seen.values())
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("point", ["forward", "backward", "sum", "apply"])
+def cases(*points: str, default: tuple[str, ...]) -> list[Any]:
+    """Points and what happens there; those that take long only in the whole suite."""
+    return [
+        pytest.param(p, h, marks=[] if f"{p} {h}" in default else pytest.mark.full)
+        for p in points
+        for h in HOWS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("point", "how"),
+    cases(
+        *("forward", "backward", "sum", "apply"),
+        default=("backward killed", "sum killed", "sum stopped", "apply killed"),
+    ),
+)
 def test_a_step_survives(point: str, how: str) -> None:
     fault, journal = Fault(point, 1, how), Journal()
     stage = {"forward": 0, "backward": 2}.get(point, 1)
@@ -73,29 +87,39 @@ def test_a_step_survives(point: str, how: str) -> None:
         assert found.serving.trainer.counts.failed > 0
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("point", ["download", "downloading", "save"])
+@pytest.mark.parametrize(
+    ("point", "how"),
+    cases(
+        *("download", "downloading", "save"), default=("download killed", "save killed")
+    ),
+)
 def test_a_newcomer_survives(point: str, how: str) -> None:
-    fault, journal = Fault(point, 0, how), Journal()
-    whose = 1 if point == "save" else 4
+    """It, or the mate that gives it the state: either of two may be asked."""
+    faults: list[Fault] = []
+    journal = Journal()
     with swarm(steps=STEPS, more={"write": journal}, **SHORT) as found:
-        for number in range(jobs.STAGES):
-            hook = {"hook": fault} if number == whose else {}
-            peer = found.join(number, pull_seconds=2.0, **hook)
-            fault.peer = peer if hook else fault.peer
-        found.join(1, pull_seconds=2.0)
+
+        def faulty(stage: int) -> None:
+            fault = Fault(point, 0, how, faults)
+            fault.peer = found.join(stage, pull_seconds=2.0, hook=fault)
+
+        for stage in (0, 1, 1, 2):
+            if point == "save" and stage == 1:
+                faulty(stage)
+            else:
+                found.join(stage, pull_seconds=2.0)
         losses = []
         try:
             for _, metrics in found.serving.run():
                 losses.append(float(metrics["loss"]))
                 if len(losses) == 1:
-                    hook = {"hook": fault} if whose == 4 else {}
-                    peer = found.join(1, pull_seconds=2.0, **hook)
-                    fault.peer = peer if hook else fault.peer
+                    if point != "save":
+                        faulty(1)
                     found.join(1, pull_seconds=2.0)
         finally:
-            fault.release.set()
-        assert fault.happened
+            for fault in faults:
+                fault.release.set()
+        assert faults[0].happened
         assert same(losses, jobs.losses(STEPS))
         counted_once(journal, STEPS)
         alike(found)
