@@ -203,6 +203,19 @@ def test_reference_models(name: str, norm: bool) -> None:
     assert sum(halos(found.plan).values()) == exchanged(found.step)
 
 
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+def test_images_share_height_and_width() -> None:
+    sizes = {"batch_size": 4, "image_size": 32, "param_dtype": "float64"}
+    job = model_job("resnet-test", annotated=False, **sizes)
+    with jax.enable_x64(True):
+        one = equality.on_one_device(job)
+        mesh = {"data": 2, "height": 2, "width": 2}
+        found = equality.check(one, mesh=mesh, zero=0)
+        assert found.error <= equality.FLOAT64_TOLERANCE, found.worst_path
+        assert sum(halos(found.plan).values()) == exchanged(found.step)
+
+
 # What is refused.
 
 
