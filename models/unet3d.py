@@ -35,7 +35,8 @@ class UNet3DConfig:
         extent: depth, height and width of a volume, in voxels.
         inputs: channels of a volume.
         channels: at each resolution; the volume is halved between them.
-        groups: of channels that are normalised together; 0 for batch normalisation.
+        groups: of channels, each of which is normalised in a sample.
+        batch_norm: each channel is normalised over the batch instead.
         classes: of a voxel.
         dtype: compute dtype; follows the parameters where None.
         param_dtype: dtype of the parameters.
@@ -45,6 +46,7 @@ class UNet3DConfig:
     inputs: int = 1
     channels: tuple[int, ...] = (32, 64, 128, 256)
     groups: int = 8
+    batch_norm: bool = False
     classes: int = 3
     dtype: str | None = None
     param_dtype: str = "float32"
@@ -79,9 +81,9 @@ class Block(nnx.Module):
         )
         self.norms = nnx.List(
             [
-                nnx.GroupNorm(outputs, num_groups=config.groups, **kinds)
-                if config.groups
-                else nnx.BatchNorm(outputs, momentum=0.9, **kinds)
+                nnx.BatchNorm(outputs, momentum=0.9, **kinds)
+                if config.batch_norm
+                else nnx.GroupNorm(outputs, num_groups=config.groups, **kinds)
                 for _ in range(2)
             ]
         )

@@ -34,6 +34,8 @@ _SPAN: Final = 3  # 15 % of a segment
 IMAGE_CHANNELS: Final = 3
 """Colours of a made-up image."""
 
+_CUBE: Final = (0, 1, 2)
+
 LEAST_INDEX: Final = 1.0
 MOST_INDEX: Final = 3.0
 """Between these the spectral index of a field is drawn."""
@@ -266,7 +268,7 @@ def shaped(
     """
     spectrum = np.fft.rfftn(noise) * wave ** np.float32(-index / 2)
     spectrum[0, 0, 0] = 0.0
-    field = np.fft.irfftn(spectrum, noise.shape)
+    field = np.fft.irfftn(spectrum, noise.shape, _CUBE)
     return np.asarray(field / field.std(), np.float32)
 
 
@@ -323,7 +325,7 @@ def segmented_volumes(
     low = wave_numbers(extent) <= max(1.0, extent / 8)
     labels = np.empty(volumes.shape[:-1], np.int32)
     for sample, field in enumerate(volumes[..., 0]):
-        large = np.fft.irfftn(np.fft.rfftn(field) * low, field.shape)
+        large = np.fft.irfftn(np.fft.rfftn(field) * low, field.shape, _CUBE)
         ranks = np.argsort(np.argsort(large, axis=None, kind="stable"))
         labels[sample] = (ranks * classes // large.size).reshape(large.shape)
     return {"volumes": volumes, "labels": labels}

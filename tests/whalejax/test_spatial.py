@@ -133,9 +133,14 @@ def halos(plan: wh.Plan) -> Counter[str]:
 
 
 def exchanged(step: Any) -> int:
-    """Bytes that a compiled step permutes; it must gather and exchange nothing else."""
+    """Bytes that a compiled step permutes.
+
+    It must exchange nothing else, and gather nothing but what ``fsdp`` stores.
+    """
     found = hlo.collectives(step.lower().compile().as_text())
-    assert set(found.nbytes) <= {"all-reduce", "collective-permute"}, found.nbytes
+    kinds = {"all-reduce", "collective-permute"}
+    kinds |= {"all-gather"} if "fsdp" in step.plan.axis_sizes else set()
+    assert set(found.nbytes) <= kinds, found.nbytes
     return int(found.nbytes.get("collective-permute", 0))
 
 
@@ -153,7 +158,9 @@ def held(job: wh.Job, mesh: dict[str, int]) -> None:
         )
         assert found.compilations == 1
         predicted = halos(found.plan)
-        assert {a for a, n in mesh.items() if n > 1} - {"data"} == set(predicted)
+        assert {a for a, n in mesh.items() if n > 1} - {"data", "fsdp"} == set(
+            predicted
+        )
         assert sum(predicted.values()) == exchanged(found.step)
 
 
@@ -189,12 +196,24 @@ def test_every_window_on_other_meshes(mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", ["cosmoflow-test", "unet3d-test"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_reference_models(name: str, norm: bool) -> None:
-    option = {"batch_norm": norm} if name == "cosmoflow-test" else {"groups": 2 * norm}
-    job = model_job(name, batch_size=2, **option)
+    job = model_job(name, batch_size=2, batch_norm=norm)
     one = equality.on_one_device(job)
     found = equality.check(one, mesh=ALL, zero=0)
     assert found.error <= 10 * equality.FLOAT32_TOLERANCE, found.worst_path
     assert sum(halos(found.plan).values()) == exchanged(found.step)
+
+
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+def test_images_share_height_and_width() -> None:
+    sizes = {"batch_size": 4, "image_size": 32, "param_dtype": "float64"}
+    job = model_job("resnet-test", annotated=False, **sizes)
+    with jax.enable_x64(True):
+        one = equality.on_one_device(job)
+        mesh = {"data": 2, "height": 2, "width": 2}
+        found = equality.check(one, mesh=mesh, zero=0)
+        assert found.error <= equality.FLOAT64_TOLERANCE, found.worst_path
+        assert sum(halos(found.plan).values()) == exchanged(found.step)
 
 
 # What is refused.

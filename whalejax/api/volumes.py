@@ -49,7 +49,7 @@ class Volumes:
     """
 
     def __init__(
-        self, leaves: Mapping[str, Sequence[Any]], step: TrainStep | None = None
+        self, leaves: Mapping[str, Any], step: TrainStep | None = None
     ) -> None:
         """Read nothing yet.
 
