@@ -9,9 +9,10 @@ replaced by a new process. Of every committed step the ledger's journal says whi
 summed which micro-batch of which stage:
 
 ``faults``: those that came about where they were drawn; a peer that nobody asks for
-that is killed from outside after some steps. ``lost``, ``doubled``: micro-batches that no peer, or more than one, had in the sum.
-``digests_equal``: peers of a stage had the same parameters and optimizer state after
-each step; ``max_rel_loss_diff``: of any step, to the same steps in one process.
+that is killed from outside after some steps. ``lost``, ``doubled``: micro-batches that
+no peer, or more than one, had in the sum. ``digests_equal``: peers of a stage had the
+same parameters and optimizer state after each step; ``max_rel_loss_diff``: of any step,
+to the same steps in one process.
 
 Beside them, runs without faults in one process: ``int8_wire_ratio``, bytes of tensors
 at borders over a wire of float32 over those of int8, as peers counted them; and the
