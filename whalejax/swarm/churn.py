@@ -113,9 +113,9 @@ def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
 
     Example:
         >>> churn = Churn(peers=2, lifetime_seconds=50.0, join_seconds=40.0,
-        ...               seconds=60.0)
+        ...               seconds=12.0)
         >>> [(round(e.time), str(e.event), e.peer) for e in draw(churn, seed=1)]
-        [(0, 'join', 'p0'), (0, 'join', 'p1'), (7, 'kill', 'p0')]
+        [(0, 'join', 'p0'), (0, 'join', 'p1'), (6, 'join', 'p2'), (11, 'kill', 'p2')]
     """
     random_numbers = random.Random(seed)
     births = [0.0] * churn.peers
