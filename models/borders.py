@@ -49,11 +49,13 @@ class Bottleneck(nnx.Module):
 
     def compress(self, x: jax.Array) -> jax.Array:
         """What is sent: (…, width) to (…, width / factor)."""
-        return self.norm_after(self.narrow(self.norm_before(x)))
+        sent: jax.Array = self.norm_after(self.narrow(self.norm_before(x)))
+        return sent
 
     def expand(self, sent: jax.Array) -> jax.Array:
         """What the next stage computes with: (…, width / factor) to (…, width)."""
-        return self.widen(rounded(sent) if self.eight_bit else sent)
+        wide: jax.Array = self.widen(rounded(sent) if self.eight_bit else sent)
+        return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Both, where no border lies between them."""
@@ -92,11 +94,13 @@ class Maxout(nnx.Module):
     def compress(self, x: jax.Array) -> jax.Array:
         """What is sent: (…, width) to (…, width / factor)."""
         groups = self.norm_before(x).reshape(*x.shape[:-1], -1, self.factor)
-        return self.norm_after(groups.max(axis=-1))
+        sent: jax.Array = self.norm_after(groups.max(axis=-1))
+        return sent
 
     def expand(self, sent: jax.Array) -> jax.Array:
         """What the next stage computes with: (…, width / factor) to (…, width)."""
-        return self.widen(rounded(sent) if self.eight_bit else sent)
+        wide: jax.Array = self.widen(rounded(sent) if self.eight_bit else sent)
+        return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Both, where no border lies between them."""
@@ -111,7 +115,8 @@ def rounded(x: jax.Array, block: int = BLOCK) -> jax.Array:
         block: values that share a scale.
     """
     sent: Any = dequantize(quantize(x, block)).astype(x.dtype)
-    return x + jax.lax.stop_gradient(sent - x)
+    same: jax.Array = x + jax.lax.stop_gradient(sent - x)
+    return same
 
 
 def _narrow(layer: str, width: int, factor: int) -> int:

@@ -56,6 +56,9 @@ def _plan_arguments(w: World) -> dict[str, Any]:
         "loss_chunks": None,
         "shares": None,
         "compiler_options": None,
+        "swarm": False,
+        "bandwidth": None,
+        "wire": None,
     }
 
 
@@ -84,6 +87,9 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "loss_chunks": ("none", "the planner chooses"),
     "shares": ("none array?", "the planner chooses; devices must divide so"),
     "compiler_options": ("none dict entry?", "no options; XLA knows its options"),
+    "swarm": ("false", "no swarm; one needs a bandwidth"),
+    "bandwidth": ("none", "only a swarm has one"),
+    "wire": ("none", "only a swarm has one"),
 }
 
 _ANY: Final = (ALL, "JAX rebuilds it around placeholders of any kind")
@@ -91,6 +97,7 @@ _ANY: Final = (ALL, "JAX rebuilds it around placeholders of any kind")
 NOT_WHOLE: Final[Mapping[str, str]] = {
     "Cluster.from_paddle": "a file of Paddle's is none that these tests write",
     "Plan.batch_slices": "this plan has no shares",
+    "square_cube": "this plan has no stages",
     "TrainStep": "it is made by wh.compile alone",
     "TrainStep.__call__": "it would consume the state that the others need",
     "TrainStep.rebalances=": "this plan has no shares",
@@ -262,6 +269,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "stages": NONE,
             "runnable": SWITCH,
             "beyond": NONE,
+            "swarm": NONE,
             "question": (ALL, "it is kept, and asked only where it can be"),
         },
     ),
@@ -454,6 +462,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "nodes": ("none", "those of the cluster"),
             "trace": NONE,
         },
+    ),
+    "square_cube": Entry(
+        given=lambda w: {"plan": w.plan, "bandwidths": ["1Gb/s"], "wire": "f32"},
+        legal={},
     ),
     "train_elastic": Entry(
         given=lambda w: {

@@ -115,9 +115,10 @@ def square_cube(
     """
     problems = Arguments("square_cube", PlanError)
     problems.of("plan", plan, Plan, "a plan, as wh.plan gives it")
-    if wire not in WIRES:
+    if not (isinstance(wire, str) and wire in WIRES):
         problems.refuse("wire", wire, f"one of {', '.join(WIRES)}")
-    if isinstance(bandwidths, str) or not isinstance(bandwidths, Sequence):
+    listed = isinstance(bandwidths, list | tuple) and len(bandwidths) > 0
+    if not listed:
         problems.refuse("bandwidths", bandwidths, "a list such as ['200Mb/s', 1e9]")
     problems.raise_if_any()
     rates = [bytes_per_second(each, "bandwidths") for each in bandwidths]

@@ -184,7 +184,8 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
 
 
 def _check_swarm(settings: PlanSettings, problems: Arguments) -> None:
-    if settings.wire is not None and settings.wire not in WIRES:
+    named = isinstance(settings.wire, str) and settings.wire in WIRES
+    if settings.wire is not None and not named:
         problems.refuse("wire", settings.wire, f"one of {', '.join(WIRES)}, or None")
     if settings.bandwidth is not None:
         try:

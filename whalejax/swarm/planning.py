@@ -213,7 +213,7 @@ def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
         bound.append(max(ahead + back, max(sum(received), sum(sent)) / bandwidth))
     counts = best_counts(peers, bound)
     stages = tuple(
-        _stage(plan, number, wire, counts[number], *calls[number], bandwidth)
+        _stage(plan, number, wire, counts[number], calls[number], bandwidth)
         for number in range(len(paces))
     )
     swarm = Swarm(
@@ -235,11 +235,11 @@ def _stage(
     number: int,
     wire: str,
     peers: int,
-    forward: float,
-    backward: float,
+    calls: tuple[float, float],
     bandwidth: float,
 ) -> SwarmStage:
     assert plan.stages is not None
+    forward, backward = calls
     own = plan.stages.plans[number].memory
     borders = border_bytes(plan, number, wire)
     crossing = max(sum(borders[0]), sum(borders[1]))

@@ -244,16 +244,20 @@ class MoveCost:
         state_bytes: parameters and optimizer state of the stage it goes to.
         bytes_per_second: of its link.
         compile_seconds: until its programs of the new stage are compiled.
+        wait_seconds: from then until it is given work, such as half a step where it
+            serves from the next step on.
     """
 
     state_bytes: int
     bytes_per_second: float
     compile_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """From leaving to serving."""
-        return self.state_bytes / self.bytes_per_second + self.compile_seconds
+        downloaded = self.state_bytes / self.bytes_per_second
+        return downloaded + self.compile_seconds + self.wait_seconds
 
 
 class Rebalancer:

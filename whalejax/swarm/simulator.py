@@ -655,8 +655,11 @@ class Simulator:
 
     def _look(self) -> None:
         loads = self._loads()
+        # It serves from the next step on, which is half a step away on average.
+        wait = max(self._steps[-1:] or [self.now - self._step_began]) / 2
         costs = [
-            self._move_cost(stage, self._any_link()) for stage in range(self._count)
+            self._move_cost(stage, self._any_link(), wait)
+            for stage in range(self._count)
         ]
         move = self._rebalancer.decide(loads, self.now, costs)
         if move is not None:
@@ -680,11 +683,12 @@ class Simulator:
     def _any_link(self) -> Link:
         return next(iter(self._peers.values())).link
 
-    def _move_cost(self, stage: int, link: Link) -> MoveCost:
+    def _move_cost(self, stage: int, link: Link, wait: float = 0.0) -> MoveCost:
         return MoveCost(
             state_bytes=self.setting.stages[stage].state_bytes,
             bytes_per_second=min(link.down_bytes_per_second, link.up_bytes_per_second),
             compile_seconds=self.setting.compile_seconds,
+            wait_seconds=wait,
         )
 
     def _members(self, stage: int) -> list[str]:

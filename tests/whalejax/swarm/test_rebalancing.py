@@ -208,6 +208,10 @@ def test_one_moves_at_a_time_and_a_lost_one_is_given_up() -> None:
             MoveCost(state_bytes=10**9, bytes_per_second=2.5e7, compile_seconds=600.0),
             False,
         ),
+        (
+            MoveCost(state_bytes=10**6, bytes_per_second=2.5e7, wait_seconds=600.0),
+            False,
+        ),
     ],
 )
 def test_a_move_must_win_what_it_costs(cost: MoveCost, pays: bool) -> None:
