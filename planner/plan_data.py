@@ -37,7 +37,7 @@ from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
-PLAN_VERSION: Final = 16
+PLAN_VERSION: Final = 15
 """Version of the file format."""
 
 
@@ -147,7 +147,9 @@ class PlanData(StepOptions):
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
-    swarm: Swarm | None = None
+    swarm: Swarm | None = dataclasses.field(
+        default=None, metadata={"unless_default": True}
+    )
     source: tuple[str, ...] = ()
     question: Question | None = dataclasses.field(
         default=None, compare=False, repr=False, metadata={"kept": False}
