@@ -78,6 +78,8 @@ where samples are shared (``SPATIAL_AXES``)."""
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
 NO_SPACE = "no dimension for a spatial axis"
+SPACE_BESIDE_TENSOR = "a spatial axis beside tensor"
+SPACE_BESIDE_RANKS = "a spatial axis beside ranks that combine"
 SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
@@ -329,16 +331,16 @@ class Search:
     def spaces(self) -> list[dict[str, int]]:
         """Sizes of the spatial axes that the model's extents allow and none fixes."""
         fixed, count = self.request.mesh or {}, self.request.num_devices
-        choices = []
+        choices: list[list[int]] = []
         for axis in SPATIAL_AXES:
             roles = [self.dims.roles[r] for r in self.options.space[axis]]
             common = math.gcd(*(r.divisible for r in roles)) if roles else 1
             sizes = [n for n in divisors(count) if common % n == 0]
             choices.append([n for n in sizes if n == fixed.get(axis, n)] or [1])
-        every = (
+        every: list[dict[str, int]] = [
             dict(zip(SPATIAL_AXES, sizes, strict=True))
             for sizes in itertools.product(*choices)
-        )
+        ]
         found = [one for one in every if 1 < math.prod(one.values()) <= count]
         return [one for one in found if count % math.prod(one.values()) == 0]
 
@@ -426,7 +428,16 @@ class Search:
         return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
 
     def _no_space(self, mesh: Mapping[str, int]) -> str:
-        """Why a mesh's spatial axes share no space, or an empty text."""
+        """Why a mesh's spatial axes share no space, or an empty text.
+
+        Where ``tensor`` shards a kernel's channels and another axis the space of what
+        it convolves, XLA returns the result a multiple too large (JAX 0.10 to 0.12).
+        """
+        if any(mesh.get(axis, 1) > 1 for axis in SPATIAL_AXES):
+            if mesh.get("tensor", 1) > 1:
+                return SPACE_BESIDE_TENSOR
+            if self.request.combine != "mean":
+                return SPACE_BESIDE_RANKS
         for axis in SPATIAL_AXES:
             size = mesh.get(axis, 1)
             if size == 1:

@@ -102,6 +102,11 @@ def test_a_refused_plan_gives_way_to_one_that_is_accepted(compiler: Answers) -> 
     (note,) = (n for n in found.notes if n.startswith("verified: h100:4 accepts it"))
     assert "was refused" in note
     assert found.cluster == tight
+    changed = found.what_if(zero=0)
+    assert 1.3 * changed.memory.total_bytes <= tight.memory_bytes
+    assert changed.notes[-1].startswith("verified: ")
+    estimate = found.what_if(runnable=False)
+    assert not any(note.startswith("verified: ") for note in estimate.notes)
 
 
 def test_what_the_user_fixed_stays_fixed(compiler: Answers) -> None:

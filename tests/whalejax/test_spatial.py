@@ -291,11 +291,49 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "with a kernel of 3 and padding (2, 1); only one whose kernel is its "
             "stride, with padding (1, 1), can share space",
         ),
+        (
+            lambda p, x: lax.conv_general_dilated(
+                x,
+                p["k3"][..., :1, :],
+                (1, 1, 1),
+                ((-1, 3), (1, 1), (1, 1)),
+                dimension_numbers=NUMBERS,
+                feature_group_count=2,
+            ),
+            "depth: conv_general_dilated: the first of its windows of 3 begins -1 "
+            "before the first element, so that some windows lie on other devices as a "
+            "whole; with a padding of 0 to 2 devices could share them",
+        ),
     ],
-    ids=["running sum", "pooling", "transposed"],
+    ids=["running sum", "pooling", "transposed", "shifted groups"],
 )
 def test_operations_that_cannot_share_space(net: Any, text: str) -> None:
     assert text in refused(one_net(net), {"depth": 2})
+
+
+def test_space_beside_tensor_is_refused_and_never_chosen() -> None:
+    """XLA returns too much where tensor shards the channels of what it convolves."""
+    job = one_net(lambda p, x: convolved(x, p["k3"]))
+    text = refused(job, {"depth": 2, "tensor": 2})
+    assert "a spatial axis beside tensor; mesh= fixes depth 2 × tensor 2" in text
+    assert "Leave tensor out" in text
+    plan = wh.plan(
+        job.loss_fn,
+        job.make_model(None),
+        job.batch_at(0),
+        cluster="h100:4",
+        mesh={"depth": 2},
+    )
+    assert plan.axis_sizes["depth"] == 2
+    assert not any("tensor" in row.layout for row in plan.candidates)
+
+
+def test_space_beside_ranks_that_combine_is_refused() -> None:
+    job = one_net(lambda p, x: convolved(x, p["k3"]))
+    mesh = {"data": 2, "depth": 2}
+    text = refused(job, mesh, combine="adasum", trainable="k3")
+    assert "a spatial axis beside ranks that combine" in text
+    assert 'Take combine="mean"' in text
 
 
 def test_what_no_executor_runs_beside_it() -> None:

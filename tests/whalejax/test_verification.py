@@ -41,7 +41,9 @@ needs_gpu_compiler = pytest.mark.skipif(
 )
 
 
-def planned(name: str, cluster: str, batch: int = 16, **options: Any) -> wh.Plan:
+def planned(
+    name: str, cluster: str | wh.Cluster, batch: int = 16, **options: Any
+) -> wh.Plan:
     """A plan of a reference model."""
     job = models.job(name, annotated=False, **options.pop("model", {}))
     return wh.plan(

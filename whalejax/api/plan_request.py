@@ -184,7 +184,8 @@ class PlanQuestion:
             least = max(margin, self.request.margin or 0.0)
             return self.again(verified=False, margin=least)
 
-        return accepted(plan, verify, again)
+        # What is asked later is asked of the request, not of the margin that was found.
+        return dataclasses.replace(accepted(plan, verify, again), question=self)
 
     def again(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""
@@ -211,6 +212,8 @@ class PlanQuestion:
                     "'local' for the devices of this process"
                 )
             cluster = changes["cluster"] = parsed_cluster(changes["cluster"])
+        if changes.get("runnable") is False:
+            changes.setdefault("verified", False)  # nothing compiles an estimate
         request = dataclasses.replace(self.request, **changes)
         return dataclasses.replace(
             self, batch=batch, cluster=cluster, request=request

@@ -6,6 +6,7 @@ does. What devices cannot share says why.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,20 +121,23 @@ def _even(window: Window, equation: Equation, result: int) -> Window:
     made = equation.shape(result)[window.out]
     if window.refused or not window.local:
         return window
-    if size * window.spread == made * window.stride:
-        return window
-    return Window(
-        dim=window.dim,
-        out=window.out,
-        space=window.space,
-        span=window.span,
-        stride=window.stride,
-        low=window.low,
-        spread=window.spread,
-        local=True,
-        refused=(
-            f"its windows of {window.span} with stride {window.stride} make {made} of "
-            f"{size}; padded to {made * window.stride} of {made} (SAME), devices could "
-            "share them"
-        ),
-    )
+    if size * window.spread != made * window.stride:
+        return dataclasses.replace(
+            window,
+            refused=(
+                f"its windows of {window.span} with stride {window.stride} make {made} "
+                f"of {size}; padded to {made * window.stride} of {made} (SAME), "
+                "devices could share them"
+            ),
+        )
+    if window.spread == 1 and not 0 <= window.low < window.span:
+        return dataclasses.replace(
+            window,
+            refused=(
+                f"the first of its windows of {window.span} begins {window.low} before "
+                "the first element, so that some windows lie on other devices as a "
+                f"whole; with a padding of 0 to {window.span - 1} devices could share "
+                "them"
+            ),
+        )
+    return window
