@@ -75,6 +75,11 @@ HARDWARE: Final[Mapping[str, Entry]] = {
         legal={"options": ("dict entry", "those not known change nothing")},
     ),
     "Cluster.with_memory": Entry(of=lambda w: w.cluster, given=given(memory_bytes=1)),
+    "Cluster.with_memory_of": Entry(
+        of=lambda w: w.cluster,
+        given=given(memory_bytes={}),
+        legal={"memory_bytes": ("dict entry", "other kinds stay as they are")},
+    ),
     "Cluster.with_prices": Entry(
         of=lambda w: w.cluster,
         given=given(prices={}),

@@ -57,6 +57,8 @@ def _plan_arguments(w: World) -> dict[str, Any]:
         "combine": "mean",
         "shares": None,
         "compiler_options": None,
+        "margin": None,
+        "verified": False,
         "swarm": False,
         "bandwidth": None,
         "wire": None,
@@ -88,7 +90,8 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "loss_chunks": ("none", "the planner chooses"),
     "shares": ("none array?", "the planner chooses; devices must divide so"),
     "compiler_options": ("none dict entry?", "no options; XLA knows its options"),
-    "swarm": ("false", "no swarm; one needs a bandwidth"),
+    "margin": ("none zero half", "as compiled programs tell; or a part of it"),
+    "verified": SWITCH,
     "bandwidth": ("none", "only a swarm has one"),
     "wire": ("none", "only a swarm has one"),
 }
@@ -173,6 +176,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "epochs": ("none zero", "no end; an end at once"),
         },
         says={"source": "source|samples"},
+    ),
+    "Volumes": Entry(
+        given=given(leaves={"x": [1, 2]}, step=None), legal={"step": NONE}
     ),
     "Feed.get_state": Entry(of=lambda w: wh.Feed([1, 2], 1)),
     "Feed.set_state": Entry(
@@ -395,6 +401,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "TrainStep.__call__": Entry(of=lambda w: w.step, given=given("state", "batch")),
     "TrainStep.abstract_state": Entry(of=lambda w: w.step),
+    "TrainStep.batch_regions": Entry(of=lambda w: w.step),
     "TrainStep.batch_rows": Entry(of=lambda w: w.step),
     "TrainStep.adopt": Entry(of=lambda w: w.step, given=given("state")),
     "TrainStep.eval": Entry(

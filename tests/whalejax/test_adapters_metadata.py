@@ -79,7 +79,7 @@ def test_the_users_own_mesh_axes() -> None:
     )
     assert (
         "axis 'model', which is none of ours (stage, data, fsdp, expert, context, "
-        "tensor). Map it, as in axis_names={'model': 'tensor'}."
+        "depth, height, width, tensor). Map it, as in axis_names={'model': 'tensor'}."
     ) in text
     mapped = adapt(variables, two, axis_names={"rows": "data", "model": "tensor"})
     assert metadata(mapped) == ((None, None), ("data", "tensor"))

@@ -448,7 +448,7 @@ def test_a_logical_name_that_is_misspelt() -> None:
 
 def test_a_model_that_fits_under_no_plan() -> None:
     cluster = wh.cluster("h100:8").with_memory(10_000)
-    text = refused(cluster=cluster)
+    text = refused(cluster=cluster, margin=0)
     assert text.startswith("no plan fits: the nearest (")
     plan = planned()
     nearest = min(c.memory_bytes for c in plan.candidates)

@@ -68,6 +68,7 @@ MORE: Final[Mapping[str, Mapping[str, Any]]] = {
 ANY_WORDS: Final = ("text minus", "any words")
 LEGAL: Final[Mapping[str, tuple[str, str]]] = {
     "seed": ("minus zero", "any number is a seed"),
+    "margin": ("zero", "nothing is kept free"),
     "replay": ("zero", "no step is repeated"),
     "spares": ("zero", "nobody stands by"),
     "restart": ("zero", "what takes no time"),

@@ -480,7 +480,7 @@ def test_shares_are_what_memory_holds() -> None:
             {name: shape((32768, 64), "float32") for name in "xy"},
             optimizer=optax.adam(1e-3),
             cluster=dataclasses.replace(machine, nodes=tuple(nodes)),
-            **{"num_micro_batches": 64, **options},
+            **{"num_micro_batches": 64, "margin": 0, **options},
         )
 
     roomy = planned(10**9, 10**9, shares=[32, 32]).memory

@@ -186,6 +186,7 @@ def test_parameters_are_the_same_bits_on_every_replica() -> None:
 def planned(cluster: Cluster, **options: Any) -> wh.Plan:
     rows = {"x": jax.ShapeDtypeStruct((2048, 1024), jnp.float32)}
     given: dict[str, Any] = {"optimizer": optax.adam(1e-3), "num_micro_batches": 32}
+    given["margin"] = 0
     return wh.plan(simple, WIDE, rows, cluster=cluster, **{**given, **options})
 
 

@@ -69,6 +69,18 @@ class Volumes:
                 f"leaves is {shown(leaves)}; expected a file for each sample, by the "
                 "name of a batch leaf: {'volumes': ['0.npy', '1.npy']}"
             )
+        for name, each in leaves.items():
+            several = isinstance(each, list | tuple)
+            if not several and not (isinstance(each, np.ndarray) and each.ndim):
+                problems.add(
+                    f"leaves[{shown(name)}] is {shown(each)}; expected a list of files "
+                    "or an array, with one for each sample"
+                )
+        if step is not None and not hasattr(step, "batch_regions"):
+            problems.add(
+                f"step is {shown(step)}; expected what wh.compile returned, or None"
+            )
+        problems.raise_if_any()
         counts = {name: len(each) for name, each in leaves.items()}
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name} {n}" for name, n in counts.items())
@@ -136,8 +148,11 @@ def _opened(path: Path, where: str) -> Any:
     if path.is_dir():
         return _opened_zarr(path, where)
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            raise ValueError("it holds several arrays")
+        return found
+    except (ValueError, OSError, EOFError) as error:
         raise WhaleError(
             f"{where}: {path} cannot be read ({error}). Give .npy files of numbers, or "
             "folders with Zarr arrays"

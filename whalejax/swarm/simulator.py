@@ -304,7 +304,9 @@ class Simulator:
     def _joins(self, event: ChurnEvent) -> None:
         known = self._peers.get(event.peer)
         if known is not None and known.is_alive:
-            return
+            if not known.is_leaving:
+                return
+            self._dies(known, is_silent=False)  # It begins anew before it has gone.
         incarnation = self._incarnations.get(event.peer, 0) + 1
         self._incarnations[event.peer] = incarnation
         present = self._loads(with_movers=True)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving

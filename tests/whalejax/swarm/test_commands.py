@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
 from whalejax.swarm.wire.service import Address
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
 from whalejax.swarm.ledger import Ledger, committed
 

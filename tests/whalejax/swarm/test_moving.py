@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.swarm.moving import Mover
 from whalejax.swarm.peer import Peer

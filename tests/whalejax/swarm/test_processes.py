@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 
@@ -32,7 +32,7 @@ def processes(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Peers, which are ended in any case."""
     common = {
-        "job": "tests.whalejax.swarm.jobs:make",
+        "job": "tests.whalejax.swarm.swarm_jobs:make",
         "stages": jobs.STAGES,
         "micro_batches": jobs.COUNT,
         "registry": list(registry),

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.peer import Peer

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import whalejax.swarm
-from tests.whalejax.swarm import jobs
+from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.elastic.wire.connection import dial
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
