@@ -656,6 +656,8 @@ class Simulator:
     # Rebalancing and the books.
 
     def _look(self) -> None:
+        if self.setting.rule is not Rule.NONE:
+            self._send_waiting()
         loads = self._loads()
         # It serves from the next step on, which is half a step away on average.
         wait = max(self._steps[-1:] or [self.now - self._step_began]) / 2
@@ -666,6 +668,19 @@ class Simulator:
         move = self._rebalancer.decide(loads, self.now, costs)
         if move is not None:
             self._moves_to(self._peers[move.peer], move.target)
+
+    def _send_waiting(self) -> None:
+        """Who waits for a step to end goes to a stage without which it does not end."""
+        for stage in range(self._count):
+            staying = [
+                p for p in self._peers.values() if p.is_alive and not p.is_leaving
+            ]
+            here = [p for p in self._arriving if p in staying]
+            if not here or any(p.stage == stage for p in staying):
+                continue  # Somebody serves it, or downloads its state.
+            self._arriving.remove(here[0])
+            here[0].stage = stage
+            self._downloads(here[0])
 
     def _look_regularly(self) -> None:
         self._look()

@@ -242,6 +242,16 @@ def test_any_order_of_events_keeps_the_ledger_whole(
         assert late, found
 
 
+def test_a_newcomer_that_waits_for_the_step_fills_a_stage_that_stops_it() -> None:
+    """It comes back while it leaves, and then a stage loses its only peer."""
+    gone = [at(1.0, Happening.LEAVE, "p0"), at(1.0, Happening.JOIN, "p0")]
+    gone += [at(1.0, Happening.LEAVE, name) for name in ("p1", "p2")]
+    for rule in (Rule.PAPER, Rule.OPTIMUM):
+        setting = dataclasses.replace(SETTING, micro_batches=8, rule=rule, period=20.0)
+        found = simulate(setting, [*here(5, link=LINK), *gone], 300.0)
+        assert found.micro_batches > 0 and found.empty_seconds < 60.0
+
+
 def test_traces_are_written_down_and_read_back(tmp_path: Path) -> None:
     trace = draw(dataclasses.replace(CHURN, join_seconds=300.0), 5)
     path = tmp_path / "trace.csv"
