@@ -9,6 +9,7 @@ state of a mate before the next step.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -258,14 +259,15 @@ class Commit:
         return self._ask(stage, members, "update", fields, arrays)
 
     def _taken(self, stage: int, level: int, answers: Answers) -> dict[int, np.ndarray]:
-        """What the answers say; who says something else than the first is behind."""
+        """What the answers say; who says something else than most of them is behind."""
         context = self._context
         late = [m for m in self._members[stage] if m.name not in answers]
         if level < context.cut.update.rounds - 1:
             first = next(iter(answers.values()))
             return dict(zip(first.fields["numbers"], first.arrays, strict=True))
         digests = {name: str(a.fields["digest"]) for name, a in answers.items()}
-        good = next(iter(digests.values()))
+        ((good, _),) = Counter(digests.values()).most_common(1)
+        known = next(name for name, said in digests.items() if said == good)
         self.digests[stage] = good
         for member in self._members[stage]:
             said = digests.get(member.name)
@@ -274,7 +276,7 @@ class Commit:
                     "differs",
                     peer=member.name,
                     why=f"stage {stage}, step {context.step + 1}: {said[:12]}, and "
-                    f"{good[:12]} at {next(iter(digests))}",
+                    f"{good[:12]} at {known}",
                 )
                 late.append(member)
         for member in late:

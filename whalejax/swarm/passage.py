@@ -8,6 +8,7 @@ is.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -155,6 +156,7 @@ class Passage:
         self._forward: dict[int, Made] = {}
         self.backward: dict[int, Made] = {}
         self._attempts = 0
+        self._tried: Counter[tuple[int, Phase]] = Counter()
         self._made: set[tuple[str, int]] = set()
         self._lock = threading.RLock()
         self.sums: tuple[Any, ...] = ()
@@ -207,7 +209,8 @@ class Passage:
         """One attempt; none where it failed."""
         context = self._context
         self._attempts += 1
-        if self._attempts > MOST_ATTEMPTS:
+        self._tried[stage, phase] += 1
+        if self._tried[stage, phase] > MOST_ATTEMPTS:
             raise WhaleError(
                 f"step {context.step}: micro-batch {self._number} was tried "
                 f"{MOST_ATTEMPTS} times and has not got through stage {stage}. Look at "

@@ -173,6 +173,13 @@ class Trainer:
             yield self.step, metrics
             self._between(self)
         self._take_snapshot()
+        if self._snapshot.step != self.step:
+            raise WhaleError(
+                f"all {self.step} steps are done, and no peer gave the state of a "
+                f"stage after the last: the newest whole state is of step "
+                f"{self._snapshot.step}. Start the run again with the same folder; it "
+                "goes on from there"
+            )
 
     def _one(self) -> dict[str, Any]:
         """One step."""
@@ -376,6 +383,7 @@ class Trainer:
         for member in self.fleet.usable(stage):
             pieces: list[np.ndarray] = []
             count, digest = 1, ""
+            left = self.cut.state_bytes(stage)
             try:
                 while len(pieces) < count:
                     fields = {"stage": stage, "step": self.step, "place": len(pieces)}
@@ -388,7 +396,10 @@ class Trainer:
                     count = int(answer.fields["count"])
                     digest = str(answer.fields["digest"])
                     pieces.append(answer.arrays[0])
-            except (Gone, Refused) as error:
+                    left -= pieces[-1].nbytes
+                    if left < 0 or not pieces[-1].nbytes:
+                        raise Refused("shape", "it sends more than a stage holds")
+            except (Gone, Refused, KeyError, IndexError, ValueError) as error:
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
                 continue
