@@ -45,7 +45,7 @@ def memory_band(platform: str, graph: Graph) -> MemoryBand:
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
         graph: the captured loss.
     """
-    return band_of(platform, in_a_loop=any(op.trip > 1 for op in graph.ops))
+    return band_of(platform, in_a_loop=graph.layers_in_a_loop)
 
 
 def band_of(platform: str, *, in_a_loop: bool) -> MemoryBand:

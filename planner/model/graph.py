@@ -344,6 +344,13 @@ class Graph:
         return tuple(t for t in self.tensors if t.kind == "param")
 
     @property
+    def layers_in_a_loop(self) -> bool:
+        """At least half of the floating-point operations stand in loops."""
+        work = [(op.flops * op.trip, op.trip > 1) for op in self.ops]
+        looped = sum(flops for flops, inside in work if inside)
+        return looped > 0 and 2 * looped >= sum(flops for flops, _ in work)
+
+    @property
     def frozen_bytes(self) -> int:
         """Of the weights that are not trained."""
         return sum(t.nbytes for t in self.params if t.frozen)

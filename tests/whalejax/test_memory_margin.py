@@ -15,7 +15,8 @@ import pytest
 import whalejax as wh
 from whalejax.api import plan_request
 from whalejax.planner.errors import NothingFits
-from whalejax.verification.targets import NoCompiler
+from whalejax.verification import checking
+from whalejax.verification.targets import NoCompiler, VerifyError
 
 
 MODEL = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(4)}
@@ -67,17 +68,20 @@ def test_a_margin_on_stages_with_programs_of_their_own() -> None:
     assert wh.Plan.from_document(plan.document()) == plan
 
 
-Answers = Callable[..., None]
+Answers = Callable[..., list[wh.Plan]]
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Answers:
     """Stands in for a compiler: programs take a factor of what is predicted."""
 
-    def install(factor: float, failure: Exception | None = None) -> None:
+    def install(factor: float, failure: Exception | None = None) -> list[wh.Plan]:
+        compiled: list[wh.Plan] = []
+
         def verify(
-            self: Any, plan: wh.Plan, topology: str | None, *, timeout_seconds: float
+            self: Any, plan: wh.Plan, topology: str | None, **settings: Any
         ) -> Any:
+            compiled.append(plan)
             if failure is not None:
                 raise failure
             needed = int(factor * plan.memory.total_bytes)
@@ -90,6 +94,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Answers:
             )
 
         monkeypatch.setattr(plan_request.PlanQuestion, "verify", verify)
+        return compiled
 
     return install
 
@@ -129,6 +134,68 @@ def test_a_compiler_that_is_missing_is_said(compiler: Answers) -> None:
     compiler(1.0, NoCompiler("install it"))
     found = planned(WHOLE, verified=True)
     assert "not verified, for want of a compiler: install it" in found.notes
+
+
+def test_a_compiler_that_gives_no_answer_names_the_plan(compiler: Answers) -> None:
+    compiler(1.0, VerifyError("it took longer than 3600 s"))
+    with pytest.raises(wh.WhaleError) as refused:
+        planned(WHOLE, verified=True, mesh={"data": 4})
+    assert "data 4" in str(refused.value)
+    assert "it took longer than 3600 s" in str(refused.value)
+
+
+def test_plans_of_several_programs_are_not_verified(compiler: Answers) -> None:
+    compiled = compiler(1.0)
+    with pytest.raises(wh.WhaleError, match="every rank of data of the plan"):
+        planned(wh.cluster("v100-32:2+p100-16:2"), mesh={"data": 4}, verified=True)
+    with pytest.raises(wh.WhaleError, match="verified=True compiles one program"):
+        planned(WHOLE, verified=True, swarm=True)
+    assert not compiled
+
+
+def test_a_search_compiles_one_plan_of_each_cluster(compiler: Answers) -> None:
+    compiled = compiler(1.0)
+    settings: Any = {"optimizer": optax.sgd(1e-3), "verified": True, "each": 2}
+    clusters = ["h100:4", "a100-80:4"]
+    found = wh.search(loss, MODEL, BATCH, clusters=clusters, **settings)
+    assert len(found.plans) > len(compiled) == len(clusters)
+
+
+def test_a_refusal_is_planned_again_once(
+    compiler: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan that would fit, which a user's own ``verify`` reports, is not sought."""
+    tight = exactly(planned(WHOLE, mesh={"data": 4}))
+    compiled = compiler(1.3)
+    planned(tight, verified=True)
+    assert len(compiled) == 2
+    sought: list[bool] = []
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        checking,
+        "check",
+        lambda *_, again, **__: sought.append(again is not None),
+    )
+    question: Any = planned(WHOLE).question
+    question.verify(None, None, timeout_seconds=1.0, better=False)
+    question.verify(None, None, timeout_seconds=1.0)
+    assert sought == [False, True]
+
+
+def test_the_band_is_that_of_most_of_the_products() -> None:
+    """A loop that makes few of them does not make a program one of scanned layers."""
+
+    def mostly_written_out(model: Any, x: jax.Array) -> jax.Array:
+        small = jnp.eye(2)
+        y, _ = jax.lax.scan(lambda y, _: (y @ small, None), x[:, :2], length=3)
+        return loss(model, x) + y.mean()
+
+    fixed: Any = {"mesh": {"data": 4}, "zero": 0, "num_micro_batches": 1}
+    fixed |= {"remat": "none", "offload": (), "cluster": WHOLE}
+    total = wh.plan(mostly_written_out, MODEL, BATCH, margin=0, **fixed)
+    nearly = WHOLE.with_memory(int(1.2 * total.memory.total_bytes))
+    plan = wh.plan(mostly_written_out, MODEL, BATCH, **{**fixed, "cluster": nearly})
+    assert any("margin=0.13 was kept free" in note for note in plan.notes)
 
 
 def test_a_compiler_that_refuses_everything(compiler: Answers) -> None:

@@ -18,7 +18,7 @@ from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.prediction_band import MemoryBand
 from whalejax.planner.plan.plan import Plan
-from whalejax.verification.targets import NoCompiler
+from whalejax.verification.targets import NoCompiler, VerifyError
 
 
 MOST_COMPILED: Final = 6
@@ -143,11 +143,25 @@ def accepted(
     refused: list[str] = []
     margin = 0.0
     for _ in range(MOST_COMPILED):
+        if plan.shares or plan.pipelines:
+            whose = "pipeline" if plan.pipelines else "rank of data"
+            raise PlanError(
+                "verified=True compiles what devices of one kind run together, and "
+                f"every {whose} of the plan for this cluster ({_words(plan)}) has "
+                "programs of its own. Leave verified out, or give a cluster of one "
+                "kind and the shares that it has by itself"
+            )
         try:
             found = verify(plan)
         except NoCompiler as error:
             text = f"not verified, for want of a compiler: {error}"
             return dataclasses.replace(plan, notes=(*plan.notes, text))
+        except VerifyError as error:
+            raise PlanError(
+                f"verified=True: {_words(plan)} was planned, and its compiler gave no "
+                f"answer: {error}. Without verified=True you get this plan; "
+                "plan.verify(timeout_seconds=…) asks the compiler again"
+            ) from error
         needed = found.peak.compiled
         if found.fits:
             text = f"verified: {found.target.words} accepts it"

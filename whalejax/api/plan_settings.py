@@ -229,6 +229,11 @@ def _check_margin(settings: PlanSettings, problems: Arguments) -> None:
             "verified=True compiles the plan, and runnable=False takes plans that "
             "nothing compiles. Leave one of them out"
         )
+    if settings.verified is True and settings.swarm is True:
+        problems.add(
+            "verified=True compiles one program for the whole cluster, and peers of a "
+            "swarm run programs of their own. Leave one of them out"
+        )
 
 
 def _check_default(default: Any, problems: Arguments) -> None:

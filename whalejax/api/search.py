@@ -50,7 +50,8 @@ def search(
         prices: of one device for an hour, by the name of its kind such as ``"h100"``,
             all in one currency; then steps have prices. A kind whose cluster file gives
             ``price_per_hour`` needs none.
-        each: at most so many plans of each cluster, on different meshes.
+        each: at most so many plans of each cluster, on different meshes. With
+            ``verified=True`` the first of each is compiled, the others are not.
         options: what else ``wh.plan`` takes, such as ``precision="bf16"``. With a fixed
             ``num_micro_batches`` a device may take more samples at a time on one
             cluster than on another; ``notes`` of what is found say so.
@@ -163,7 +164,7 @@ def _others(best: Plan, count: int) -> list[Plan]:
             continue
         tried.append(mesh)
         with contextlib.suppress(PlanError):  # not as it was fixed; others may be
-            found.append(best.what_if(mesh=mesh))
+            found.append(best.what_if(mesh=mesh, verified=False))
     return found
 
 
