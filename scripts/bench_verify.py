@@ -7,17 +7,26 @@ held against that. Programs whose name hashes to 0 modulo 3 are judges: no const
 ever fitted to them.
 
     python scripts/bench_verify.py [--refresh] [--only TEXT] [--verbose]
+        [--choices all|sample|none] [--seed N]
+
+Beside these stand training steps whose layout the planner chooses
+(``verified_choices.py``), compiled as they were planned. What was kept of one is judged
+where the plan is still the same. A drawn sample of them is planned anew
+(``--choices all`` plans all of them); where the choice has changed, the program is
+left out of the figures and counted in choices_changed until it is compiled again.
 
 ``--refresh`` compiles (those whose name holds TEXT, or which are not in the file yet);
-it takes about an hour, and needs the extra tpu-compile and, for GPUs, whalejax verify
---setup-gpu. The last line is one JSON object:
+it takes hours, can be interrupted, and needs the extra tpu-compile and, for GPUs,
+whalejax verify --setup-gpu. The last line is one JSON object:
 judge_mean_memory_error and judge_max_memory_error (relative, of peak memory),
 false_fits (predicted to fit, and do not), band_coverage and band_width (part of the
 judges whose memory lies between the edges that plans give, and how far those are apart,
 relative to the prediction), refused (predicted to fit with the margin that plans leave,
 and do not), traffic_within (part of all pairs of a
 program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind of
-collective, too), and the same for GPUs.
+collective, too), the same for GPUs, and of choices: how many were compiled, refused
+(by the compiler, of plans that the planner called feasible), mean, largest and
+95th-percentile error of memory, and traffic_within.
 """
 
 from __future__ import annotations
@@ -26,11 +35,14 @@ import argparse
 import datetime
 import hashlib
 import json
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verified_choices import CHOICES, Choice
 
 import whalejax as wh
 from whalejax import jobs, models
@@ -39,6 +51,9 @@ from whalejax.verification.comparison import CLOSE, Verification, planned_bytes
 
 
 FILE = Path(__file__).with_name("verified.json")
+CHOSEN = Path(__file__).with_name("verified_choices.json")
+SAMPLE = 8
+"""Choices that are planned anew where nobody asks for all of them."""
 ROOMY = 2**43
 """Bytes of a device on which everything can be planned."""
 SECONDS = 3600.0
@@ -297,11 +312,22 @@ def planned(program: Program) -> wh.Plan:
     )
 
 
-def compiled(program: Program) -> dict[str, Any]:
-    """What the compiler makes of a program, as it is kept."""
-    found: Verification = planned(program).verify(
-        program.topology, timeout_seconds=SECONDS
+def chosen_plan(choice: Choice) -> wh.Plan:
+    """The plan that the planner chooses."""
+    job = models.job(choice.model, **choice.options)
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, choice.batch),
+        optimizer=job.optimizer,
+        cluster=choice.topology,
+        precision=choice.precision,
     )
+
+
+def compiled(plan: wh.Plan, topology: str) -> dict[str, Any]:
+    """What the compiler makes of a plan, as it is kept."""
+    found: Verification = plan.verify(topology, timeout_seconds=SECONDS)
     document = found.document()
     kept = ("versions", "fits", "failure", "refused", "lower_seconds")
     kept += ("compile_seconds", "host_peak_bytes", "capacity_bytes")
@@ -425,6 +451,8 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
                 agreeing + (abs(ours - theirs) <= CLOSE * theirs),
             )
     measured = [line for line in lines if line.fits]
+    if not measured:
+        return {"programs": len(lines)}
     banded = [line for line in measured if line.program.judges] or measured
     judges = [abs(line.error) for line in measured if line.program.judges]
     others = [abs(line.error) for line in measured if not line.program.judges]
@@ -451,31 +479,146 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
     }
 
 
+def facts_of(plan: wh.Plan) -> dict[str, Any]:
+    """What is kept of the plan of a choice, to judge it without planning again."""
+    return {
+        "hash": plan.hash,
+        "predicted_bytes": plan.memory.total_bytes,
+        "room_bytes": plan.room_bytes,
+        "traffic": planned_bytes(plan),
+        "layout": dict(plan.axes),
+        "num_micro_batches": plan.num_micro_batches,
+    }
+
+
+def compile_choice(choice: Choice, kept: dict[str, Any]) -> None:
+    """Plan and compile one, unless that plan was compiled already."""
+    plan = chosen_plan(choice)
+    before = kept.get(choice.name)
+    if before is not None and before["plan"]["hash"] == plan.hash:
+        print(f"compiled before: {choice.name}", flush=True)
+        return
+    made = compiled(plan, choice.topology)
+    kept[choice.name] = {**made, "plan": facts_of(plan)}
+    CHOSEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    print(f"compiled in {made['compile_seconds']:.0f} s: {choice.name}", flush=True)
+
+
+def summary_of_choices(
+    choices: Sequence[Choice],
+    kept: Mapping[str, Any],
+    anew: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Print what compilers made of the planner's choices; the figures of all of them.
+
+    Args:
+        choices: those that are judged.
+        kept: by name, what the compiler said.
+        anew: by name, facts of the plan of today, for those that are planned again.
+    """
+    known = [c for c in choices if c.name in kept]
+    changed = {
+        name
+        for name, facts in anew.items()
+        if facts["hash"] != kept[name]["plan"]["hash"]
+    }
+    errors, pairs, close, refused = [], 0, 0, 0
+    for choice in known:
+        if choice.name in changed:
+            print(f"changed                        {choice.name}")
+            continue
+        one = kept[choice.name]
+        plan = anew.get(choice.name, one["plan"])
+        peak, predicted = one["memory"]["peak"], plan["predicted_bytes"]
+        refused += not one["fits"]
+        if one["fits"]:
+            errors.append(abs(predicted / peak - 1))
+        print(
+            f"{predicted / peak - 1:+7.1%}  {predicted / 1e9:7.2f} of "
+            f"{peak / 1e9:7.2f} GB  {'fits' if one['fits'] else 'REFUSED':13} "
+            f"{predicted / plan['room_bytes']:.0%} full  {choice.name}"
+        )
+        theirs = {name: nbytes for name, (_, nbytes) in one["collectives"].items()}
+        both = paired(plan["traffic"], theirs, lambda name: name.partition(" over ")[2])
+        for axes, (ours, real) in both.items() if one["fits"] else ():
+            off = abs(ours / real - 1) if real else float("inf")
+            pairs, close = pairs + 1, close + (off <= CLOSE)
+            if off > CLOSE:
+                print(f"         {axes}: {ours / 1e9:.3f} of {real / 1e9:.3f} GB")
+    if not errors:
+        return {"choices": 0}
+    errors.sort()
+    return {
+        "choices": len(known) - len(changed),
+        "choices_changed": len(changed),
+        "choices_planned_anew": len(anew),
+        "choices_refused": refused,
+        "choices_mean_memory_error": round(statistics.fmean(errors), 4),
+        "choices_p95_memory_error": round(errors[int(0.95 * (len(errors) - 1))], 4),
+        "choices_max_memory_error": round(errors[-1], 4),
+        "choices_traffic_pairs": pairs,
+        "choices_traffic_within": round(close / max(1, pairs), 4),
+    }
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refresh", action="store_true")
     parser.add_argument("--only", metavar="TEXT", default="")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument(
+        "--choices", choices=("all", "sample", "none"), default="sample"
+    )
+    parser.add_argument("--seed", type=int, help="of the sample; drawn if left out")
     arguments = parser.parse_args()
     kept = json.loads(FILE.read_text()) if FILE.exists() else {}
-    chosen = [p for p in (*TPU, *GPU) if arguments.only in p.name]
-    for program in chosen if arguments.refresh else ():
-        if program.name in kept and not arguments.only:
+    kept_choices = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+    given = [p for p in (*TPU, *GPU) if arguments.only in p.name]
+    choices = [c for c in CHOICES if arguments.only in c.name]
+    if arguments.refresh:
+        refresh(given, kept, skip_known=not arguments.only)
+        refresh_choices(choices if arguments.choices != "none" else (), kept_choices)
+    lines = {p: line_of(p, kept[p.name]) for p in given if p.name in kept}
+    tpu = summary([lines[p] for p in TPU if p in lines], arguments.verbose)
+    print()
+    gpu = summary([lines[p] for p in GPU if p in lines], arguments.verbose)
+    print()
+    known = [c for c in choices if c.name in kept_choices]
+    seed = arguments.seed
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    count = {"all": len(known), "sample": min(SAMPLE, len(known)), "none": 0}
+    anew = random.Random(seed).sample(known, count[arguments.choices])
+    facts = {choice.name: facts_of(chosen_plan(choice)) for choice in anew}
+    chosen = summary_of_choices(choices, kept_choices, facts)
+    gpu = {f"gpu_{key}": value for key, value in gpu.items()}
+    print(json.dumps({**tpu, **gpu, **chosen, "seed": seed}))
+
+
+def refresh(
+    programs: Sequence[Program], kept: dict[str, Any], *, skip_known: bool
+) -> None:
+    """Compile programs and keep what the compiler says."""
+    for program in programs:
+        if program.name in kept and skip_known:
             continue
         try:
-            kept[program.name] = compiled(program)
+            kept[program.name] = compiled(planned(program), program.topology)
         except wh.WhaleError as error:
             print(f"{program.name}: {str(error)[:300]}", flush=True)
             continue
         seconds = kept[program.name]["compile_seconds"]
         print(f"compiled in {seconds:.0f} s: {program.name}", flush=True)
         FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    lines = {p: line_of(p, kept[p.name]) for p in chosen if p.name in kept}
-    tpu = summary([lines[p] for p in TPU if p in lines], arguments.verbose)
-    print()
-    gpu = summary([lines[p] for p in GPU if p in lines], arguments.verbose)
-    print(json.dumps({**tpu, **{f"gpu_{key}": value for key, value in gpu.items()}}))
+
+
+def refresh_choices(choices: Sequence[Choice], kept: dict[str, Any]) -> None:
+    """Compile what the planner chooses and keep what the compiler says."""
+    for choice in choices:
+        try:
+            compile_choice(choice, kept)
+        except wh.WhaleError as error:
+            print(f"{choice.name}: {str(error)[:300]}", flush=True)
 
 
 if __name__ == "__main__":
