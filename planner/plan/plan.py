@@ -104,7 +104,7 @@ class Plan(Pictured):
 
         Args:
             path: dotted path of a parameter; of a swarm also ``"wire"``, ``"stages"``,
-                ``"micro-batches"`` or ``"gradients"``.
+                ``"micro-batches"``, ``"gradients"`` or ``"synchronous"``.
 
         Raises:
             PlanError: no parameter has that path.

@@ -74,7 +74,7 @@ from whalejax.runtime.mixed_precision import (
     widest_work,
 )
 from whalejax.runtime.optimizer_state import optimizer_bytes
-from whalejax.swarm.planning import swarm_plan
+from whalejax.swarm.planning import swarm_note, swarm_plan
 
 
 NO_OPTIMIZER: Final = optax.identity()
@@ -144,6 +144,7 @@ class PlanQuestion:
         cluster: the request's, parsed or detected.
         request: the settings.
         traced: captures of the model by what they depend on.
+        beside_swarm: plans over slow links say what a swarm would take.
     """
 
     adapter: Adapter
@@ -151,6 +152,7 @@ class PlanQuestion:
     cluster: Cluster
     request: PlanRequest
     traced: Traces = field(default_factory=Traces)
+    beside_swarm: bool = True
 
     @collections_paused()
     @without_mesh
@@ -158,7 +160,7 @@ class PlanQuestion:
         """The plan: every link of the chain, one after the other."""
         if self.request.swarm:
             found = swarm_plan(
-                self.again,
+                self._alone.again,
                 cluster=self.cluster,
                 mesh=self.request.mesh,
                 num_micro_batches=self.request.num_micro_batches,
@@ -171,8 +173,16 @@ class PlanQuestion:
         wanted = question.search_request(programs)
         found = question.searched(programs, wanted)
         found = question.finished(found, programs, wanted)
+        if self.beside_swarm:
+            notes = (*notes, *swarm_note(self._alone.again, found))
         found = dataclasses.replace(found, notes=(*found.notes, *notes))
         return self._accepted(found) if self.request.verified else found
+
+    @property
+    def _alone(self) -> PlanQuestion:
+        """The same, whose plans are not set beside a swarm's or synchronous ones."""
+        request = dataclasses.replace(self.request, verified=False)
+        return dataclasses.replace(self, beside_swarm=False, request=request)
 
     def _accepted(self, plan: Plan) -> Plan:
         """The plan, or the best one after it, that the compiler accepts."""

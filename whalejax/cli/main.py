@@ -243,6 +243,9 @@ def _plan(command: PlanCommand) -> None:
             allow_idle=command.allow_idle,
             margin=command.margin,
             verified=command.verify,
+            swarm=command.swarm,
+            bandwidth=command.bandwidth,
+            wire=command.wire,
             source=(lasting_name(command.model), *command.set),
             **settings,
         )

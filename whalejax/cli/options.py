@@ -170,6 +170,12 @@ class PlanCommand:
     """accept a plan that leaves devices idle where none uses all"""
     estimate: bool = False
     """weigh what cannot be run, too; a plan that does not run says so"""
+    swarm: bool = False
+    """plan for peers that come and go, each device one of them; needs --bandwidth"""
+    bandwidth: OptionalText = None
+    """of each peer's link, with --swarm: 200Mb/s, 25MB/s"""
+    wire: OptionalText = None
+    """what peers send each other, with --swarm: f32, bf16 or int8"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
     quiet: bool = False

@@ -33,6 +33,8 @@ from whalejax.swarm.simulator import DEADLINE_FACTOR, Setting, StageCost, simula
 
 LATENCY_SECONDS: Final = 0.02  # one way, between homes on one continent
 BUSY: Final = 0.9  # part of the time below which a link is said to bound a peer
+SLOW_BYTES_PER_SECOND: Final = 125e6
+"""A link below which plans say what a swarm would take."""
 _FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
 MOST_CALLS: Final = 20_000  # of a simulated step; larger ones have a closed form
 QUEUE: Final = 2  # micro-batches under way for each peer
@@ -76,6 +78,7 @@ def swarm_plan(
         "stages": _why_stages(plan, chosen, tried, given=fixed is not None),
         "micro-batches": _why_micro_batches(plan, chosen, num_micro_batches),
         "gradients": _why_gradients(plan, chosen),
+        "synchronous": _beside_synchronous(again, cluster, bandwidth, chosen),
     }
     chosen = dataclasses.replace(chosen, reasons=tuple(reasons.items()))
     notes = (_summary(plan, chosen), *reasons.values(), *_what_would_help(chosen))
@@ -92,6 +95,77 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, Link]:
     if plan.swarm is None:
         raise PlanError("plan is for no swarm; plan with swarm=True and a bandwidth")
     return _setting(plan, plan.swarm, **changes), _link(plan.swarm)
+
+
+def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
+    """Whether a swarm would be faster, where the plan's devices have slow links.
+
+    Args:
+        again: the same question with other settings, as ``Plan.what_if`` asks it.
+        plan: of one kind of devices, without a swarm.
+
+    Returns:
+        One note; none where links are fast, or this model or cluster has no swarm.
+    """
+    rate = min(
+        (
+            level.bandwidth_bytes_per_second
+            for level in plan.cluster.levels
+            if level.size > 1
+        ),
+        default=math.inf,
+    )
+    if rate > SLOW_BYTES_PER_SECOND:
+        return ()
+    text = f"{8 * rate / 1e6:.6g}Mb/s"
+    try:
+        found = again(swarm=True, bandwidth=text, mesh=None, num_micro_batches=None)
+    except PlanError:
+        return ()
+    assert found.swarm is not None
+    ratio = plan.time.step_seconds / found.swarm.step_seconds
+    words = (
+        f"{ratio:.2g} times faster" if ratio > 1 else f"{1 / ratio:.2g} times slower"
+    )
+    return (
+        f"a swarm of the same devices (swarm=True, bandwidth={text!r}) would take "
+        f"{milliseconds(found.swarm.step_seconds)} a step, {words}, with "
+        f"{found.swarm.wire} on the wire",
+    )
+
+
+def _beside_synchronous(
+    again: Again, cluster: Cluster, bandwidth: float, swarm: Swarm
+) -> str:
+    """What the best plan without a swarm takes over the same links."""
+    levels = tuple(
+        dataclasses.replace(
+            level,
+            bandwidth_bytes_per_second=min(level.bandwidth_bytes_per_second, bandwidth),
+            latency_seconds=max(level.latency_seconds, LATENCY_SECONDS),
+        )
+        for level in cluster.levels
+    )
+    try:
+        plan = again(
+            swarm=False,
+            bandwidth=None,
+            wire=None,
+            cluster=dataclasses.replace(cluster, levels=levels),
+            mesh=None,
+            num_micro_batches=None,
+            allow_idle=True,
+        )
+    except PlanError as error:
+        words = " ".join(str(error).split())
+        return f"without a swarm no plan runs over these links: {words}"
+    sizes = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"
+    ratio = plan.time.step_seconds / swarm.step_seconds
+    return (
+        f"without a swarm the best plan over the same links ({sizes}, every link "
+        f"{rate_words(bandwidth)}) takes {milliseconds(plan.time.step_seconds)} a "
+        f"step, {ratio:.2g} times as long, and ends with the first peer that is lost"
+    )
 
 
 # Stages.
@@ -370,8 +444,8 @@ def _why_wire(chosen: Swarm, found: list[Swarm], *, given: bool) -> str:
             f"peer busy for {BUSY:.0%} of the time; by format: {shares}"
         )
     return (
-        f"wire {chosen.wire}, the smallest; {link} keeps no peer busy for {BUSY:.0%} "
-        f"of the time in any format: {shares}"
+        f"wire {chosen.wire}, the smallest; over {link} peers of the stage that sends "
+        f"most wait for their links in every format: {shares} of the time they compute"
     )
 
 
@@ -431,11 +505,6 @@ def _what_would_help(swarm: Swarm) -> Iterator[str]:
     yield (
         f"peers would be busy with {factor} times the compute behind each border: "
         f"layers {factor} times as wide, {factor} times as many of them a stage (each "
-        f"weight used {factor} times costs no memory), or a bottleneck that sends a "
-        f"{_ordinal(factor)} of the width (whalejax.models.borders)"
+        f"weight used {factor} times costs no memory), or a bottleneck that sends "
+        f"1/{factor} of the width (whalejax.models.borders)"
     )
-
-
-def _ordinal(number: int) -> str:
-    words = {2: "half", 3: "third", 4: "quarter"}
-    return words.get(number, f"{number}th")

@@ -22,7 +22,7 @@ from whalejax.planner.plan.square_cube_of_plan import (
 )
 from whalejax.planner.swarm_data import closed_form_seconds, wire_bytes
 from whalejax.swarm.churn import ChurnEvent, Happening
-from whalejax.swarm.planning import setting_of
+from whalejax.swarm.planning import LATENCY_SECONDS, setting_of
 from whalejax.swarm.quantize import packed_bytes
 from whalejax.swarm.simulator import simulate
 
@@ -98,6 +98,30 @@ def test_reasons_are_told_and_parameters_still_asked_for(plan: wh.Plan) -> None:
     assert plan.why("a").startswith("a  256×256 float32")
     with pytest.raises(WhaleError, match="no parameter has the path 'wire'"):
         planned(cluster="t4:3x1").why("wire")
+
+
+def test_a_swarm_is_set_beside_the_plan_without_one() -> None:
+    """Both ways: over slow links a plan without a swarm names the swarm."""
+    fast = wh.cluster("t4:4x1")
+    levels = tuple(
+        dataclasses.replace(
+            level, bandwidth_bytes_per_second=25e6, latency_seconds=LATENCY_SECONDS
+        )
+        for level in fast.levels
+    )
+    slow = dataclasses.replace(fast, levels=levels)
+    plain = planned(cluster=slow, mesh=None, num_micro_batches=None)
+    plan = plain.what_if(swarm=True, bandwidth="200Mb/s")
+    assert plan.swarm is not None
+    ratio = plain.time.step_seconds / plan.swarm.step_seconds
+    assert f"{ratio:.2g} times as long" in plan.why("synchronous")
+    (note,) = (n for n in plain.notes if n.startswith("a swarm of the same devices"))
+    faster = (
+        f"{ratio:.2g} times faster" if ratio > 1 else f"{1 / ratio:.2g} times slower"
+    )
+    assert faster in note
+    found = planned(cluster=fast, mesh=None, num_micro_batches=None)
+    assert not any("swarm" in note for note in found.notes)
 
 
 def test_a_wire_that_is_asked_for_is_taken() -> None:
