@@ -21,6 +21,7 @@ PAGES: Final = {
     "notebooks/explore_plans.ipynb": "explore_plans.md",
     "notebooks/mixed_gpus.ipynb": "mixed_gpus.md",
     "notebooks/pipeline_schedules.ipynb": "pipeline_schedules.md",
+    "notebooks/swarms.ipynb": "swarms.md",
 }
 """Files outside the folder of documents and the pages that they become."""
 

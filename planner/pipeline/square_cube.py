@@ -69,6 +69,20 @@ class StageOverLink:
         """The least width that keeps the device busy, relative to the stage's own."""
         return self.wire_seconds / self.compute_seconds
 
+    def over(self, bytes_per_second: float) -> StageOverLink:
+        """The stage over another link.
+
+        Args:
+            bytes_per_second: of that link.
+        """
+        faster = bytes_per_second / self.bytes_per_second
+        return StageOverLink(
+            stage=self.stage,
+            bytes_per_second=bytes_per_second,
+            compute_seconds=self.compute_seconds,
+            wire_seconds=self.wire_seconds / faster,
+        )
+
     def at(self, width: float, layers: float = 1.0) -> StageOverLink:
         """The stage at another width and number of layers, by the square-cube law.
 

@@ -17,6 +17,7 @@ from whalejax.planner.pipeline.square_cube import (
     over_links,
 )
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.pictures import PicturedSquareCube
 from whalejax.planner.swarm_data import WIRES, wire_bytes
 
 
@@ -30,7 +31,7 @@ RECOMPUTED: Final = 4 / 3  # forward and backward, with the forward computed aga
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SquareCube:
+class SquareCube(PicturedSquareCube):
     """The square-cube law on the stages of a plan; ``print`` shows a table.
 
     Attributes:

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.swarm.churn import ChurnEvent, Happening, Link
@@ -30,6 +30,10 @@ from whalejax.swarm.rebalancing import (
     pipeline_speed,
 )
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
+
+
+if TYPE_CHECKING:
+    from whalejax.display.swarms import SimulatedChart
 
 
 DEADLINE_FACTOR: Final = 10.0  # of a call, over what it is predicted to take
@@ -144,6 +148,40 @@ class Simulated:
     def of_max_flow(self) -> float:
         """Throughput as a part of the best placement's."""
         return self.micro_batches / self.max_flow if self.max_flow else 0.0
+
+    def __str__(self) -> str:
+        steps = len(self.step_seconds)
+        mean = math.fsum(self.step_seconds) / steps if steps else math.nan
+        return "\n".join(
+            [
+                f"{self.seconds:,.0f} s simulated: {self.micro_batches:,} "
+                f"micro-batches, {self.micro_batches_per_second:.3g} a second",
+                f"{steps} steps of {mean:.3g} s on average",
+                f"peers compute {self.utilization:.0%} of the time; throughput is "
+                f"{self.of_max_flow:.0%} of what the best placement allows",
+                f"{self.changes} peers came or went, {self.moves} moved to another "
+                f"stage; for {self.empty_seconds:,.0f} s some stage had no peer",
+                f"{self.recomputed} gradients were computed again, {self.late} answers "
+                "came late",
+            ]
+        )
+
+    def chart(self) -> SimulatedChart:
+        """Micro-batches of committed steps over time.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        from whalejax.display.swarms import SimulatedChart
+
+        return SimulatedChart(
+            str(self), self.seconds, self.timeline, self.empty_seconds
+        )
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return self.chart()._repr_mimebundle_()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from whalejax.planner.pipeline.square_cube import StageOverLink
 from whalejax.planner.plan_data import PlanData
 
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from whalejax.display.goodput import GoodputChart
     from whalejax.display.memory import MemoryChart
     from whalejax.display.sliders import Sliders
+    from whalejax.display.swarms import SquareCubeChart
     from whalejax.display.timelines import StepTimeline
 
 
@@ -117,3 +119,27 @@ class PicturedGoodput(ABC):
         from whalejax.display import goodput
 
         return goodput.GoodputChart(str(self), dict(self.ways()))
+
+
+class PicturedSquareCube(ABC):
+    """What notebooks and files can show of the square-cube law on a plan."""
+
+    __slots__ = ()
+    rows: tuple[StageOverLink, ...]
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return self.chart()._repr_mimebundle_()
+
+    def chart(self) -> SquareCubeChart:
+        """How busy the slowest stage is by bandwidth, for wider models too.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        from whalejax.display import swarms
+
+        first = self.rows[0].bytes_per_second
+        stages = [row for row in self.rows if row.bytes_per_second == first]
+        return swarms.SquareCubeChart(str(self), stages)

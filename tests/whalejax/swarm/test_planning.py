@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from whalejax.display.swarms import least
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.pipeline.square_cube import slope
 from whalejax.planner.plan.square_cube_of_plan import (
@@ -154,6 +155,35 @@ def test_the_hash_is_of_what_peers_must_agree_on(plan: wh.Plan) -> None:
 def test_another_question_keeps_the_swarm(plan: wh.Plan) -> None:
     found = plan.what_if(bandwidth="10Tb/s")
     assert found.swarm is not None and found.swarm.wire == "f32"
+
+
+def test_charts_of_the_law_and_of_a_simulated_run(
+    plan: wh.Plan, tmp_path: Path
+) -> None:
+    table = wh.square_cube(planned(cluster="t4:3x1"), bandwidths=["200Mb/s", "10Gb/s"])
+    chart = table.chart()
+    for points in (*chart.lines.values(), chart.apart):
+        values = [value for _, value in points]
+        assert values == sorted(values) and 0 < values[0] and values[-1] <= 1
+    rows = [row for row in table.rows if row.bytes_per_second == 25e6]
+    assert least(rows, 1.25e9, 1, overlap=True) == table.utilization(1.25e9)
+    assert table.utilization(1.25e9, overlap=False) == pytest.approx(
+        least(rows, 1.25e9, 1, overlap=False)
+    )
+    by_width = [points[20][1] for points in chart.lines.values()]
+    assert by_width == sorted(by_width)
+    setting, link = setting_of(plan)
+    trace = [
+        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
+        for n in range(6)
+    ]
+    found = simulate(setting, trace, 20.0)
+    assert found.chart().points == found.timeline != ()
+    assert f"{found.micro_batches:,} micro-batches" in str(found)
+    for picture in (chart, found.chart()):
+        picture.save(tmp_path / "picture.svg")
+        assert "<polyline" in (tmp_path / "picture.svg").read_text()
+        assert "<svg" in picture._repr_mimebundle_()["text/html"]
 
 
 def test_latency_makes_nobody_time_out(plan: wh.Plan) -> None:
