@@ -72,6 +72,7 @@ def context_of(
         caller=SimpleNamespace(ask=receipt),  # type: ignore[arg-type]
         ledger=Ledger(step=0, stages=stages, micro_batches=1),
         lock=threading.RLock(),
+        run="run",
         generation=0,
         step=0,
         batch=("host", 9),

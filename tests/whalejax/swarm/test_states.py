@@ -73,6 +73,8 @@ def test_a_peer_leaves_in_order() -> None:
             losses.append(float(metrics["loss"]))
             if step == 2:
                 found.peers[0].leave()
+                while not any(m.leaving for m in found.members()):
+                    found.peers[0].wait(0.01)
             if step == 3:
                 assert found.peers[0].wait(60) and found.peers[0].over == "left"
         assert same(losses, jobs.losses(STEPS))
