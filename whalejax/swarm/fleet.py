@@ -126,6 +126,7 @@ class Fleet:
     def failed(self, member: Member, task: float, seconds: float, *, ban: bool) -> None:
         """A call failed; see ``StageWiring.failed``."""
         with self._lock:
+            self._refresh()  # It may be one that was never asked.
             self._wirings[member.stage].failed(
                 member.name,
                 seconds,
