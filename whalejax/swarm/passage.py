@@ -415,8 +415,19 @@ class Passage:
         elif ban:
             context.lose(member, error.why)
             context.tell("failed", peer=member.name, why=error.why)
+        elif error.code == "source" and not other:
+            self._cut_off(member, error.why)
         if other:
             self._blamed(member, error)
+
+    def _cut_off(self, member: Member, why: str) -> None:
+        """A peer does not reach the trainer; it is dropped where it has mates."""
+        context = self._context
+        context.tell("failed", peer=member.name, why=why)
+        if len(context.fleet.usable(member.stage)) > 1:
+            context.fleet.drop(member.name)
+            context.fleet.pause(member)
+            context.lose(member, why)
 
     def _blamed(self, reporter: Member, error: Refused) -> None:
         """Another peer did not give what it was asked for."""

@@ -25,7 +25,7 @@ from whalejax.swarm.worker import Hook, Worker
 
 BEAT_SECONDS: Final = 1.0
 JOIN_SECONDS: Final = 60.0
-JOIN_ASK_SECONDS: Final = 45.0
+JOIN_ASK_SECONDS: Final = 60.0
 """In which a registry answers a newcomer; it asks others meanwhile."""
 
 LEAVE_SECONDS: Final = 60.0

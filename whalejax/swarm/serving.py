@@ -21,7 +21,7 @@ from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 
 
 REACH_SECONDS: Final = 5.0
-LINK_SECONDS: Final = 15.0
+LINK_SECONDS: Final = 20.0
 """In which a peer says whether others answer it."""
 
 _MOST_LINKS: Final = 8

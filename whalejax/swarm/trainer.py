@@ -454,22 +454,27 @@ class Trainer:
         at: tuple[int, int],
     ) -> None:
         """Bring a peer to the step, in a thread of its own."""
-        digest = self._synced(member, sources or [], keeps=keeps, at=at)
-        if digest is not None and self._take_in(member, digest, at):
-            return
-        if digest is not None and keeps and sources is not None:
-            digest = self._synced(member, sources, keeps=False, at=at)
-            if digest is not None and self._take_in(member, digest, at):
-                return
+        tries = [keeps, False] if keeps and sources is not None else [keeps]
+        for one in tries:
+            digest = self._synced(member, sources or [], keeps=one, at=at)
+            if digest is None or self._take_in(member, digest, at):
+                break
         with self._lock:
-            if (self.generation, self.step) == at:
-                self.fleet.pause(member)
+            if any(m.name == member.name for m in self.fleet.synced(member.stage)):
+                return
+            if self.generation != at[0]:
+                return  # All begin again.
+            late = self.step != at[1]
+        self.fleet.pause(member)
+        if late:
+            why = "it took longer than a step; give it a faster link, or longer steps"
+            self.tell("not synced", peer=member.name, why=why)
 
     def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
         """A peer says that it has a state; whether it is that of the step."""
         with self._lock:
             if (self.generation, self.step) != at:
-                return True  # Too late: it begins again with the next step.
+                return True  # Too late: it begins again with a later step.
             known = self.digests.setdefault(member.stage, digest)
             if known == digest:
                 self.moving.pop(member.name, None)
@@ -505,7 +510,7 @@ class Trainer:
                 member.address, "sync", fields, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
-            if (self.generation, self.step) == at:
+            if self.step == at[1]:
                 self.tell("not synced", peer=member.name, why=str(error))
             if isinstance(error, Refused) and error.code == "shape":
                 for mate in self.fleet.usable(member.stage):

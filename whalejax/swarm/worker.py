@@ -25,7 +25,7 @@ from whalejax.swarm.wire.service import Caller, Gone, Refused
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 
 
-REACH_SECONDS: Final = 5.0
+REACH_SECONDS: Final = 10.0
 """In which another peer answers whether it is there."""
 
 _MOST_PINGS: Final = 16

@@ -209,6 +209,19 @@ def test_a_peer_that_does_not_reach_its_mates_is_dropped_and_they_are_not(
     assert all(context.ledger.is_complete(stage) for stage in range(3))
 
 
+def test_a_peer_that_does_not_reach_the_trainer_is_dropped() -> None:
+    def ask(address: Any, *given: Any, **more: Any) -> Message:
+        if name_of(address, 2) == "p0.1":
+            raise Refused("source", "the trainer did not give batch: No route to host")
+        return receipt()
+
+    context = context_of(1, 2, ask=ask)
+    for _ in range(3):  # Each of the two is asked.
+        context.ledger = Ledger(step=0, stages=1, micro_batches=1)
+        Passage(context, 0).run()
+    assert [m.name for m in context.fleet.synced(0)] == ["p0.0"]
+
+
 def test_whoever_fails_with_several_is_dropped_however_it_answers_the_trainer() -> None:
     context = context_of(2, 3)
     first, second, bad = (context.member(n) for n in ("p1.0", "p1.1", "p0.0"))
@@ -444,7 +457,9 @@ def test_steps_go_on_while_a_newcomer_takes_the_state() -> None:
     free.set()
     settled(trainer)
     assert {m.name for m in trainer.fleet.usable()} == {"p0", "p1"}
-    assert told.count("joined") == 2 and trainer.step == 1
+    assert told.count("joined") == 2 and told[-1] == "not synced"
+    late = next(m for m in trainer.fleet.members() if m.name == "p2")
+    assert trainer.step == 1 and trainer.fleet.is_paused(late)
 
 
 @pytest.mark.parametrize("others", [1, 3])
