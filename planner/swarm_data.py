@@ -108,6 +108,25 @@ class Swarm:
         return {"wire": self.wire, "stages": len(self.stages)}
 
 
+def sum_bytes(gradient_bytes: int, peers: int, micro_batches: int) -> int:
+    """Bytes that a peer receives, and sends, while a stage adds up its gradients.
+
+    Each peer adds a part of every array in the order of the micro-batches, so that the
+    sum does not depend on who computed what: it takes that part of each gradient that
+    another peer holds, and then the other parts of the sum.
+
+    Args:
+        gradient_bytes: of a stage, of one micro-batch.
+        peers: of the stage, which hold equally many micro-batches.
+        micro_batches: of a step.
+
+    >>> sum_bytes(1024, peers=2, micro_batches=6), sum_bytes(1024, 1, 6)
+    (2048, 0)
+    """
+    others = (peers - 1) / peers * gradient_bytes if peers else 0.0
+    return math.ceil(others * (micro_batches / peers + 1)) if others else 0
+
+
 def sum_seconds(stage: SwarmStage, bytes_per_second: float, latency: float) -> float:
     """Of adding up a stage's gradients over its peers: a ring or butterfly.
 

@@ -5,22 +5,24 @@
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
 Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
 (forward, backward, sum, apply, download, save), one after the other, and each is
-replaced by a new process. Of every committed step the ledger's journal says which peer
-summed which micro-batch of which stage:
+replaced by a new process. Each peer answers a question for a sum with the micro-batches
+that it has added, which the ledger's journal keeps:
 
-``faults``: those that came about where they were drawn; a peer that nobody asks for
-that is killed from outside after some steps. ``lost``, ``doubled``: micro-batches that
-no peer, or more than one, had in the sum. ``digests_equal``: peers of a stage had the
-same parameters and optimizer state after each step; ``max_rel_loss_diff``: of any step,
-to the same steps in one process.
+``drawn``: faults that peers were started with. ``faults``: those that came about; a
+peer writes a line before it sends itself the signal. ``killed_from_outside``: peers
+that nobody asked for what they were to end at. ``lost``, ``doubled``: micro-batches of
+committed steps that a peer of their stage had not in its sum, or more than once, by
+those answers. ``digests_equal``: peers of a stage had the same parameters and optimizer
+state after each step; ``max_rel_loss_diff``: of any step, to the same steps in one
+process. Sums are compared by the digests and the losses alone.
 
 Beside them, runs without faults in one process: ``int8_wire_ratio``, bytes of tensors
 at borders over a wire of float32 over those of int8, as peers counted them; and the
 largest difference of losses for bf16 and int8.
 
 Finished runs are kept in ``scripts/swarm.json`` with commit, versions and seeds; one
-that is there for this commit is not run again, unless ``--refresh``. The last line is
-one JSON object.
+that is there for this commit is not run again, unless ``--refresh``. Those of a changed
+working tree are neither kept nor read. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -46,7 +50,7 @@ from swarm_peer import cut_of, job_of
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
-from whalejax.swarm.ledger import Ledger, committed
+from whalejax.swarm.ledger import committed, counted
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving
 from whalejax.swarm.trainer import Settings
@@ -70,6 +74,7 @@ CACHED: Final = {
 }
 """So that a peer that takes another's place compiles nothing."""
 
+DIRTY: Final = "-dirty"
 KEY: Final = os.urandom(32)
 LONGEST_SECONDS: Final = 540.0
 READY_SECONDS: Final = 300.0
@@ -128,6 +133,7 @@ class Processes:
         self._hosts: dict[int, str] = {}
         self.faults: list[str] = []
         self.outside = 0
+        self.marks = Path(tempfile.mkdtemp(prefix="swarm-"))
         self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
@@ -151,6 +157,7 @@ class Processes:
             # A newcomer takes the state once, as soon as it is ready.
             first = 0 if points[0] == "download" else step
             options["fault"] = [points[0], first, points[1]]
+            options["mark"] = str(self.marks / str(number))
             self.faults.append(f"{points[0]} {points[1]} stage {stage} step {step}")
         words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **CACHED}
@@ -188,6 +195,15 @@ class Processes:
             if time.monotonic() > end:
                 raise SystemExit(f"after {READY_SECONDS} s peers are not ready")
             time.sleep(0.2)
+
+    @property
+    def happened(self) -> list[str]:
+        """Of the faults, those that peers wrote of before they came about."""
+        return [
+            f"{fault}: {path.read_text().strip()}"
+            for number, fault in enumerate(self.faults)
+            if (path := self.marks / str(number)).is_file()
+        ]
 
     def close(self) -> None:
         """End all."""
@@ -238,12 +254,15 @@ def faulty_run(
     finally:
         processes.close()
         serving.close()
-    steps = len(losses)
-    lost, doubled = counted(journal, steps)
+    steps, happened = len(losses), processes.happened
+    shutil.rmtree(processes.marks)
+    lost, doubled = counted(journal)
+    lost += STAGES * MICRO_BATCHES * (steps - len(committed(journal)))
     return {
         "seed": seed,
         "steps": steps,
-        "faults": processes.faults,
+        "drawn": processes.faults,
+        "faults": happened,
         "from_outside": processes.outside,
         "lost": lost,
         "doubled": doubled,
@@ -254,20 +273,6 @@ def faulty_run(
         "went_back": told["went back"],
         "seconds": round(time.monotonic() - begun, 1),
     }
-
-
-def counted(journal: list[dict[str, Any]], steps: int) -> tuple[int, int]:
-    """Micro-batches of committed steps in no sum, and in more than one."""
-    lost = STAGES * MICRO_BATCHES * (steps - len(committed(journal)))
-    doubled = 0
-    for step in committed(journal):
-        ledger = Ledger.rebuilt(x for x in journal if x["step"] == step)
-        assert ledger is not None
-        for stage in range(STAGES):
-            times = Counter(n for x in ledger.assignment(stage).values() for n in x)
-            lost += sum(not times[n] for n in range(MICRO_BATCHES))
-            doubled += sum(max(0, count - 1) for count in times.values())
-    return lost, doubled
 
 
 def difference(losses: list[float], whole: list[float]) -> float:
@@ -320,7 +325,7 @@ def wires(options: dict[str, Any], whole: list[float]) -> dict[str, Any]:
 
 def commit() -> str:
     """Of the working tree; with a mark where it is changed."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    words = ["git", "-C", str(ROOT), "describe", "--always", f"--dirty={DIRTY}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
@@ -333,18 +338,21 @@ class Kept:
         self.runs: list[dict[str, Any]] = json.loads(KEPT.read_text()) if there else []
 
     def find(self, **wanted: Any) -> dict[str, Any] | None:
-        """A result with these values."""
+        """A result with these values; none of a changed working tree."""
+        if wanted["commit"].endswith(DIRTY):
+            return None
         return next(
             (r for r in self.runs if all(r.get(k) == v for k, v in wanted.items())),
             None,
         )
 
     def add(self, **result: Any) -> dict[str, Any]:
-        """Keep a result."""
+        """Keep a result, unless it is of a changed working tree."""
         versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
         record = {**result, **versions, "numpy": np.__version__}
-        self.runs.append(record)
-        KEPT.write_text(json.dumps(self.runs, indent=1) + "\n")
+        if not record["commit"].endswith(DIRTY):
+            self.runs.append(record)
+            KEPT.write_text(json.dumps(self.runs, indent=1) + "\n")
         return record
 
 
@@ -388,7 +396,8 @@ def main() -> None:
     told = {
         "commit": here,
         "runs": len(runs),
-        "faults": sum(len(r["faults"]) - r["from_outside"] for r in runs),
+        "drawn": sum(len(r["drawn"]) for r in runs),
+        "faults": sum(len(r["faults"]) for r in runs),
         "killed_from_outside": sum(r["from_outside"] for r in runs),
         "steps": sum(r["steps"] for r in runs),
         "lost": sum(r["lost"] for r in runs),

@@ -2,7 +2,7 @@
 
 What ``bench_swarm.py`` and the tests start as processes of their own. A fault is
 ``[point, step, signal]``: the first time that the peer reaches that point in that step
-or a later one, it sends itself that signal.
+or a later one, it writes a line into the file ``mark`` and sends itself that signal.
 
     python scripts/swarm_peer.py '{"job": "…", "registry": ["127.0.0.1", 8476], …}'
 """
@@ -24,7 +24,8 @@ from whalejax.swarm.peer import Peer
 class Fault:
     """Sends this process a signal, once."""
 
-    def __init__(self, point: str, step: int, name: str) -> None:
+    def __init__(self, point: str, step: int, name: str, mark: str = "") -> None:
+        self._mark = mark
         self._point, self._step, self._name = point, step, name
         self._lock, self._done = threading.Lock(), False
 
@@ -33,6 +34,9 @@ class Fault:
             if self._done or point != self._point or step < self._step:
                 return
             self._done = True
+            if self._mark:
+                with open(self._mark, "w", encoding="utf-8") as file:
+                    file.write(f"{point} of step {step}\n")
             os.kill(os.getpid(), getattr(signal, self._name))
 
 
@@ -58,7 +62,7 @@ def cut_of(given: dict[str, Any]) -> Cut:
 
 def main(given: dict[str, Any]) -> None:
     """Serve until the run is over."""
-    fault = given.get("fault")
+    fault, mark = given.get("fault"), given.get("mark", "")
     host, port = given["registry"]
     peer = Peer(
         cut_of(given),
@@ -68,7 +72,7 @@ def main(given: dict[str, Any]) -> None:
         host=given.get("host", "127.0.0.1"),
         wire=given.get("wire", "f32"),
         pull_seconds=given.get("pull_seconds", 10.0),
-        hook=Fault(*fault) if fault else lambda point, step: None,
+        hook=Fault(*fault, mark) if fault else lambda point, step: None,
     )
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())
     peer.start()

@@ -38,7 +38,10 @@ _EVENTS: Final = {
     "resumed": "step {step} goes on",
     "went back": "all peers of stage {stage} are lost; from step {before} the run goes "
     "back to step {step}",
-    "moved": "{peer} moves from stage {source} to stage {target}",
+    "moves": "{peer} is to move from stage {source} to stage {target}",
+    "moved": "{peer} serves stage {target} and no longer stage {source}",
+    "unreached": "{peer} does not reach {other}, which answers here; {dropped} is "
+    "dropped: {why}",
     "restored": "goes on from the checkpoint of step {step}",
     "saved": "step {step} is saved as {path}",
     "not_saved": "no checkpoint of step {step}: {why}",
@@ -159,6 +162,7 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         port=command.port or 0,
         wire=terms["wire"],
         pull_seconds=terms["pull_seconds"],
+        patience_seconds=command.patience,
     )
     asked = 0
 
@@ -181,8 +185,8 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
             pass
     finally:
         peer.close()
-    if peer.refused:
-        raise WhaleError(peer.refused)
+    if peer.failed:
+        raise WhaleError(peer.over)
     say(f"whalejax: {peer.over}")
     return 0
 
@@ -288,18 +292,20 @@ def _check(command: SwarmServeCommand | SwarmJoinCommand) -> None:
             "peers": (command.peers, 0, 1024),
             "seed": (command.seed, -(2**31), 2**31 - 1),
         }
-        for name, seconds in (
-            ("call-timeout", command.call_timeout),
-            ("patience", command.patience),
-            ("rebalance", command.rebalance),
-        ):
-            if not 0.1 <= seconds <= 1e6:
-                problems.add(f"--{name} is {seconds:g}; expected 0.1 to 1e6 seconds")
+        waits = {
+            "call-timeout": command.call_timeout,
+            "patience": command.patience,
+            "rebalance": command.rebalance,
+        }
     else:
         limits = {
             "stage": (command.stage, 0, 4095),
             "port": (command.port, 1, 65535),
         }
+        waits = {"patience": command.patience}
+    for name, seconds in waits.items():
+        if not 0.1 <= seconds <= 1e6:
+            problems.add(f"--{name} is {seconds:g}; expected 0.1 to 1e6 seconds")
     for name, (value, least, most) in limits.items():
         if value is not None and not least <= value <= most:
             problems.add(f"--{name} is {value}; expected {least} to {most}")

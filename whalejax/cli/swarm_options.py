@@ -87,6 +87,8 @@ class SwarmJoinCommand:
     """address of this machine at which others reach this peer"""
     port: Annotated[int | None, conf.arg(metavar="N")] = None
     """where this peer listens; a free one if left out"""
+    patience: Seconds = 3600.0
+    """to wait for a registry that does not answer any more before this peer ends"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.ledger import Phase
-from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext
+from whalejax.planner.swarm_data import sum_bytes
+from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm.registry import Member
 from whalejax.swarm.wire.service import Gone, Refused
 from whalejax.swarm.wiring import FORWARD_TASK
@@ -26,6 +26,9 @@ from whalejax.swarm.wiring import FORWARD_TASK
 
 Holders = list[list[Any]]
 Answers = dict[str, Any]
+
+SLOWEST_BYTES_PER_SECOND: Final = 1e7
+"""Of a link, 80 Mb/s: a sum is given its bytes over this, beside a call's deadline."""
 
 
 class Commit:
@@ -49,8 +52,9 @@ class Commit:
         self._rounds: dict[int, int] = {}
         self._members: dict[int, list[Member]] = {}
         self._heard: list[dict[int, np.ndarray]] = []
+        self._failures: dict[int, str] = {}
+        self._applied: set[str] = set()
         self.digests: dict[int, str] = {}
-        self.behind: list[Member] = []
 
     def run(self, sums: Sequence[np.ndarray]) -> dict[int, str]:
         """Sum and apply; the digest of each stage's new state.
@@ -64,20 +68,20 @@ class Commit:
         context = self._context
         stages = range(context.cut.stages)
         self._each(self._sum, stages)
-        with context.lock:
-            if not all(map(context.ledger.is_complete, stages)):
-                self._complete(stages)
-            context.ledger.seal()
+        self._complete()
         for level in range(context.cut.update.rounds):
             one = functools.partial(self._level, level=level, sums=sums)
             told = self._each(one, stages)
             self._heard.append({n: x for one in told for n, x in one.items()})
         with context.lock:
-            if not context.ledger.is_sealed:
-                # Lost after they had applied the sum: what they held is in it.
-                self._seal_as_summed()
+            # Who was lost after the sum is in it: what it held is applied.
             context.ledger.commit(self.digests)
         return self.digests
+
+    @property
+    def applied(self) -> set[str]:
+        """Names of the peers that hold the new state."""
+        return self._applied
 
     def _each(self, do: Callable[[int], Any], stages: Sequence[int]) -> list[Any]:
         """Do something for all stages at once; the first error is raised."""
@@ -92,24 +96,27 @@ class Commit:
             raise errors[0]
         return found
 
-    def _complete(self, stages: Sequence[int]) -> None:
-        """Compute again what was lost since the stages were summed."""
-        for stage in stages:
-            if not self._context.ledger.is_complete(stage):
-                self._sum(stage)
-
-    def _seal_as_summed(self) -> None:
+    def _complete(self) -> None:
+        """Seal, when all is there; what was lost since it was summed is made again."""
         context = self._context
-        for stage, holders in self._holders.items():
-            for name, _, numbers, _ in holders:
-                for number in numbers:
-                    if context.ledger.is_done(stage, number, Phase.BACKWARD):
-                        continue
-                    attempt = context.ledger.begin(
-                        stage, number, Phase.BACKWARD, name, 1 << 61
-                    )
-                    context.ledger.done(attempt)
-        context.ledger.seal()
+        for _ in range(MOST_ATTEMPTS):
+            with context.lock:
+                stages = range(context.cut.stages)
+                lacking = [s for s in stages if not context.ledger.is_complete(s)]
+                if not lacking:
+                    context.ledger.seal()
+                    return
+            self._each(self._sum, lacking)
+        raise self._ended(lacking[0], "sum")
+
+    def _ended(self, stage: int, what: str) -> WhaleError:
+        return WhaleError(
+            f"step {self._context.step}: the peers of stage {stage} did not {what} "
+            f"their gradients in {MOST_ATTEMPTS} rounds. The last failure: "
+            f"{self._failures.get(stage, 'a peer was lost in each of them')}. Mend or "
+            f"stop that peer, or start another for stage {stage}: whalejax swarm join, "
+            "with --stage"
+        )
 
     # The sum.
 
@@ -130,14 +137,28 @@ class Commit:
                 "round": self._rounds[stage],
                 "peers": holders,
             }
-            answers = self._ask(stage, members, "sum", fields, ())
-            if len(answers) == len(members):
+            seconds = context.call_seconds + self._sum_seconds(stage, len(members))
+            answers = self._ask(stage, members, "sum", fields, (), seconds)
+            if members and len(answers) == len(members):
                 self._holders[stage], self._members[stage] = holders, members
+                self._note(stage, answers)
                 return
-        raise WhaleError(
-            f"step {context.step}: the peers of stage {stage} did not sum their "
-            f"gradients in {MOST_ATTEMPTS} rounds"
-        )
+        raise self._ended(stage, "sum")
+
+    def _sum_seconds(self, stage: int, peers: int) -> float:
+        """For the bytes of a sum, over the slowest link that is counted on."""
+        cut = self._context.cut
+        sent = sum_bytes(cut.gradient_bytes(stage), peers, cut.count)
+        return sent / SLOWEST_BYTES_PER_SECOND
+
+    def _note(self, stage: int, answers: Answers) -> None:
+        """Write down what the peers say that they added."""
+        added = {
+            name: (answer.fields["numbers"], answer.fields["attempts"])
+            for name, answer in answers.items()
+        }
+        with self._context.lock:
+            self._context.ledger.summed(stage, added)
 
     def _assigned(self, stage: int, members: Sequence[Member]) -> Holders | None:
         """Who holds which micro-batches; none where somebody was lost meanwhile."""
@@ -145,21 +166,18 @@ class Commit:
         with context.lock:
             if not context.ledger.is_complete(stage):
                 return None
-            assignment = context.ledger.assignment(stage)
-        names = {m.name for m in members}
-        if not names.issuperset(assignment):
-            return None
+            held = context.ledger.held(stage)
+        by_peer: dict[tuple[str, int], tuple[list[int], list[int]]] = {
+            (m.name, m.incarnation): ([], []) for m in members
+        }
+        for attempt in held:
+            if (attempt.peer, attempt.incarnation) not in by_peer:
+                return None
+            numbers, attempts = by_peer[attempt.peer, attempt.incarnation]
+            numbers.append(attempt.number)
+            attempts.append(attempt.attempt)
         return [
-            [
-                m.name,
-                list(m.address),
-                list(assignment.get(m.name, ())),
-                [
-                    self._passages[n].backward[stage].attempt
-                    for n in assignment.get(m.name, ())
-                ],
-            ]
-            for m in members
+            [m.name, list(m.address), *by_peer[m.name, m.incarnation]] for m in members
         ]
 
     def _ask(
@@ -169,14 +187,17 @@ class Commit:
         kind: str,
         fields: Mapping[str, Any],
         arrays: Sequence[np.ndarray],
+        seconds: float,
     ) -> Answers:
         """The answers of those that answered; others are taken note of."""
         context = self._context
+        if context.stop.is_set():
+            raise Stopped
 
         def one(member: Member) -> Any:
             try:
                 return context.caller.ask(
-                    member.address, kind, fields, *arrays, seconds=context.call_seconds
+                    member.address, kind, fields, *arrays, seconds=seconds
                 )
             except (Gone, Refused) as error:
                 return error
@@ -199,24 +220,32 @@ class Commit:
             context.counts.failed += 1
             context.counts.late += isinstance(error, Gone) and error.late
             context.counts.refused += isinstance(error, Refused)
-        if isinstance(error, Gone) or error.code in ("stale", "failed"):
+        self._failures[stage] = f"{member.name}: {error}"
+        if isinstance(error, Gone) or error.code in ("stale", "failed", "answer"):
             if isinstance(error, Gone):
                 context.caller.forget(member.address)
             context.fleet.failed(member, FORWARD_TASK, context.call_seconds, ban=True)
             if kind == "sum":
-                context.lose(member.name, str(error))
+                context.lose(member, str(error))
             if not isinstance(error, Gone):
                 context.fleet.drop(member.name)
                 context.tell("failed", peer=member.name, why=str(error))
             return
+        if error.code == "overflow":
+            context.overflow(stage, member, error.why)
+            return
         others = {m.name: m for m in context.fleet.synced(stage)}
         culprit = others.get(error.blame)
-        if culprit is not None:
-            if error.code in ("not finite", "shape"):
-                context.tell("refused", peer=error.blame, why=error.why)
-            context.fleet.failed(culprit, FORWARD_TASK, 0.0, ban=True)
-            if kind == "sum":
-                context.lose(error.blame, error.why)
+        if culprit is None:
+            return
+        if error.code == "source" and culprit.name != member.name:
+            context.unreached(member, culprit, error.why, loses=kind == "sum")
+            return
+        if error.code in ("not finite", "shape"):
+            context.tell("refused", peer=error.blame, why=error.why)
+        context.fleet.failed(culprit, FORWARD_TASK, 0.0, ban=True)
+        if kind == "sum":
+            context.lose(culprit, error.why)
 
     # The update.
 
@@ -235,12 +264,9 @@ class Commit:
             # Nobody has it all: what the lost held is summed anew.
             for member in self._members[stage]:
                 if not self._context.fleet.has(member.name):
-                    self._context.lose(member.name, "it was lost before the update")
+                    self._context.lose(member, "it was lost before the update")
             self._sum(stage)
-        raise WhaleError(
-            f"step {self._context.step}: the peers of stage {stage} did not apply "
-            f"their gradients in {MOST_ATTEMPTS} rounds"
-        )
+        raise self._ended(stage, "apply")
 
     def _updated(self, stage: int, level: int, sums: Sequence[np.ndarray]) -> Answers:
         heard: dict[int, np.ndarray] = {}
@@ -255,8 +281,31 @@ class Commit:
             "peers": self._holders[stage],
         }
         arrays = tuple(sums) if level == 0 else tuple(heard.values())
-        members = [m for m in self._members[stage] if self._context.fleet.has(m.name)]
-        return self._ask(stage, members, "update", fields, arrays)
+        context = self._context
+        members = [m for m in self._members[stage] if context.fleet.has(m.name)]
+        seconds = context.call_seconds + self._sum_seconds(stage, len(members))
+        found = self._ask(stage, members, "update", fields, arrays, seconds)
+        last = level == context.cut.update.rounds - 1
+        for member in members:
+            answer = found.get(member.name)
+            if (
+                answer is not None
+                and not last
+                and not self._is_whole(stage, level, answer)
+            ):
+                del found[member.name]
+                why = f"{member.name} told other numbers than the update of stage "
+                why += f"{stage} gives"
+                self._failed(stage, member, "update", Refused("answer", why))
+        return found
+
+    def _is_whole(self, stage: int, level: int, answer: Any) -> bool:
+        """Whether an answer has the numbers that a stage tells all others."""
+        cut = self._context.cut
+        wanted = [cut.update.steps.avals[n] for n in cut.told(level, stage)]
+        sent = [(x.shape, x.dtype) for x in answer.arrays]
+        named = answer.fields["numbers"] == [*cut.told(level, stage)]
+        return named and sent == [(tuple(a.shape), a.dtype) for a in wanted]
 
     def _taken(self, stage: int, level: int, answers: Answers) -> dict[int, np.ndarray]:
         """What the answers say; who says something else than most of them is behind."""
@@ -281,4 +330,5 @@ class Commit:
                 late.append(member)
         for member in late:
             context.fleet.drop(member.name)
+        self._applied |= {name for name, said in digests.items() if said == good}
         return {}

@@ -207,9 +207,10 @@ class Cut:
     @functools.cache  # noqa: B019
     def facts(self) -> dict[str, str]:
         """Names of what all peers must have alike, with hashes of it."""
-        text = re.sub(r"0x[0-9a-f]+", "", str(self.captured.jaxpr))
+        built = jax.make_jaxpr(self._build)(jax.random.key(0))
         return {
-            "code of the loss": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "code of the loss": _hashed(self.captured.jaxpr),
+            "initial values": f"{_hashed(built.jaxpr)} {_digest(built.consts)}",
             "plan": self.plan.hash,
             "optimizer": fingerprint(self.program),
             "data of the first batch": self._data,
@@ -290,6 +291,14 @@ class Cut:
         """Of what a stage's peers hold: parameters and the optimizer's state."""
         avals = self.raw_avals(stage)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in avals)
+
+    def gradient_bytes(self, stage: int) -> int:
+        """Of a stage's gradients of one micro-batch."""
+        return sum(
+            math.prod(leaf.shape) * 4
+            for number, leaf in enumerate(jax.tree.leaves(self.abstract.params))
+            if self.owner(number) == stage
+        )
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
         """What a stage holds, of its bytes; none where they are not of that many.
@@ -546,6 +555,11 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
             f"stages={stages} was asked for. Give stages={len(found.parts)}"
         )
     return found
+
+
+def _hashed(jaxpr: Any) -> str:
+    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _digest(leaves: Sequence[Any]) -> str:

@@ -1,7 +1,8 @@
 """The peers as a trainer sees them: who may be asked, and what asking one has shown.
 
 The wiring decides who is next; this keeps it in step with the registry, and knows which
-peers hold the state of the step that is under way.
+peers hold the state of the step that is under way, which links between peers have
+failed, and which peers are to be left alone for a while.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from whalejax.swarm.registry import Member, Registry
 from whalejax.swarm.wiring import StageWiring
 
 
-LOOK_SECONDS: Final = 0.05
+PAUSE_SECONDS: Final = 1.0
+"""Before a peer that failed is given the state again; twice as long each time."""
+
+MOST_PAUSE_SECONDS: Final = 300.0
 
 
 class Fleet:
@@ -41,7 +45,8 @@ class Fleet:
         self._lock = threading.RLock()
         self._wirings = [StageWiring(seed=seed + s) for s in range(stages)]
         self._synced: dict[str, tuple[int, int]] = {}
-        self._lost: set[tuple[str, int]] = set()
+        self._pauses: dict[tuple[str, int], tuple[float, float]] = {}
+        self._partners: dict[str, set[str]] = {}
 
     def now(self) -> float:
         """Seconds."""
@@ -107,20 +112,28 @@ class Fleet:
             found = {m.name: m for m in self.synced(stage)}
             return None if name is None else found.get(name)
 
-    def completed(
-        self, member: Member, task: float, seconds: float, *, warm: bool = True
-    ) -> None:
+    def completed(self, member: Member, task: float, seconds: float) -> None:
         """A call was answered; see ``StageWiring.completed``."""
         with self._lock:
             self._wirings[member.stage].completed(
-                member.name, task, seconds, self._clock(), warm
+                member.name,
+                task,
+                seconds,
+                self._clock(),
+                incarnation=member.incarnation,
             )
 
     def failed(self, member: Member, task: float, seconds: float, *, ban: bool) -> None:
         """A call failed; see ``StageWiring.failed``."""
         with self._lock:
+            self._refresh()  # It may be one that was never asked.
             self._wirings[member.stage].failed(
-                member.name, seconds, self._clock(), ban, task=task
+                member.name,
+                seconds,
+                self._clock(),
+                ban,
+                task=task,
+                incarnation=member.incarnation,
             )
 
     def seconds_per_task(self, member: Member) -> float | None:
@@ -134,3 +147,55 @@ class Fleet:
         for m in self.synced():
             self._wirings[m.stage].announce(m.name, m.incarnation, now, m.expires)
             self._wirings[m.stage].reported(m.name, m.queue)
+
+    # Links between peers.
+
+    def culprit(self, reporter: Member, blamed: Member) -> Member | None:
+        """Who is at fault where one peer cannot reach another, which answers here.
+
+        Whoever had failed transfers with several others; of two that had none before,
+        the one that reports it, because the other's process is known to answer. A peer
+        that alone serves its stage is spared where the other does not.
+
+        Args:
+            reporter: could not reach the other.
+            blamed: the other.
+
+        Returns:
+            The one to be dropped; none where both are needed.
+        """
+        with self._lock:
+            for one, other in ((reporter, blamed), (blamed, reporter)):
+                self._partners.setdefault(one.name, set()).add(other.name)
+            counts = [len(self._partners[m.name]) for m in (reporter, blamed)]
+            alone = [
+                all(mate.name == m.name for mate in self.usable(m.stage))
+                for m in (reporter, blamed)
+            ]
+            if all(alone):
+                return None
+            if any(alone):
+                return blamed if alone[0] else reporter
+            return blamed if counts[1] > counts[0] else reporter
+
+    # Peers to be left alone.
+
+    def pause(self, member: Member) -> None:
+        """A peer failed: it is not given the state for a while, longer each time."""
+        key, now = (member.name, member.incarnation), self._clock()
+        with self._lock:
+            _, before = self._pauses.get(key, (now, PAUSE_SECONDS / 2))
+            seconds = min(2 * before, MOST_PAUSE_SECONDS)
+            self._pauses[key] = now + seconds, seconds
+
+    def is_paused(self, member: Member) -> bool:
+        """Whether it is left alone still."""
+        with self._lock:
+            until, _ = self._pauses.get((member.name, member.incarnation), (0.0, 0.0))
+            return self._clock() < until
+
+    def end_pause(self, member: Member) -> None:
+        """A peer has done well: its next failure is its first."""
+        with self._lock:
+            self._pauses.pop((member.name, member.incarnation), None)
+            self._partners.pop(member.name, None)

@@ -3,12 +3,13 @@
 The ledger of a step knows, of each stage and micro-batch, the attempt that counts. A
 call that was given up can never count: a repetition has a higher attempt, and the
 answer of the older one is told apart. A step is committed by an assignment that names
-each micro-batch of a stage exactly once. Each change is a record; records rebuild the
-ledger after its trainer has died.
+each micro-batch of a stage exactly once. Each change is a record, so that ``counted``
+can say afterwards, by what the peers added, whether that was so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -72,10 +73,15 @@ class _Cell:
 
 @dataclass(slots=True, kw_only=True)
 class _Commit:
-    """Of which round the sealed assignment is, and the digests of a committed step."""
+    """Of which round the sealed assignment is, and the digests of a committed step.
+
+    Attributes:
+        summed: stages whose peers hold the sum.
+    """
 
     is_sealed: bool = False
     round: int = 0
+    summed: set[int] = field(default_factory=set)
     digests: dict[int, str] = field(default_factory=dict)
 
 
@@ -220,11 +226,26 @@ class Ledger:
             WhaleError: gradients are missing.
         """
         held: dict[str, list[int]] = {}
-        missing = []
+        for attempt in self.held(stage):
+            held.setdefault(attempt.peer, []).append(attempt.number)
+        found = {peer: tuple(numbers) for peer, numbers in sorted(held.items())}
+        check_partition(found, self.micro_batches, f"step {self.step}, stage {stage}")
+        return found
+
+    def held(self, stage: int) -> list[Attempt]:
+        """The attempts whose gradients are those of a stage, one for each micro-batch.
+
+        Args:
+            stage: its number.
+
+        Raises:
+            WhaleError: gradients are missing.
+        """
+        found, missing = [], []
         for number in range(self.micro_batches):
             cell = self._cell(stage, number, Phase.BACKWARD)
             if cell.is_done and cell.current is not None:
-                held.setdefault(cell.current.peer, []).append(number)
+                found.append(cell.current)
             else:
                 missing.append(number)
         if missing:
@@ -233,9 +254,20 @@ class Ledger:
                 f"{self.micro_batches - len(missing)} of {self.micro_batches} "
                 f"micro-batches and cannot be committed; missing {_named(missing)}"
             )
-        found = {peer: tuple(numbers) for peer, numbers in sorted(held.items())}
-        check_partition(found, self.micro_batches, f"step {self.step}, stage {stage}")
         return found
+
+    def summed(
+        self, stage: int, added: Mapping[str, tuple[list[int], list[int]]]
+    ) -> None:
+        """The peers of a stage hold the sum of its gradients; who is lost now is in it.
+
+        Args:
+            stage: its number.
+            added: of each peer, numbers and attempts of what it says that it added.
+        """
+        said = {peer: [*map(list, both)] for peer, both in sorted(added.items())}
+        self._record("summed", {"stage": stage, "added": said})
+        self._commit.summed.add(stage)
 
     def holders(self, stage: int) -> dict[str, int]:
         """The incarnation of each peer that a stage's assignment names."""
@@ -264,7 +296,9 @@ class Ledger:
         Args:
             digests: of each stage's parameters and optimizer state.
         """
-        if not self._commit.is_sealed or sorted(digests) != list(range(self.stages)):
+        every = list(range(self.stages))
+        stands = self._commit.is_sealed or sorted(self._commit.summed) == every
+        if not stands or sorted(digests) != every:
             raise WhaleError(
                 f"ledger, step {self.step}: cannot be committed with digests of stages "
                 f"{sorted(digests)}; seal the assignment first, and give the digest of "
@@ -288,6 +322,13 @@ class Ledger:
     def digests(self) -> Mapping[int, str]:
         """Of each stage, once the step is committed."""
         return dict(self._commit.digests)
+
+    @property
+    def left(self) -> int:
+        """Gradients that nobody holds yet; 0 once the step is committed."""
+        if self._commit.digests:
+            return 0
+        return self.stages * self.micro_batches - sum(self._held)
 
     def to_do(self) -> tuple[Task, ...]:
         """What has not been counted yet, whether or not it is under way."""
@@ -440,6 +481,32 @@ def committed(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, str]]
         for record in records
         if record["event"] == "committed"
     }
+
+
+def counted(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Micro-batches of committed steps in no sum, and those in a sum more than once.
+
+    By what peers said that they added to the sums that were applied, each micro-batch
+    of each stage at most once.
+
+    Args:
+        records: of a journal, in order.
+    """
+    lost = doubled = stages = micro_batches = 0
+    sums: dict[int, Mapping[str, Any]] = {}
+    for record in records:
+        if record["event"] == "step":
+            sums = {}
+            stages, micro_batches = record["stages"], record["micro_batches"]
+        elif record["event"] == "summed":
+            sums[record["stage"]] = record["added"]
+        elif record["event"] == "committed":
+            for stage in range(stages):
+                times = [Counter(numbers) for numbers, _ in sums[stage].values()]
+                for number in range(micro_batches):
+                    lost += any(not one[number] for one in times) or not times
+                    doubled += any(one[number] > 1 for one in times)
+    return lost, doubled
 
 
 def _fields(attempt: Attempt) -> dict[str, object]:

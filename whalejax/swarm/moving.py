@@ -1,26 +1,17 @@
 """Moves peers between stages while a run goes on, at most one at a time.
 
-The decision is ``rebalancing``'s; here it is given what the trainer has measured, and
-carried out between two steps: the peer leaves its stage, compiles the programs of the
-other, and takes the state of that as any newcomer does.
+The decision is ``rebalancing``'s, by what the trainer has measured. The peer leaves its
+stage between two steps, compiles the programs of the other while steps go on, and takes
+the state of that as any newcomer does.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from whalejax.swarm.rebalancing import (
-    Move,
-    MoveCost,
-    PeerLoad,
-    Rebalancer,
-    Rule,
-    stage_speeds,
-)
+from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer, Rule
 from whalejax.swarm.registry import Member
-from whalejax.swarm.wire.service import Gone, Refused
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 
 
@@ -57,7 +48,7 @@ class Mover:
         self._rebalancer = Rebalancer(
             stages=stages, period=period, rule=rule, threshold=threshold
         )
-        self._going: dict[str, int] = {}
+        self._going = ""
 
     def __call__(self, trainer: Trainer) -> None:
         """Make at most one move.
@@ -67,14 +58,11 @@ class Mover:
         """
         fleet = trainer.fleet
         synced = fleet.synced()
-        for member in synced:
-            if self._going.get(member.name) == member.stage:
-                del self._going[member.name]
-                self._rebalancer.arrived(member.name)
         there = {m.name for m in fleet.members()}
-        for name in [n for n in self._going if n not in there]:
-            del self._going[name]
-            self._rebalancer.arrived(name)
+        if self._going and self._going not in trainer.moving:
+            # It has arrived, its move has failed, or it is gone.
+            self._rebalancer.arrived(self._going, is_gone=self._going not in there)
+            self._going = ""
         loads = loads_of(trainer, [m for m in synced if not m.leaving])
         if loads is None:
             return
@@ -88,25 +76,8 @@ class Mover:
         ]
         move = self._rebalancer.decide(loads, fleet.now(), costs)
         if move is not None:
-            self._begin(trainer, move, {m.name: m for m in synced}[move.peer])
-
-    def _begin(self, trainer: Trainer, move: Move, member: Member) -> None:
-        self._going[move.peer] = move.target
-        trainer.fleet.drop(move.peer)
-        trainer.tell("moved", peer=move.peer, source=move.source, target=move.target)
-
-        def go() -> None:
-            try:
-                trainer.caller.ask(
-                    member.address,
-                    "move",
-                    {"stage": move.target},
-                    seconds=trainer.settings.state_seconds,
-                )
-            except (Gone, Refused) as error:
-                trainer.tell("failed", peer=move.peer, why=str(error))
-
-        threading.Thread(target=go, daemon=True).start()
+            self._going = move.peer
+            trainer.move({m.name: m for m in synced}[move.peer], move.target)
 
 
 def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | None:
@@ -145,10 +116,3 @@ def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | No
         )
         for m in members
     ]
-
-
-def speeds_of(trainer: Trainer) -> list[float]:
-    """Micro-batches a second of each stage, as measured; 0 where it was not."""
-    loads = loads_of(trainer, trainer.fleet.synced())
-    stages = trainer.cut.stages
-    return [0.0] * stages if loads is None else stage_speeds(loads, stages)

@@ -2,14 +2,15 @@
 
 Each stage is asked for its part by a small call; tensors go from peer to peer. Where a
 peer is lost, what it made and is still needed is made again by a mate, and nothing else
-is.
+is. Where one peer cannot reach another, the trainer asks the other itself before it
+believes that.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,12 +19,16 @@ from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
 from whalejax.swarm.registry import Member
+from whalejax.swarm.wire import coding
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 
 
 MOST_ATTEMPTS: Final = 100
 """Of one part of one micro-batch; a run in which more are needed is ended."""
+
+PING_SECONDS: Final = 5.0
+"""In which a peer that another cannot reach answers the trainer, if it is there."""
 
 
 class Interrupted(Exception):
@@ -32,6 +37,10 @@ class Interrupted(Exception):
     def __init__(self, stage: int) -> None:
         super().__init__(f"stage {stage}")
         self.stage = stage
+
+
+class Stopped(Exception):
+    """The process was asked to end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,13 +70,17 @@ class StepContext:
         cut, fleet, caller: of the run.
         ledger: of the step.
         lock: of the ledger and the counts.
-        generation, step: of the run.
+        run, generation, step: of the run.
         batch: address of who gives micro-batches.
         call_seconds: deadline of a call.
         await_peer: waits until a stage has a peer that may be asked; raises where it
             will have none.
         tell: is told what happens.
         counts: of the run.
+        not_finite: peers that made something that is not finite, by phase, stage and
+            micro-batch.
+        overflowed: peers whose sums or states were not finite, by stage.
+        stop: set where the step is to end at once.
     """
 
     cut: Cut
@@ -75,6 +88,7 @@ class StepContext:
     caller: Caller
     ledger: Ledger
     lock: threading.RLock
+    run: str
     generation: int
     step: int
     batch: Address
@@ -82,25 +96,88 @@ class StepContext:
     await_peer: Callable[[int], None]
     tell: Callable[..., None]
     counts: Counts
-    strikes: dict[tuple[str, int, int], set[str]] = field(default_factory=dict)
+    not_finite: dict[tuple[str, int, int], set[str]] = field(default_factory=dict)
+    overflowed: dict[int, set[str]] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
 
-    def at(self) -> dict[str, int]:
-        """Generation and step, as every question names them."""
-        return {"generation": self.generation, "step": self.step}
+    def at(self) -> dict[str, Any]:
+        """Run, generation and step, as every question names them."""
+        return {"run": self.run, "generation": self.generation, "step": self.step}
 
-    def lose(self, name: str, why: str) -> None:
+    def lose(self, member: Member, why: str) -> None:
         """A peer did not answer: what it held is to be computed again.
 
         Args:
-            name: of the peer.
+            member: the peer.
             why: for whoever reads.
         """
         with self.lock:
-            lost = self.ledger.lost_with(name, 1 << 60)
+            lost = self.ledger.lost_with(member.name, member.incarnation)
         if lost:
-            self.tell("lost", peer=name, why=why, parts=len(lost))
+            self.tell("lost", peer=member.name, why=why, parts=len(lost))
 
-    def struck(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
+    def member(self, name: str) -> Member | None:
+        """A peer by its name; none where its lease has ended."""
+        return next((m for m in self.fleet.members() if m.name == name), None)
+
+    def unreached(
+        self, reporter: Member, blamed: Member, why: str, *, loses: bool = True
+    ) -> None:
+        """A peer could not reach another: find out which is at fault, and drop it.
+
+        Args:
+            reporter: the one that says so.
+            blamed: the other.
+            why: in words.
+            loses: what it held is to be computed again.
+        """
+        fleet, culprit = self.fleet, blamed
+        try:
+            seconds = min(PING_SECONDS, self.call_seconds)
+            self.caller.ask(blamed.address, "ping", {}, seconds=seconds)
+        except (Gone, Refused):
+            fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
+        else:
+            found = fleet.culprit(reporter, blamed)
+            more = {"peer": reporter.name, "other": blamed.name, "why": why}
+            if found is None:
+                self.tell("unreached", **more, dropped="neither")
+                return
+            culprit = found
+            self.tell("unreached", **more, dropped=culprit.name)
+            fleet.drop(culprit.name)
+            fleet.pause(culprit)
+        if loses:
+            self.lose(culprit, why)
+
+    def overflow(self, stage: int, member: Member, why: str) -> None:
+        """A sum or a state is not finite; a second peer that says so ends the run.
+
+        Args:
+            stage: of the peer.
+            member: the peer.
+            why: in words.
+
+        Raises:
+            WhaleError: it is the model, not the peer.
+        """
+        with self.lock:
+            by = self.overflowed.setdefault(stage, set())
+            by.add(member.name)
+            several = sorted(by)
+        self.tell("refused", peer=member.name, why=why)
+        if len(several) > 1 or len(self.fleet.synced(stage)) < 2:
+            raise WhaleError(
+                f"step {self.step}, stage {stage}: {why}, while the gradients of each "
+                f"micro-batch are finite ({', '.join(several)}). The step was not "
+                "applied. Lower the learning rate, clip the gradients, or look at the "
+                "data of this step"
+            )
+        self.fleet.drop(member.name)
+        self.fleet.pause(member)
+        self.lose(member, why)
+
+    def refuse(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
         """A peer made something that is not finite; a second one ends the run.
 
         Args:
@@ -112,7 +189,7 @@ class StepContext:
             WhaleError: another peer made the same, so that it is the model.
         """
         with self.lock:
-            by = self.strikes.setdefault((phase, stage, number), set())
+            by = self.not_finite.setdefault((phase, stage, number), set())
             by.add(name)
             several = sorted(by)
         self.tell("refused", peer=name, why=why)
@@ -157,6 +234,7 @@ class Passage:
         self.backward: dict[int, Made] = {}
         self._attempts = 0
         self._tried: Counter[tuple[int, Phase]] = Counter()
+        self._failure = "no peer could be asked"
         self._made: set[tuple[str, int]] = set()
         self._lock = threading.RLock()
         self.sums: tuple[Any, ...] = ()
@@ -199,7 +277,7 @@ class Passage:
             if made is not None and counted and context.fleet.has(made.member.name):
                 return made
             if made is not None and counted:
-                context.lose(made.member.name, "its lease ended or it failed")
+                context.lose(made.member, "its lease ended or it failed")
             self.backward.pop(stage, None)
             found = self._ask(stage, Phase.BACKWARD)
             if found is not None:
@@ -208,20 +286,23 @@ class Passage:
     def _ask(self, stage: int, phase: Phase) -> Made | None:
         """One attempt; none where it failed."""
         context = self._context
+        if context.stop.is_set():
+            raise Stopped
         self._attempts += 1
         self._tried[stage, phase] += 1
         if self._tried[stage, phase] > MOST_ATTEMPTS:
             raise WhaleError(
                 f"step {context.step}: micro-batch {self._number} was tried "
-                f"{MOST_ATTEMPTS} times and has not got through stage {stage}. Look at "
-                "`whalejax swarm show` for peers that fail"
+                f"{MOST_ATTEMPTS} times and has not got through stage {stage}. The "
+                f"last failure: {self._failure}. Mend or stop that peer, or start "
+                f"another for stage {stage}: whalejax swarm join, with --stage"
             )
         sources = [(s, self.need_forward(s)) for s in context.cut.sources(stage)]
         sinks: list[tuple[int, Made]] = []
         if phase is Phase.BACKWARD:
             sinks = [(s, self.need_backward(s)) for s in context.cut.sinks(stage)]
         task = BACKWARD_TASK if phase is Phase.BACKWARD else FORWARD_TASK
-        avoid = context.strikes.get((str(phase), stage, self._number), set())
+        avoid = context.not_finite.get((str(phase), stage, self._number), set())
         member = context.fleet.choose(stage, task, avoid)
         if member is None:
             context.await_peer(stage)
@@ -274,13 +355,18 @@ class Passage:
         last = stage == context.cut.stages - 1
         if phase is Phase.BACKWARD and last:
             wanted = context.cut.flat_sums
-            if [(x.shape, x.dtype) for x in arrays] != [
-                (tuple(a.shape), a.dtype) for a in wanted
-            ]:
-                context.tell("refused", peer=member.name, why="it sent no loss")
+            try:
+                self.sums = tuple(coding.decoded(arrays, wanted, "f32", member.name))
+            except Refused as error:
+                self._failure = error.why
                 context.fleet.failed(member, BACKWARD_TASK, 0.0, ban=True)
+                if error.code == "not finite":
+                    context.refuse(
+                        str(phase), stage, self._number, member.name, error.why
+                    )
+                else:
+                    context.tell("refused", peer=member.name, why=error.why)
                 return None
-            self.sums = tuple(arrays)
         if attempt is not None:
             with context.lock:
                 verdict = context.ledger.done(attempt)
@@ -303,6 +389,7 @@ class Passage:
         """Take note of who is at fault, so that the next attempt goes elsewhere."""
         context, fleet = self._context, self._context.fleet
         seconds = fleet.now() - begun
+        self._failure = f"{member.name}: {error}"
         with context.lock:
             if attempt is not None:
                 context.ledger.give_up(attempt)
@@ -312,37 +399,65 @@ class Passage:
         if isinstance(error, Gone):
             context.caller.forget(member.address)
             fleet.failed(member, task, seconds, ban=True)
-            context.lose(member.name, str(error))
+            context.lose(member, str(error))
             return
-        fleet.failed(member, task, seconds, ban=error.code == "failed")
+        ban = error.code in ("failed", "answer")
+        fleet.failed(member, task, seconds, ban=ban)
+        other = error.blame not in ("", member.name)
         if error.code == "not finite":
+            made = self._made_by(error.blame) if other else None
+            at, what = (stage, phase) if made is None else made[:2]
             by = error.blame or member.name
-            at = stage if by == member.name else self._stage_of(by)
-            context.struck(str(phase), at, self._number, by, error.why)
+            context.refuse(str(what), at, self._number, by, error.why)
         elif error.code == "stale":
             fleet.drop(member.name)
-            context.lose(member.name, error.why)
-        elif error.code == "failed":
-            context.lose(member.name, error.why)
+            context.lose(member, error.why)
+        elif ban:
+            context.lose(member, error.why)
             context.tell("failed", peer=member.name, why=error.why)
-        if error.blame and error.blame != member.name:
-            self._blamed(error)
+        elif error.code == "source" and not other:
+            self._cut_off(member, error.why)
+        if other:
+            self._blamed(member, error)
 
-    def _blamed(self, error: Refused) -> None:
+    def _cut_off(self, member: Member, why: str) -> None:
+        """A peer does not reach the trainer; it is dropped where it has mates."""
+        context = self._context
+        context.tell("failed", peer=member.name, why=why)
+        if len(context.fleet.usable(member.stage)) > 1:
+            context.fleet.drop(member.name)
+            context.fleet.pause(member)
+            context.lose(member, why)
+
+    def _blamed(self, reporter: Member, error: Refused) -> None:
         """Another peer did not give what it was asked for."""
         context = self._context
+        found = self._made_by(error.blame)
+        blamed = context.member(error.blame) if found is None else found[2].member
+        if blamed is None:
+            return
+        if error.code == "source":
+            context.unreached(reporter, blamed, error.why)
+            return
         for held in (self._forward, self.backward):
             for stage in [s for s, m in held.items() if m.member.name == error.blame]:
-                made = held.pop(stage)
-                if error.code != "missing":
-                    context.fleet.failed(made.member, FORWARD_TASK, 0.0, ban=True)
-        context.lose(error.blame, error.why)
+                held.pop(stage)
+        if error.code != "missing":
+            context.fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
+        context.lose(blamed, error.why)
         if error.code == "shape":
             context.tell("refused", peer=error.blame, why=error.why)
 
-    def _stage_of(self, name: str) -> int:
-        held: Mapping[int, Made] = {**self._forward, **self.backward}
-        return next((s for s, m in held.items() if m.member.name == name), 0)
+    def _made_by(self, name: str) -> tuple[int, Phase, Made] | None:
+        """What a peer made of this micro-batch: the stage, the phase, and who it is."""
+        for phase, held in (
+            (Phase.FORWARD, self._forward),
+            (Phase.BACKWARD, self.backward),
+        ):
+            for stage, made in held.items():
+                if made.member.name == name:
+                    return stage, phase, made
+        return None
 
 
 def _told(stage: int, made: Made) -> list[Any]:

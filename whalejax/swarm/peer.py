@@ -1,8 +1,8 @@
 """A process of a swarm that serves one stage: joins, announces itself, leaves in order.
 
 It goes on while the registry is away, and joins again where that has forgotten it. Who
-asks it to leave (SIGTERM, Ctrl-C) waits until the step is over, so that nobody computes
-again what it holds.
+asks it to leave (SIGTERM, Ctrl-C) waits until the step is over, however long it takes,
+so that nobody computes again what it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from whalejax.swarm.worker import Hook, Worker
 
 BEAT_SECONDS: Final = 1.0
 JOIN_SECONDS: Final = 60.0
+JOIN_ASK_SECONDS: Final = 60.0
+"""In which a registry answers a newcomer; it asks others meanwhile."""
+
 LEAVE_SECONDS: Final = 60.0
+"""A peer that leaves waits for a registry that does not answer for so long."""
+
+LEAVE_BEAT_SECONDS: Final = 0.1
+PATIENCE_SECONDS: Final = 3600.0
 ASK_SECONDS: Final = 10.0
 
 
@@ -35,8 +42,9 @@ class Peer:
     Attributes:
         name: unique for the process.
         worker: what computes.
-        refused: why the registry will not have it; empty otherwise.
+        refused: why the registry refused its newest announcement; empty otherwise.
         over: why the run has ended; empty while it goes on.
+        failed: it has ended otherwise than it should.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class Peer:
         wire: str = "f32",
         pull_seconds: float = 30.0,
         beat_seconds: float = BEAT_SECONDS,
+        patience_seconds: float = PATIENCE_SECONDS,
         hook: Hook = lambda point, step: None,
     ) -> None:
         """Listen, and connect to nobody yet.
@@ -64,10 +73,12 @@ class Peer:
             wire: as all peers send tensors.
             pull_seconds: deadline of a tensor that another peer is asked for.
             beat_seconds: between announcements.
+            patience_seconds: to wait for a registry that does not answer any more.
             hook: called at points of the protocol.
         """
         self._cut, self._registry, self._wanted = cut, registry, stage
-        self._beat_seconds = beat_seconds
+        self._beat_seconds, self._patience_seconds = beat_seconds, patience_seconds
+        self._heard_at = time.monotonic()
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
         self._caller = Caller(key)
         self.worker = Worker(
@@ -91,9 +102,10 @@ class Peer:
         self._facts = {**cut.facts(), "wire": wire, "stages": str(cut.stages)}
         self._incarnation = 0
         self._leaving = threading.Event()
-        self._ended = threading.Event()
+        self._ended, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self.refused = self.over = ""
+        self.failed = False
 
     def start(self) -> None:
         """Join, serve and announce, in a thread.
@@ -108,9 +120,12 @@ class Peer:
         self._try_to_announce()
 
     def leave(self) -> None:
-        """Ask to go; ``wait`` returns when nobody needs this peer any more."""
+        """Ask to go; ``wait`` returns when nobody needs this peer any more.
+
+        Asks nobody itself, so that a handler of signals may call it.
+        """
         self._leaving.set()
-        self._try_to_announce()
+        self._wake.set()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the peer has left or the run is over; whether it is so.
@@ -123,6 +138,7 @@ class Peer:
     def close(self) -> None:
         """Go at once; what it holds is lost."""
         self._ended.set()
+        self._wake.set()
         self._service.close()
         self._caller.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -131,34 +147,44 @@ class Peer:
     # Joining.
 
     def _join(self, until: float) -> None:
-        fields = {
-            "name": self.name,
-            "address": list(self._service.address),
-            "stage": self._wanted,
-            "facts": self._facts,
-            "token": "",
-        }
-        while True:
+        """Join, and ask again where no registry answers.
+
+        Raises:
+            WhaleError: none does until then, or it refuses this peer.
+        """
+        while not self._ended.is_set():
             try:
-                answer = self._caller.ask(
-                    self._registry, "join", fields, seconds=ASK_SECONDS
-                )
-                break
+                self._join_once()
+                return
             except Refused as error:
                 raise WhaleError(error.why) from None
             except Gone as error:
-                if "key" in str(error) or time.monotonic() > until:
+                if error.wrong_key:
+                    raise WhaleError(
+                        f"the registry did not take this peer in: {error}. Give --key "
+                        "a copy of its key file"
+                    ) from None
+                if time.monotonic() > until:
                     raise WhaleError(
                         f"no registry took this peer in within {JOIN_SECONDS:.0f} s: "
                         f"{error}. Give the address that `whalejax swarm serve` says "
                         "it listens at, and its key file"
                     ) from None
-            if self._ended.wait(self._beat_seconds):
-                return
-        self._wanted, self._incarnation = (
-            answer.fields["stage"],
-            answer.fields["incarnation"],
+            self._ended.wait(self._beat_seconds)
+
+    def _join_once(self) -> None:
+        fields = {
+            "name": self.name,
+            "address": list(self._service.address),
+            "stage": self._wanted,
+            "facts": self._facts,
+        }
+        answer = self._caller.ask(
+            self._registry, "join", fields, seconds=JOIN_ASK_SECONDS
         )
+        self._wanted = answer.fields["stage"]
+        self._incarnation = answer.fields["incarnation"]
+        self.worker.enter(answer.fields["run"])
 
     def _move(self, asked: Message) -> Message:
         """Serve another stage; answered when its programs are compiled."""
@@ -171,22 +197,39 @@ class Peer:
         return Message(kind="moved", fields={"stage": stage})
 
     def _stop(self, asked: Message) -> Message:
-        self.over = asked.fields["why"] or "the run is over"
-        self._ended.set()
+        self._end(asked.fields["why"] or "the run is over", asked.fields["failed"])
         return Message(kind="stopped", fields={})
+
+    def _end(self, why: str, failed: bool) -> None:
+        if not self._ended.is_set():
+            self.over, self.failed = why, failed
+            self._ended.set()
 
     # Announcing.
 
     def _beat(self) -> None:
-        asked_at: float | None = None
-        while not self._ended.wait(self._beat_seconds if asked_at is None else 0.1):
-            if self._leaving.is_set() and asked_at is None:
-                asked_at = time.monotonic()
-            if asked_at is not None and time.monotonic() > asked_at + LEAVE_SECONDS:
-                self.over = "left without being let go"
-                self._ended.set()
-                return
-            self._try_to_announce()
+        self._heard_at = time.monotonic()
+        while not self._ended.is_set():
+            leaving = self._leaving.is_set()
+            self._wake.wait(LEAVE_BEAT_SECONDS if leaving else self._beat_seconds)
+            if not leaving:
+                self._wake.clear()
+            if not self._ended.is_set():
+                self._try_to_announce()
+                self._end_if_alone()
+
+    def _end_if_alone(self) -> None:
+        """A peer that no registry answers goes after a while."""
+        leaving = self._leaving.is_set()
+        most = LEAVE_SECONDS if leaving else self._patience_seconds
+        silent = time.monotonic() - self._heard_at
+        if silent > most:
+            address = f"{self._registry[0]}:{self._registry[1]}"
+            why = f"the registry at {address} has not answered for {silent:.0f} s"
+            if leaving:
+                self._end(f"left without being let go: {why}", failed=False)
+            else:
+                self._end(f"{why}. Start `whalejax swarm serve` again", failed=True)
 
     def _try_to_announce(self) -> None:
         try:
@@ -195,9 +238,8 @@ class Peer:
             return  # Mates and the trainer may still need what it holds.
         except Refused as error:
             self.refused = error.why
-        except WhaleError as error:
-            self.refused = str(error)
-            self._ended.set()
+            return
+        self._heard_at, self.refused = time.monotonic(), ""
 
     def _announce(self) -> None:
         worker = self.worker
@@ -221,11 +263,14 @@ class Peer:
         answer = self._caller.ask(
             self._registry, "announce", fields, seconds=ASK_SECONDS
         )
-        if answer.fields.get("free"):
-            self.over = "left"
-            self._ended.set()
-        elif not answer.fields.get("known") and not self._leaving.is_set():
-            self._join(time.monotonic() + JOIN_SECONDS)
-        elif not answer.fields.get("known"):
-            self.over = "left"
-            self._ended.set()
+        if answer.fields["free"]:
+            self._end("left", failed=False)
+        elif answer.fields["known"]:
+            return
+        elif self._leaving.is_set():
+            self._end("left", failed=False)
+        else:
+            try:
+                self._join_once()
+            except Refused as error:
+                self._end(error.why, failed=True)

@@ -119,7 +119,7 @@ class Registry:
             raise Refused(
                 "failed",
                 f"peer {name} asks for stage {stage}; there are stages 0 to "
-                f"{self.stages - 1}",
+                f"{self.stages - 1}. Give --stage one of them, or leave it out",
             )
         if why := self._reach(address):
             raise Refused(

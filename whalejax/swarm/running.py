@@ -1,12 +1,11 @@
 """A run of a swarm from its folder: key, journal, checkpoints, and who leads it.
 
-What ``whalejax swarm serve`` does, and ``wh.train_swarm`` beside it.
+What ``whalejax swarm serve`` does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -190,8 +189,3 @@ def _generations(path: Path) -> int:
     """One more than any generation that a journal tells of; 0 without a journal."""
     known = [e.get("generation") for e in read(path) if e["event"] == "opened"]
     return 1 + max((n for n in known if type(n) is int), default=-1)
-
-
-def as_line(kind: str, more: dict[str, Any]) -> str:
-    """What happened, as one line of JSON."""
-    return json.dumps({"event": kind, **more})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from whalejax.elastic.wire.connection import listen
@@ -20,6 +21,14 @@ from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 
 
 REACH_SECONDS: Final = 5.0
+LINK_SECONDS: Final = 20.0
+"""In which a peer says whether others answer it."""
+
+_MOST_LINKS: Final = 8
+"""Of a newcomer to others, that are tried when it joins."""
+
+_MOST_THREADS: Final = 64
+_MOST_WORDS: Final = 2000
 
 
 class Serving:
@@ -77,7 +86,7 @@ class Serving:
             generation=generation,
             **more,
         )
-        self._settings, self._shown = settings, {"wire": wire}
+        self._settings, self._shown, self._tell = settings, {"wire": wire}, tell
         handlers = {
             "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
             "batch": self.trainer.give_batch,
@@ -102,24 +111,43 @@ class Serving:
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Do the steps; see ``Trainer.run``. In the end, peers are told."""
-        for step, metrics in self.trainer.run():
-            self._loss = float(metrics["loss"])
-            yield step, metrics
+        try:
+            for step, metrics in self.trainer.run():
+                self._loss = float(metrics["loss"])
+                yield step, metrics
+        except Exception as error:
+            self.stop(f"the run has failed: {error}"[:_MOST_WORDS], failed=True)
+            raise
         self.stop("all steps are done")
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: str, *, failed: bool = False) -> None:
         """Tell all peers that the run is over.
 
         Args:
             why: in words.
+            failed: it has ended otherwise than it should.
         """
-        for member in self.registry.members(time.monotonic()):
+        fields = {"why": why, "failed": failed}
+        members = self.registry.members(time.monotonic())
+        self._all([m.address for m in members], "stop", fields, REACH_SECONDS)
+
+    def _all(
+        self,
+        addresses: Sequence[Address],
+        kind: str,
+        fields: Mapping[str, Any],
+        seconds: float,
+    ) -> list[Message | None]:
+        """The answers of several peers; none of those that are gone or refuse."""
+
+        def one(address: Address) -> Message | None:
             try:
-                self._caller.ask(
-                    member.address, "stop", {"why": why}, seconds=REACH_SECONDS
-                )
+                return self._caller.ask(address, kind, fields, seconds=seconds)
             except (Gone, Refused):
-                continue  # It is gone already, or will see that the registry is.
+                return None
+
+        with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_THREADS))) as pool:
+            return [*pool.map(one, addresses)]
 
     def close(self) -> None:
         """End all connections."""
@@ -133,7 +161,58 @@ class Serving:
             self._caller.ask(address, "ping", {}, seconds=REACH_SECONDS)
         except (Gone, Refused) as error:
             return str(error)
+        others = self._neighbours(address)
+        if others:
+            self._check_links(address, others)
         return ""
+
+    def _neighbours(self, address: Address) -> list[Member]:
+        """Some peers of each stage, with which a newcomer exchanges tensors."""
+        members = self.registry.members(time.monotonic())
+        others = [m for m in members if m.address != address]
+        seen: dict[int, int] = {}
+        ranks = []
+        for member in others:
+            ranks.append(seen.setdefault(member.stage, 0))
+            seen[member.stage] += 1
+        order = sorted(range(len(others)), key=lambda n: (ranks[n], others[n].stage))
+        return [others[n] for n in order[:_MOST_LINKS]]
+
+    def _check_links(self, address: Address, others: Sequence[Member]) -> None:
+        """Refuse a newcomer that most others do not reach, or that reaches not them.
+
+        Raises:
+            Refused: which of them, and why.
+        """
+        where = f"{address[0]}:{address[1]}"
+        peers = [[m.name, list(m.address)] for m in others]
+        own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
+        fields = {"peers": [[where, list(address)]]}
+        told = self._all([m.address for m in others], "reach", fields, LINK_SECONDS)
+        there = {
+            m.name: answer.fields["unreached"].get(where, "")
+            for m, answer in zip(others, told, strict=True)
+            if answer is not None
+        }
+        outward: Mapping[str, str] = {} if own is None else own.fields["unreached"]
+        problems = [
+            f"it does not reach {name} ({outward[name]})"
+            if name in outward
+            else f"{name} does not reach it ({why})"
+            for name, why in there.items()
+            if name in outward or why
+        ]
+        if not problems:
+            return
+        text = f"the peer at {where}: {'; '.join(problems)}"
+        if 2 * len(problems) <= len(there):
+            self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
+            return
+        raise Refused(
+            "failed",
+            f"{text}. Peers take tensors from each other: give --host an address of "
+            "that machine that all machines of the swarm reach, and open its port",
+        )
 
     def _join(self, asked: Message) -> Message:
         fields = asked.fields
@@ -147,7 +226,11 @@ class Serving:
         )
         return Message(
             kind="welcome",
-            fields={"stage": member.stage, "incarnation": member.incarnation},
+            fields={
+                "stage": member.stage,
+                "incarnation": member.incarnation,
+                "run": self.trainer.run_id,
+            },
         )
 
     def _announce(self, asked: Message) -> Message:
@@ -186,7 +269,7 @@ class Serving:
             "generation": trainer.generation,
             "micro_batches": trainer.cut.count,
             "loss": self._loss,
-            "left": 0 if ledger is None else len(ledger.to_do()),
+            "left": 0 if ledger is None else ledger.left,
             "counts": as_told(trainer.counts),
             "peers": [show(m) for m in self.registry.members(now)],
         }

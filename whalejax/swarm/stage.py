@@ -9,6 +9,7 @@ a norm over all gradients.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -350,3 +351,56 @@ class StageUpdate:
         if each is None:
             return leaf
         return leaf + jnp.asarray(each * cut.count, leaf.dtype)
+
+
+_READYING = threading.Lock()
+
+
+def ready_stage(cut: Cut, number: int) -> Stage:
+    """A stage whose programs are compiled; peers of one process share it.
+
+    Args:
+        cut: of the job.
+        number: of the stage.
+    """
+    with _READYING:
+        known: dict[int, Stage] = cut.ready
+        if number not in known:
+            stage = Stage(cut, number)
+            warm_up(stage)
+            known[number] = stage
+        return known[number]
+
+
+def warm_up(stage: Stage) -> None:
+    """Compile what a step takes, on zeros that are thrown away.
+
+    Args:
+        stage: whose programs.
+    """
+    cut = stage.cut
+    nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
+    state = stage.typed(nothing, 0)
+    first = cut.params + cut.rest
+    batch: list[Any] = [None] * len(cut.program.batch_axes)
+    for n in stage.place.batch:
+        aval = cut.avals[(), n]
+        batch[n - first] = np.zeros(aval.shape, aval.dtype)
+    imports = [np.zeros(a.shape, a.dtype) for a in stage.imports]
+    cotangents = [
+        np.zeros(cut.avals[v].shape, cut.avals[v].dtype) for v in stage.place.sent
+    ]
+    if not stage.last:
+        stage.forward(state, 0, batch, imports)
+    stage.backward(state, 0, batch, imports, cotangents)
+    sums = [np.ones(a.shape, a.dtype) for a in cut.flat_sums]
+    gradients = [np.zeros(a.shape, a.dtype) for a in stage.gradients]
+    update, steps = stage.update(state, sums, gradients), cut.update.steps
+    heard: dict[int, np.ndarray] = {}
+    for level in range(cut.update.rounds):
+        update.run(level, heard)
+        told = [n for other in range(cut.stages) for n in cut.told(level, other)]
+        avals = [steps.avals[n] for n in told]
+        ones = [np.ones(a.shape, a.dtype) for a in avals]
+        heard = dict(zip(told, ones, strict=True))
+    update.finished()

@@ -1,16 +1,19 @@
 """Leads a run: asks peers for each micro-batch's parts, commits steps, keeps snapshots.
 
 It computes nothing and no tensor goes through it but micro-batches and the snapshots of
-the state. Between two steps newcomers take the state, those that leave are let go, and
-a checkpoint is written.
+the state. Newcomers take the state beside the steps; between two steps those that leave
+are let go, and a checkpoint is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,12 +29,15 @@ from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm.passage import Counts, Interrupted, Passage, StepContext
 from whalejax.swarm.registry import Member, Registry
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
-from whalejax.swarm.worker import digest_of, packed, piece
+from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 
 
 LOOK_SECONDS: Final = 0.05
 STATE_SECONDS: Final = 600.0
 """Deadline of the state of a stage, from peer to peer or to the trainer."""
+
+NEWCOMER_SECONDS: Final = 10.0
+"""That a step waits for newcomers, if the step before took less."""
 
 Tell = Callable[..., None]
 
@@ -48,6 +54,10 @@ class Settings:
         snapshot_every: steps between snapshots, to which a run goes back where all
             peers of a stage are lost.
         state_seconds: deadline of a peer that takes the state.
+        newcomer_seconds: that a step waits for peers that take the state; as long as
+            the step before took, and at least 10 s, if 0.
+        spare_seconds: after which a stage without peers is given one of a stage that
+            has several.
     """
 
     steps: int
@@ -56,6 +66,8 @@ class Settings:
     patience_seconds: float = 3600.0
     snapshot_every: int = 100
     state_seconds: float = STATE_SECONDS
+    newcomer_seconds: float = 0.0
+    spare_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +84,28 @@ class Snapshot:
     arrays: dict[int, list[np.ndarray]] | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A peer that takes the state.
+
+    Attributes:
+        stage: that it serves.
+        keeps: it says that it has the state already.
+        at: generation and step of that state.
+    """
+
+    stage: int
+    keeps: bool
+    at: tuple[int, int]
+
+
 class Trainer:
-    """Leads the steps of one run."""
+    """Leads the steps of one run.
+
+    Attributes:
+        run_id: drawn at random; every question has it.
+        moving: by name of a peer that changes stage, the stage that it is to serve.
+    """
 
     def __init__(
         self,
@@ -114,6 +146,11 @@ class Trainer:
         self.address: Address = ("", 0)
         self.counts = Counts()
         self.ledger: Ledger | None = None
+        self.run_id = secrets.token_hex(8)
+        self.moving: dict[str, int] = {}
+        self._coming: dict[tuple[str, int], _Coming] = {}
+        self._changed = threading.Event()
+        self._seconds, self._owed = 0.0, False
         self.digests = _digests(self._snapshot)
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
@@ -127,8 +164,9 @@ class Trainer:
     # What peers ask.
 
     def give_batch(self, asked: Message) -> Message:
-        """Leaves of a micro-batch."""
+        """Leaves of a micro-batch of the step that is under way."""
         fields = asked.fields
+        self._check_now(asked)
         if not 0 <= fields["number"] < self.cut.count:
             raise Refused("stale", f"there is no micro-batch {fields['number']}")
         with self._lock:
@@ -139,9 +177,25 @@ class Trainer:
         arrays = tuple(leaves[p] for p in places)
         return Message(kind="tensors", fields={}, arrays=arrays)
 
+    def _check_now(self, asked: Message) -> None:
+        """Refuse a question of another run, generation or step."""
+        now = self._now()
+        if any(asked.fields[name] != value for name, value in now.items()):
+            given = {name: asked.fields[name] for name in now}
+            raise Refused("stale", f"the trainer is at {now}, and was asked at {given}")
+
+    def _now(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "run": self.run_id,
+                "generation": self.generation,
+                "step": self.step,
+            }
+
     def give_state(self, asked: Message) -> Message:
         """A part of a stage's state of the snapshot."""
         stage, step = asked.fields["stage"], asked.fields["step"]
+        self._check_now(asked)
         with self._lock:
             shot = self._snapshot
             if shot.arrays is None or shot.step != step or stage not in shot.arrays:
@@ -171,7 +225,8 @@ class Trainer:
                 self._go_back(gone.stage)
                 continue
             yield self.step, metrics
-            self._between(self)
+            if self.step < self.settings.steps:
+                self._between(self)
         self._take_snapshot()
         if self._snapshot.step != self.step:
             raise WhaleError(
@@ -183,21 +238,43 @@ class Trainer:
 
     def _one(self) -> dict[str, Any]:
         """One step."""
-        cut = self.cut
-        begun = self.fleet.now()
+        cut, begun = self.cut, self.fleet.now()
+        context = self._context()
+        self.ledger = context.ledger
+        passages = [Passage(context, number) for number in range(cut.count)]
+        self._travel(context, passages)
+        sums = _summed(passages)
+        with threads(cut.stages, context.stop) as pool:
+            commit = Commit(context, passages, pool)
+            digests = commit.run(sums)
+        self._applied(commit.applied, digests)
+        metrics = {
+            name: np.asarray(value) for name, value in cut.metrics(list(sums)).items()
+        }
+        self._seconds = self.fleet.now() - begun
+        return {**metrics, "generation": self.generation, "seconds": self._seconds}
+
+    def _context(self) -> StepContext:
+        generation = self.generation
+
+        def write(event: str, fields: Mapping[str, object]) -> None:
+            if self._write is not None:
+                self._write(event, {"generation": generation, **fields})
+
         ledger = Ledger(
             step=self.step,
-            stages=cut.stages,
-            micro_batches=cut.count,
-            write=self._write,
+            stages=self.cut.stages,
+            micro_batches=self.cut.count,
+            write=write,
         )
-        context = StepContext(
-            cut=cut,
+        return StepContext(
+            cut=self.cut,
             fleet=self.fleet,
             caller=self.caller,
             ledger=ledger,
             lock=threading.RLock(),
-            generation=self.generation,
+            run=self.run_id,
+            generation=generation,
             step=self.step,
             batch=self.address,
             call_seconds=self.settings.call_seconds,
@@ -205,35 +282,35 @@ class Trainer:
             tell=self.tell,
             counts=self.counts,
         )
-        self.ledger = ledger
-        passages = [Passage(context, number) for number in range(cut.count)]
-        self._travel(passages)
-        sums = _summed(passages)
-        with ThreadPoolExecutor(cut.stages) as pool:
-            self.digests = Commit(context, passages, pool).run(sums)
-        self.step += 1
-        self._keeps = True
-        metrics = {
-            name: np.asarray(value) for name, value in cut.metrics(list(sums)).items()
-        }
-        seconds = self.fleet.now() - begun
-        return {**metrics, "generation": self.generation, "seconds": seconds}
 
-    def _travel(self, passages: Sequence[Passage]) -> None:
+    def _applied(self, names: set[str], digests: dict[int, str]) -> None:
+        """The step is over; who has not applied it takes the state again."""
+        with self._lock:
+            for member in self.fleet.synced():
+                if member.name in names:
+                    self.fleet.end_pause(member)
+                else:
+                    self.fleet.drop(member.name)
+            self.digests = digests
+            self.step += 1
+            self._keeps = True
+
+    def _travel(self, context: StepContext, passages: Sequence[Passage]) -> None:
         """Take all micro-batches through; what the first error was is raised."""
         peers = len(self.fleet.synced())
         count = self.settings.in_flight or 2 * peers
-        errors: list[BaseException] = []
+        errors: list[Exception] = []
 
         def one(passage: Passage) -> None:
-            if errors:
+            if context.stop.is_set():
                 return
             try:
                 passage.run()
-            except BaseException as error:
+            except Exception as error:
                 errors.append(error)
+                context.stop.set()
 
-        with ThreadPoolExecutor(max(1, min(count, len(passages)))) as pool:
+        with threads(max(1, min(count, len(passages))), context.stop) as pool:
             for waiting in [pool.submit(one, p) for p in passages]:
                 waiting.result()
         if errors:
@@ -243,25 +320,34 @@ class Trainer:
 
     def _ready(self) -> None:
         """Bring everybody to the step, and wait for stages without peers."""
-        until = self.fleet.now() + self.settings.patience_seconds
+        begun = self.fleet.now()
+        newcomers = self.settings.newcomer_seconds or max(
+            NEWCOMER_SECONDS, self._seconds
+        )
         said: list[int] = []
         while True:
+            self._changed.clear()
             self._let_go()
             self._bring()
+            coming = self._coming_stages()
             lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
-            if not lacking:
+            waited = self.fleet.now() - begun
+            if not lacking and (not coming or waited >= newcomers):
                 break
-            if lacking != said:
+            lacking = [s for s in lacking if s not in coming]
+            if lacking and lacking != said:
                 said = lacking
                 self.tell("waiting", stages=lacking, step=self.step)
-            if self.fleet.now() > until:
+            if lacking and waited > self.settings.patience_seconds:
                 raise WhaleError(
                     f"no peer serves stage {', '.join(map(str, lacking))} of "
                     f"{self.cut.stages}, for {self.settings.patience_seconds:.0f} s. "
                     "Start one: whalejax swarm join, with --stage"
                 )
             self._go_back_if_lost(lacking)
-            time.sleep(LOOK_SECONDS)
+            if waited >= self.settings.spare_seconds:
+                self._send_spare(lacking)
+            self._changed.wait(LOOK_SECONDS)
         if said:
             self.tell("resumed", step=self.step)
         self._take_snapshot()
@@ -272,7 +358,8 @@ class Trainer:
             if not member.leaving:
                 continue
             mates = [m for m in self.fleet.usable(member.stage) if not m.leaving]
-            if not mates and self.fleet.has(member.name):
+            holds = any(m.name == member.name for m in self.fleet.synced(member.stage))
+            if not mates and holds:
                 # The last of its stage: what it holds is kept here.
                 self._take_snapshot(now=True)
                 if self._snapshot.step != self.step:
@@ -281,60 +368,139 @@ class Trainer:
             self.registry.free(member.name)
             self.tell("left", peer=member.name, stage=member.stage)
 
+    # Newcomers.
+
     def _bring(self) -> None:
-        """Newcomers, and those that were behind, take the state of the step."""
-        synced = {m.name for m in self.fleet.synced()}
-        coming = [
-            m
-            for m in self.fleet.members()
-            if m.ready and not m.leaving and m.name not in synced
-        ]
-        if not coming:
-            return
-        # First those that have it already, so that others can take it from them.
-        coming.sort(key=lambda m: m.step != self.step)
-        with ThreadPoolExecutor(len(coming)) as pool:
-            for group in (
-                [m for m in coming if self._has_state(m)],
-                [m for m in coming if not self._has_state(m)],
-            ):
-                for waiting in [pool.submit(self._sync, m) for m in group]:
-                    waiting.result()
+        """Newcomers, and those that were behind, begin to take the state of the step.
+
+        They do so beside the steps: who has it before the gradients are summed works in
+        that step already.
+        """
+        members = self.fleet.members()
+        with self._lock:
+            names = {m.name for m in members}
+            for name in [n for n in self.moving if n not in names]:
+                del self.moving[name]
+            synced = {m.name for m in self.fleet.synced()}
+            coming = [
+                m
+                for m in members
+                if m.ready
+                and not m.leaving
+                and m.name not in synced
+                and (m.name, m.incarnation) not in self._coming
+                and self.moving.get(m.name, m.stage) == m.stage
+                and not self.fleet.is_paused(m)
+            ]
+            # Those that have it already first, so that others can take it from them.
+            coming.sort(key=lambda m: not self._has_state(m))
+            for member in coming:
+                keeps = self._has_state(member)
+                if keeps or member.stage not in self._keeping:
+                    self._begin(member, keeps)
+
+    @property
+    def _keeping(self) -> set[int]:
+        """Stages of peers that are asked whether they have the state already."""
+        now = self.generation, self.step
+        return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
+
+    def _coming_stages(self) -> set[int]:
+        """Stages of peers that take the state of this step."""
+        with self._lock:
+            now = self.generation, self.step
+            return {c.stage for c in self._coming.values() if c.at == now}
 
     def _has_state(self, member: Member) -> bool:
-        return self._keeps and member.step == self.step
+        known = member.generation == self.generation or member.stage in self.digests
+        return self._keeps and known and member.step == self.step
 
-    def _sync(self, member: Member) -> None:
+    def _begin(self, member: Member, keeps: bool) -> None:
+        sources = self._sources(member)
+        if sources is None and not keeps:
+            return  # Its stage has nobody; the run has to go back.
+        key = member.name, member.incarnation
+        at = self.generation, self.step
+        self._coming[key] = _Coming(stage=member.stage, keeps=keeps, at=at)
+
+        def sync() -> None:
+            try:
+                self._sync(member, sources, keeps, at)
+            finally:
+                with self._lock:
+                    del self._coming[key]
+                self._changed.set()
+
+        threading.Thread(target=sync, daemon=True).start()
+
+    def _sources(self, member: Member) -> list[Any] | None:
+        """Who has the state that a peer needs; none where it is lost.
+
+        An empty list stands for a run that begins, whose state each peer makes itself.
+        """
         mates = [m for m in self.fleet.usable(member.stage) if m.name != member.name]
-        sources = [[m.name, list(m.address), [], []] for m in mates]
-        keeps = self._has_state(member)
         shot = self._snapshot
-        if not mates and not keeps:
-            if shot.step != self.step:
-                return  # Its stage has nobody; the run has to go back.
-            if shot.arrays is not None:
-                sources = [["the trainer", list(self.address), [], []]]
-        digest = self._synced(member, sources, keeps=keeps)
-        known = self.digests.get(member.stage)
-        if digest is not None and known not in (None, digest) and keeps:
-            self.tell("differs", peer=member.name, why="the state that it came with")
-            keeps = False
-            if not mates and shot.step == self.step and shot.arrays is not None:
-                sources = [["the trainer", list(self.address), [], []]]
-            digest = self._synced(member, sources, keeps=False)
-        if digest is None or known not in (None, digest):
-            return
-        self.digests.setdefault(member.stage, digest)
-        self.fleet.add(member)
-        self.tell("joined", peer=member.name, stage=member.stage, step=self.step)
+        if mates:
+            return [[m.name, list(m.address), [], []] for m in mates]
+        if shot.step != self.step:
+            return None
+        return [] if shot.arrays is None else [["the trainer", [*self.address], [], []]]
+
+    def _sync(
+        self,
+        member: Member,
+        sources: list[Any] | None,
+        keeps: bool,
+        at: tuple[int, int],
+    ) -> None:
+        """Bring a peer to the step, in a thread of its own."""
+        tries = [keeps, False] if keeps and sources is not None else [keeps]
+        for one in tries:
+            digest = self._synced(member, sources or [], keeps=one, at=at)
+            if digest is None or self._take_in(member, digest, at):
+                break
+        with self._lock:
+            if any(m.name == member.name for m in self.fleet.synced(member.stage)):
+                return
+            if self.generation != at[0]:
+                return  # All begin again.
+            late = self.step != at[1]
+        self.fleet.pause(member)
+        if late:
+            why = "it took longer than a step; give it a faster link, or longer steps"
+            self.tell("not synced", peer=member.name, why=why)
+
+    def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
+        """A peer says that it has a state; whether it is that of the step."""
+        with self._lock:
+            if (self.generation, self.step) != at:
+                return True  # Too late: it begins again with a later step.
+            known = self.digests.setdefault(member.stage, digest)
+            if known == digest:
+                self.moving.pop(member.name, None)
+                self.fleet.add(member)
+        if known == digest:
+            self.tell("joined", peer=member.name, stage=member.stage, step=at[1])
+            return True
+        why = (
+            f"stage {member.stage}, step {at[1]}: {digest[:12]}, and {known[:12]} here"
+        )
+        self.tell("differs", peer=member.name, why=why)
+        return False
 
     def _synced(
-        self, member: Member, sources: Sequence[Any], *, keeps: bool
+        self,
+        member: Member,
+        sources: Sequence[Any],
+        *,
+        keeps: bool,
+        at: tuple[int, int],
     ) -> str | None:
         """Ask a peer to be at the step; the digest of its state, or none."""
         fields = {
-            "generation": self.generation,
-            "step": self.step,
+            "run": self.run_id,
+            "generation": at[0],
+            "step": at[1],
             "stage": member.stage,
             "keeps": keeps,
             "sources": sources,
@@ -344,23 +510,78 @@ class Trainer:
                 member.address, "sync", fields, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
-            self.tell("not synced", peer=member.name, why=str(error))
-            if isinstance(error, Refused) and error.blame:
+            if self.step == at[1]:
+                self.tell("not synced", peer=member.name, why=str(error))
+            if isinstance(error, Refused) and error.code == "shape":
                 for mate in self.fleet.usable(member.stage):
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
             return None
-        return str(answer.fields.get("digest"))
+        return str(answer.fields["digest"])
+
+    # Moves.
+
+    def move(self, member: Member, target: int) -> None:
+        """Have a peer serve another stage; it is asked for no step meanwhile.
+
+        Args:
+            member: the peer.
+            target: the stage.
+        """
+        told = {"peer": member.name, "source": member.stage, "target": target}
+        with self._lock:
+            self.moving[member.name] = target
+            self.fleet.drop(member.name)
+        self.tell("moves", **told)
+
+        def go() -> None:
+            try:
+                self.caller.ask(
+                    member.address,
+                    "move",
+                    {"stage": target},
+                    seconds=self.settings.state_seconds,
+                )
+            except (Gone, Refused) as error:
+                with self._lock:
+                    self.moving.pop(member.name, None)
+                self.tell("failed", peer=member.name, why=str(error))
+            else:
+                self.tell("moved", **told)
+            self._changed.set()
+
+        threading.Thread(target=go, daemon=True).start()
+
+    def _send_spare(self, lacking: Sequence[int]) -> None:
+        """A stage that nobody serves is given a peer of a stage that has several."""
+        for stage in lacking:
+            members = [m for m in self.fleet.members() if not m.leaving]
+            if any(stage in (m.stage, self.moving.get(m.name)) for m in members):
+                continue
+            counts = Counter(m.stage for m in members if m.name not in self.moving)
+            spare = [
+                m
+                for m in members
+                if m.ready and m.name not in self.moving and counts[m.stage] > 1
+            ]
+            if spare:
+                # First those that wait for the step, then those of the largest stage.
+                synced = {m.name for m in self.fleet.synced()}
+                spare.sort(key=lambda m: (m.name in synced, -counts[m.stage]))
+                self.move(spare[0], stage)
 
     # Snapshots.
 
     def _take_snapshot(self, *, now: bool = False) -> None:
-        """Keep the state of all stages, where it is time to."""
+        """Keep the state of all stages, where it is time to, or was and none came."""
         every = self.settings.snapshot_every
         due = self.step % every == 0 or self.step == self.settings.steps
-        if self._snapshot.step == self.step or not (due or now):
+        if self._snapshot.step == self.step or not (due or now or self._owed):
             return
-        self.snapshot()
+        before, self._owed = self._owed, self.snapshot() is None
+        if self._owed and not before:
+            why = "no peer gave the state of a stage; it is asked for again"
+            self.tell("not_saved", step=self.step, why=why)
 
     def snapshot(self) -> Snapshot | None:
         """The state of all stages as the next step begins; none if somebody is lost."""
@@ -381,31 +602,17 @@ class Trainer:
         if self._snapshot.step == self.step and self._snapshot.arrays is not None:
             return self._snapshot.arrays[stage]
         for member in self.fleet.usable(stage):
-            pieces: list[np.ndarray] = []
-            count, digest = 1, ""
-            left = self.cut.state_bytes(stage)
+
+            def ask(place: int, member: Member = member) -> Message:
+                fields = {**self._now(), "stage": stage, "place": place}
+                seconds = self.settings.state_seconds
+                return self.caller.ask(member.address, "state", fields, seconds=seconds)
+
             try:
-                while len(pieces) < count:
-                    fields = {"stage": stage, "step": self.step, "place": len(pieces)}
-                    answer = self.caller.ask(
-                        member.address,
-                        "state",
-                        fields,
-                        seconds=self.settings.state_seconds,
-                    )
-                    count = int(answer.fields["count"])
-                    digest = str(answer.fields["digest"])
-                    pieces.append(answer.arrays[0])
-                    left -= pieces[-1].nbytes
-                    if left < 0 or not pieces[-1].nbytes:
-                        raise Refused("shape", "it sends more than a stage holds")
-            except (Gone, Refused, KeyError, IndexError, ValueError) as error:
+                return downloaded(ask, self.cut, stage, member.name)
+            except (Gone, Refused) as error:
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
-                continue
-            found = self.cut.split(stage, np.concatenate(pieces))
-            if found is not None and digest_of(found) == digest:
-                return found
         return None
 
     # Losses.
@@ -433,12 +640,35 @@ class Trainer:
 
     def _go_back(self, stage: int) -> None:
         """All stages go back to the snapshot."""
-        self.generation += 1
-        before, self.step = self.step, self._snapshot.step
-        self._keeps = False
-        self.digests = _digests(self._snapshot)
-        self.fleet.drop_all()
+        with self._lock:
+            self.generation += 1
+            before, self.step = self.step, self._snapshot.step
+            self._keeps = False
+            self.digests = _digests(self._snapshot)
+            self.fleet.drop_all()
         self.tell("went back", stage=stage, step=self.step, before=before)
+
+
+@contextlib.contextmanager
+def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are waited for, unless the process is asked to end.
+
+    Args:
+        count: how many.
+        stop: set where they are to end.
+    """
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    except Exception:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        raise
+    except BaseException:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _digests(snapshot: Snapshot) -> dict[int, str]:

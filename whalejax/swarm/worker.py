@@ -8,10 +8,10 @@ array, so that all mates hold the same sum whoever computed what.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -19,13 +19,17 @@ import numpy as np
 from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.ledger import check_partition
-from whalejax.swarm.stage import Stage, StageState, StageUpdate
+from whalejax.swarm.stage import Stage, StageState, StageUpdate, ready_stage
 from whalejax.swarm.wire import coding
 from whalejax.swarm.wire.service import Caller, Gone, Refused
+from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 
 
-PIECE_BYTES: Final = 1 << 24
-"""Of a state, in one answer."""
+REACH_SECONDS: Final = 10.0
+"""In which another peer answers whether it is there."""
+
+_MOST_PINGS: Final = 16
+"""At once."""
 
 Hook = Callable[[str, int], None]
 """Is told a point of the protocol and the step as it is reached."""
@@ -39,7 +43,8 @@ class Worker:
     Attributes:
         name: of the peer.
         stage: that it serves; None while it changes.
-        generation: of the run, as it was last told.
+        run: that the registry has told this peer of.
+        generation: of that run, as it was last told; -1 before the first.
         done: micro-batches computed, forward or backward.
         waiting: calls that wait for the device, with the one that has it.
         seconds: of the last call on the device.
@@ -69,7 +74,8 @@ class Worker:
         self.cut, self.name, self.wire = cut, name, wire
         self._caller, self._pull_seconds, self._hook = caller, pull_seconds, hook
         self.stage: Stage | None = None
-        self.generation = -1
+        self.run, self.generation = "", -1
+        self._syncs = 0
         self.done, self.waiting, self.seconds, self.sent_bytes = 0, 0, 0.0, 0
         self._lock = threading.RLock()
         self._device = threading.Lock()
@@ -106,6 +112,7 @@ class Worker:
             "update": self._update,
             "sync": self._sync,
             "state": self._send_state,
+            "reach": self._reach,
         }
 
     @property
@@ -113,6 +120,17 @@ class Worker:
         """Steps done, as the newest state says; -1 where there is none."""
         with self._lock:
             return max(self._states, default=-1)
+
+    def enter(self, run: str) -> None:
+        """Work for a run from now on; of another one only the state is kept.
+
+        Args:
+            run: its name, which every question of its trainer has.
+        """
+        with self._lock:
+            if run != self.run:
+                self._clear()
+                self.run, self.generation = run, -1
 
     def serve(self, number: int) -> None:
         """Serve a stage from now on; its programs are compiled here.
@@ -142,15 +160,16 @@ class Worker:
         Raises:
             Refused: the question is of another generation, stage or step.
         """
-        generation, step = asked.fields["generation"], asked.fields["step"]
+        step = asked.fields["step"]
         with self._lock:
             stage, state = self.stage, self._states.get(step)
-            if generation != self.generation or stage is None or state is None:
+            if not self._is_of_now(asked) or stage is None or state is None:
                 raise Refused(
                     "stale",
                     f"{self.name} is at step {self.step} of generation "
-                    f"{self.generation}, and was asked for step {step} of generation "
-                    f"{generation}",
+                    f"{self.generation} of run {self.run!r}, and was asked for step "
+                    f"{step} of generation {asked.fields['generation']} of run "
+                    f"{asked.fields['run']!r}",
                 )
             if number is not None and number != stage.number:
                 raise Refused(
@@ -161,6 +180,11 @@ class Worker:
             self._release(step)
             return stage, state
 
+    def _is_of_now(self, asked: Message) -> bool:
+        """Whether a question is of the run and the generation that this peer is in."""
+        now = self.run, self.generation
+        return (asked.fields["run"], asked.fields["generation"]) == now
+
     def _release(self, step: int) -> None:
         """Let go of what no step from this one on reads."""
         for held in self._held:
@@ -169,6 +193,8 @@ class Worker:
         for key in [k for k in self._states if k < step]:
             del self._states[key]
             self._digests.pop(key, None)
+        if self._packed is not None and self._packed[0] < step:
+            self._packed = None
 
     # Micro-batches.
 
@@ -181,7 +207,8 @@ class Worker:
         results = self._computed(lambda: stage.forward(state, number, batch, imports))
         coding.check_finite(results, self.name)
         key = step, "forward", number, asked.fields["attempt"]
-        self._keep(asked, lambda: self._tensors.update({key: self._coded(results)}))
+        coded = self._coded(results)
+        self._keep(asked, stage, lambda: self._tensors.update({key: coded}))
         return _receipt(time.monotonic() - begun)
 
     def _backward(self, asked: Message) -> Message:
@@ -195,14 +222,13 @@ class Worker:
             lambda: stage.backward(state, number, batch, imports, cotangents)
         )
         coding.check_finite([*found.sums, *found.returns, *found.gradients], self.name)
-        attempt = asked.fields["attempt"]
+        attempt, returns = asked.fields["attempt"], self._coded(found.returns)
 
         def keep() -> None:
-            key = step, "backward", number, attempt
-            self._tensors[key] = self._coded(found.returns)
+            self._tensors[step, "backward", number, attempt] = returns
             self._gradients[step, number, attempt] = list(found.gradients)
 
-        self._keep(asked, keep)
+        self._keep(asked, stage, keep)
         return _receipt(time.monotonic() - begun, *found.sums)
 
     def _coded(self, arrays: Sequence[np.ndarray]) -> Part:
@@ -223,11 +249,25 @@ class Worker:
                 self.done += 1
         return found
 
-    def _keep(self, asked: Message, keep: Callable[[], None]) -> None:
-        """Keep a result, unless the run has gone on to another generation."""
+    def _keep(self, asked: Message, stage: Stage, keep: Callable[[], None]) -> None:
+        """Keep a result.
+
+        Raises:
+            Refused: this peer has gone on to another generation, step or stage.
+        """
         with self._lock:
-            if asked.fields["generation"] == self.generation:
-                keep()
+            step = asked.fields["step"]
+            if (
+                not self._is_of_now(asked)
+                or stage is not self.stage
+                or step not in self._states
+            ):
+                raise Refused(
+                    "stale",
+                    f"{self.name} has gone on while it computed for step {step} of "
+                    f"generation {asked.fields['generation']}, stage {stage.number}",
+                )
+            keep()
 
     def _given(self, stage: Stage, asked: Message) -> tuple[Part, Part]:
         """Leaves of the micro-batch, and what earlier stages made of it."""
@@ -237,9 +277,9 @@ class Worker:
         with self._lock:
             held = self._inputs.get(key)
         if held is None:
-            held = [*self._leaves(stage, asked), *self._imports(stage, asked)]
-            with self._lock:
-                self._inputs[key] = held
+            found = [*self._leaves(stage, asked), *self._imports(stage, asked)]
+            self._keep(asked, stage, lambda: self._inputs.update({key: found}))
+            held = found
         count = len(held) - len(stage.imports)
         batch: list[Any] = [None] * len(self.cut.program.batch_axes)
         first = self.cut.params + self.cut.rest
@@ -254,7 +294,7 @@ class Worker:
         if not places:
             return []
         fields = {
-            "step": asked.fields["step"],
+            **_at(asked),
             "number": asked.fields["number"],
             "places": places,
         }
@@ -303,8 +343,7 @@ class Worker:
         attempt: int,
     ) -> Sequence[np.ndarray]:
         fields = {
-            "generation": asked.fields["generation"],
-            "step": asked.fields["step"],
+            **_at(asked),
             "phase": phase,
             "number": asked.fields["number"],
             "attempt": attempt,
@@ -335,7 +374,8 @@ class Worker:
             raise Refused("source", why, blame) from None
         except Refused as error:
             why = f"{name} did not give {kind} to {self.name}: {error.why}"
-            raise Refused("missing", why, error.blame or blame) from None
+            code = "shape" if error.code == "answer" else "missing"
+            raise Refused(code, why, error.blame or blame) from None
 
     def _fetch(self, asked: Message) -> Message:
         fields = asked.fields
@@ -343,12 +383,18 @@ class Worker:
         key = fields["step"], phase, fields["number"], fields["attempt"]
         with self._lock:
             held, stage = self._tensors.get(key), self.stage
-            if held is None or stage is None or fields["generation"] != self.generation:
+            if held is None or stage is None or not self._is_of_now(asked):
                 raise Refused(
                     "missing",
                     f"{self.name} does not hold {phase} of micro-batch {key[2]} of "
                     f"step {key[0]}, attempt {key[3]}",
                 )
+        if not 0 <= target < self.cut.stages:
+            raise Refused(
+                "stale",
+                f"{self.name} was asked for what stage {target} reads; there are "
+                f"stages 0 to {self.cut.stages - 1}",
+            )
         every = stage.place.part.exports if phase == "forward" else stage.place.received
         wanted = (
             self.cut.handed(stage.number, target)
@@ -380,31 +426,36 @@ class Worker:
             for number, attempt in zip(numbers, attempts, strict=True)
         }
         self._check_own(step, {n: x for n, x in holders.items() if x[0] == self.name})
-        total: Part | None = None
+        total = Total()
         for number in range(self.cut.count):
             name, address, attempt = holders[number]
             fields = {
-                "generation": self.generation,
-                "step": step,
+                **_at(asked),
                 "number": number,
                 "attempt": attempt,
                 "part": part,
                 "parts": parts,
             }
             if name == self.name:
-                slices: Sequence[np.ndarray] = self._slices(fields)
+                question = Message(kind="gradients", fields=fields)
+                slices: Sequence[np.ndarray] = self._slices(question)
             else:
                 slices = self._pull(address, "gradients", fields, name, name).arrays
                 self._check_slices(stage, slices, part, parts, name)
-            total = (
-                [np.array(x) for x in slices]
-                if total is None
-                else [a + b for a, b in zip(total, slices, strict=True)]
-            )
-        assert total is not None
-        held = total
-        self._keep(asked, lambda: self._parts.update({key: held}))
-        return _receipt(0.0)
+            total.add(number, attempt, slices)
+        self._check_sum(total.arrays, f"the sum of the gradients of {where}")
+        self._keep(asked, stage, lambda: self._parts.update({key: total.arrays}))
+        return Message(
+            kind="summed",
+            fields={"numbers": total.numbers, "attempts": total.attempts},
+        )
+
+    def _check_sum(self, arrays: Sequence[np.ndarray], what: str) -> None:
+        """Refuse what is not finite, though all that it was made of is."""
+        try:
+            coding.check_finite(arrays, self.name)
+        except Refused as error:
+            raise Refused("overflow", f"{what}: {error.why}", self.name) from None
 
     def _check_own(self, step: int, mine: Mapping[int, tuple[str, Any, int]]) -> None:
         """Refuse an assignment of what this peer does not hold."""
@@ -422,12 +473,13 @@ class Worker:
                 self.name,
             )
 
-    def _slices(self, fields: Mapping[str, Any]) -> Part:
+    def _slices(self, asked: Message) -> Part:
+        fields = asked.fields
         key = fields["step"], fields["number"], fields["attempt"]
         part, parts = fields["part"], fields["parts"]
         with self._lock:
             held = self._gradients.get(key)
-            if held is None or fields["generation"] != self.generation:
+            if held is None or not self._is_of_now(asked):
                 raise Refused(
                     "missing",
                     f"{self.name} does not hold the gradient of micro-batch {key[1]} "
@@ -452,14 +504,14 @@ class Worker:
     def _send_gradients(self, asked: Message) -> Message:
         if not 0 <= asked.fields["part"] < asked.fields["parts"]:
             raise Refused("stale", f"part {asked.fields['part']} of a gradient")
-        slices = tuple(self._slices(asked.fields))
+        slices = tuple(self._slices(asked))
         return Message(kind="slices", fields={}, arrays=slices)
 
     def _send_part(self, asked: Message) -> Message:
         key = asked.fields["step"], asked.fields["round"]
         with self._lock:
             held = self._parts.get(key)
-            if held is None or asked.fields["generation"] != self.generation:
+            if held is None or not self._is_of_now(asked):
                 raise Refused(
                     "missing",
                     f"{self.name} does not hold a sum of step {key[0]}, round {key[1]}",
@@ -501,7 +553,9 @@ class Worker:
         after = None
         if level == self.cut.update.rounds - 1:
             after = update.finished()
-            answer = _applied(digest_of(stage.raw(after)), ())
+            raw = stage.raw(after)
+            self._check_state(stage, state, raw)
+            answer = _applied(digest_of(raw), ())
 
         def keep() -> None:
             self._updates[step, round_] = update
@@ -510,13 +564,25 @@ class Worker:
                 self._states[step + 1] = after
                 self._digests[step + 1] = answer.fields["digest"]
 
-        self._keep(asked, keep)
+        self._keep(asked, stage, keep)
         return answer
+
+    def _check_state(
+        self, stage: Stage, before: StageState, after: Sequence[np.ndarray]
+    ) -> None:
+        """Refuse a new state that is not finite where the one before was."""
+        if all(map(_is_finite, after)):
+            return
+        pairs = zip(after, stage.raw(before), strict=True)
+        self._check_sum(
+            [new for new, old in pairs if _is_finite(old)],
+            f"the state after step {before.step}, stage {stage.number}",
+        )
 
     def _gathered(self, stage: Stage, asked: Message) -> Part:
         """The whole sum, a part of every array from each mate."""
         peers = asked.fields["peers"]
-        fields = {name: asked.fields[name] for name in ("generation", "step", "round")}
+        fields = {**_at(asked), "round": asked.fields["round"]}
         every: list[Sequence[np.ndarray]] = []
         for part, (name, address, _, _) in enumerate(peers):
             if name == self.name:
@@ -541,65 +607,76 @@ class Worker:
             stage, state = self.stage, self._states.get(step)
             if stage is None or stage.number != fields["stage"]:
                 raise Refused("stale", f"{self.name} does not serve {fields['stage']}")
-            if generation < self.generation:
-                raise Refused(
-                    "stale", f"{self.name} knows generation {self.generation}"
-                )
+            self._check_newer(asked)
+            self._syncs += 1
+            number = self._syncs
             if fields["keeps"] and state is not None:
                 if generation != self.generation:
                     self._clear()
                 self.generation = generation
                 for other in [k for k in self._states if k != step]:
                     del self._states[other]
+                    self._digests.pop(other, None)
                 return _applied(self._digests[step], ())
         self._hook("download", step)
         if not fields["sources"]:
             state = self._computed(stage.born)
         else:
-            state = self._downloaded(stage, step, fields["sources"])
+            state = self._downloaded(stage, asked)
         digest = digest_of(stage.raw(state))
         with self._lock:
+            self._check_newer(asked)
+            if stage is not self.stage or number != self._syncs:
+                raise Refused(
+                    "stale",
+                    f"{self.name} was given another stage or step while it took the "
+                    f"state of stage {stage.number} at step {step}",
+                )
             self._clear()
             self._states, self._digests = {step: state}, {step: digest}
             self._packed, self.generation = None, generation
         return _applied(digest, ())
 
-    def _downloaded(
-        self, stage: Stage, step: int, sources: Sequence[Sequence[Any]]
-    ) -> StageState:
-        """The state of a mate, or of the trainer; the next one where one fails."""
-        why = ""
-        for name, address, _, _ in sources:
-            try:
-                return self._download(stage, step, name, address)
-            except Refused as error:
-                why = error.why
-        raise Refused("source", why, sources[-1][0])
+    def _check_newer(self, asked: Message) -> None:
+        """Refuse to go back to a generation that is over, or to another run."""
+        run, generation = asked.fields["run"], asked.fields["generation"]
+        if run != self.run or generation < self.generation:
+            raise Refused(
+                "stale",
+                f"{self.name} is in generation {self.generation} of run {self.run!r}, "
+                f"and was asked for generation {generation} of run {run!r}",
+            )
 
-    def _download(
-        self, stage: Stage, step: int, name: str, address: Sequence[Any]
-    ) -> StageState:
-        pieces: list[np.ndarray] = []
-        count, digest = 1, ""
-        while len(pieces) < count:
-            fields = {"stage": stage.number, "step": step, "place": len(pieces)}
-            answer = self._pull(address, "state", fields, name, name)
-            said = answer.fields.get("count"), answer.fields.get("digest")
-            if type(said[0]) is not int or len(answer.arrays) != 1:
-                raise Refused("shape", f"{name} sent no state", name)
-            count, digest = said[0], str(said[1])
-            pieces.append(answer.arrays[0].reshape(-1).view(np.uint8))
-            self._hook("downloading", step)
-        try:
-            return unpacked(stage, np.concatenate(pieces), digest, step)
-        except ValueError as error:
-            raise Refused("shape", f"the state of {name}: {error}", name) from None
+    def _downloaded(self, stage: Stage, asked: Message) -> StageState:
+        """The state of a mate, or of the trainer; the next one where one fails."""
+        step, sources = asked.fields["step"], asked.fields["sources"]
+        failed: Refused | None = None
+        for name, address, _, _ in sources:
+
+            def ask(place: int, name: str = name, address: Any = address) -> Message:
+                fields = {**_at(asked), "stage": stage.number, "place": place}
+                answer = self._pull(address, "state", fields, name, name)
+                self._hook("downloading", step)
+                return answer
+
+            try:
+                arrays = downloaded(ask, self.cut, stage.number, name)
+                return stage.typed(arrays, step)
+            except Refused as error:
+                failed = error
+        assert failed is not None
+        raise failed
 
     def _send_state(self, asked: Message) -> Message:
         step, place = asked.fields["step"], asked.fields["place"]
         with self._lock:
             stage, state = self.stage, self._states.get(step)
-            if stage is None or state is None or stage.number != asked.fields["stage"]:
+            if (
+                stage is None
+                or state is None
+                or stage.number != asked.fields["stage"]
+                or not self._is_of_now(asked)
+            ):
                 raise Refused(
                     "missing",
                     f"{self.name} does not hold the state of stage "
@@ -612,114 +689,63 @@ class Worker:
         self._hook("save", step)
         return piece(data, place, digest)
 
+    # Other peers.
+
+    def _reach(self, asked: Message) -> Message:
+        """Which peers do not answer this one, and why."""
+
+        def why(one: Sequence[Any]) -> str:
+            host, port = one[1]
+            try:
+                self._caller.ask((host, port), "ping", {}, seconds=REACH_SECONDS)
+            except (Gone, Refused) as error:
+                return str(error)
+            return ""
+
+        peers = asked.fields["peers"]
+        with ThreadPoolExecutor(max(1, min(len(peers), _MOST_PINGS))) as pool:
+            found = zip(peers, pool.map(why, peers), strict=True)
+            unreached = {one[0]: text for one, text in found if text}
+        return Message(kind="reached", fields={"unreached": unreached})
+
+
+class Total:
+    """Gradients added up in order, and of which micro-batches they are.
+
+    Attributes:
+        arrays: the sum.
+        numbers: of the micro-batches that are in it, each time that one was added.
+        attempts: of those, as the ledger counts.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been added."""
+        self.arrays: Part = []
+        self.numbers: list[int] = []
+        self.attempts: list[int] = []
+
+    def add(self, number: int, attempt: int, slices: Sequence[np.ndarray]) -> None:
+        """Add one micro-batch.
+
+        Args:
+            number, attempt: of it.
+            slices: its gradients.
+        """
+        if self.numbers:
+            pairs = zip(self.arrays, slices, strict=True)
+            with np.errstate(over="ignore", invalid="ignore"):  # Checked in the end.
+                self.arrays = [a + b for a, b in pairs]
+        else:
+            self.arrays = [np.array(x) for x in slices]
+        self.numbers.append(number)
+        self.attempts.append(attempt)
+
 
 class _Wanted:
     """Shape and dtype of an array that is expected."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype = shape, dtype
-
-
-_READYING = threading.Lock()
-
-
-def ready_stage(cut: Cut, number: int) -> Stage:
-    """A stage whose programs are compiled; peers of one process share it.
-
-    Args:
-        cut: of the job.
-        number: of the stage.
-    """
-    with _READYING:
-        known: dict[int, Stage] = cut.ready
-        if number not in known:
-            stage = Stage(cut, number)
-            warm_up(stage)
-            known[number] = stage
-        return known[number]
-
-
-def warm_up(stage: Stage) -> None:
-    """Compile what a step takes, on zeros that are thrown away.
-
-    Args:
-        stage: whose programs.
-    """
-    cut = stage.cut
-    nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
-    state = stage.typed(nothing, 0)
-    first = cut.params + cut.rest
-    batch: list[Any] = [None] * len(cut.program.batch_axes)
-    for n in stage.place.batch:
-        aval = cut.avals[(), n]
-        batch[n - first] = np.zeros(aval.shape, aval.dtype)
-    imports = [np.zeros(a.shape, a.dtype) for a in stage.imports]
-    cotangents = [
-        np.zeros(cut.avals[v].shape, cut.avals[v].dtype) for v in stage.place.sent
-    ]
-    if not stage.last:
-        stage.forward(state, 0, batch, imports)
-    stage.backward(state, 0, batch, imports, cotangents)
-    sums = [np.ones(a.shape, a.dtype) for a in cut.flat_sums]
-    gradients = [np.zeros(a.shape, a.dtype) for a in stage.gradients]
-    update, steps = stage.update(state, sums, gradients), cut.update.steps
-    heard: dict[int, np.ndarray] = {}
-    for level in range(cut.update.rounds):
-        update.run(level, heard)
-        told = [n for other in range(cut.stages) for n in cut.told(level, other)]
-        avals = [steps.avals[n] for n in told]
-        ones = [np.ones(a.shape, a.dtype) for a in avals]
-        heard = dict(zip(told, ones, strict=True))
-    update.finished()
-
-
-def packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays as bytes, one behind the other."""
-    flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
-    return np.concatenate(flat) if flat else np.zeros(0, np.uint8)
-
-
-def unpacked(stage: Stage, data: np.ndarray, digest: str, step: int) -> StageState:
-    """The state that bytes are.
-
-    Args:
-        stage: whose.
-        data: as ``packed`` gives them.
-        digest: that they must have.
-        step: steps done.
-
-    Raises:
-        ValueError: they are none of this stage, or not as they were sent.
-    """
-    arrays = stage.cut.split(stage.number, data)
-    if arrays is None:
-        raise ValueError(f"it has {data.size} bytes, which are not those of this stage")
-    if digest_of(arrays) != digest:
-        raise ValueError("it is not as it was sent")
-    return stage.typed(arrays, step)
-
-
-def piece(data: np.ndarray, place: int, digest: str) -> Message:
-    """A part of a state, as an answer.
-
-    Args:
-        data: all of it.
-        place: of the part.
-        digest: of the whole.
-    """
-    count = max(1, -(-data.size // PIECE_BYTES))
-    part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
-    return Message(
-        kind="state", fields={"count": count, "digest": digest}, arrays=(part,)
-    )
-
-
-def digest_of(arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256 of arrays, as hexadecimal digits."""
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
 
 
 def _size(shape: Sequence[int], part: int, parts: int) -> int:
@@ -730,6 +756,15 @@ def _size(shape: Sequence[int], part: int, parts: int) -> int:
 def _slice(array: np.ndarray, part: int, parts: int) -> np.ndarray:
     flat = array.reshape(-1)
     return flat[flat.size * part // parts : flat.size * (part + 1) // parts]
+
+
+def _at(asked: Message) -> dict[str, Any]:
+    """Run, generation and step of a question."""
+    return {name: asked.fields[name] for name in ("run", "generation", "step")}
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
 
 
 def _receipt(seconds: float, *arrays: np.ndarray) -> Message:

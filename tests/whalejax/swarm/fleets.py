@@ -12,6 +12,7 @@ import numpy as np
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.peer import Peer
+from whalejax.swarm.registry import Member
 from whalejax.swarm.serving import Serving
 from whalejax.swarm.trainer import Settings
 
@@ -39,7 +40,13 @@ class Swarm:
         self._waiting: dict[str, Callable[[], Any]] = {}
         lease = settings.pop("lease_seconds", _SECONDS)
         more = settings.pop("more", {})
-        settings = {"call_seconds": _SECONDS, "patience_seconds": _SECONDS, **settings}
+        settings = {
+            "call_seconds": _SECONDS,
+            "patience_seconds": _SECONDS,
+            "newcomer_seconds": _SECONDS,
+            "spare_seconds": _SECONDS,
+            **settings,
+        }
         self.serving = Serving(
             cut,
             KEY,
@@ -74,6 +81,10 @@ class Swarm:
         self.peers.append(peer)
         peer.start()
         return peer
+
+    def members(self) -> list[Member]:
+        """The peers, as they last announced themselves."""
+        return self.serving.trainer.fleet.members()
 
     def kinds(self) -> list[str]:
         """What was said, in order."""

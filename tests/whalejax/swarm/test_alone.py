@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import dataclasses
+import itertools
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +21,10 @@ from whalejax.swarm.commit import Commit
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm.passage import Counts, Passage, StepContext
+from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
 from whalejax.swarm.trainer import Settings, Trainer
-from whalejax.swarm.wire.service import Gone
+from whalejax.swarm.wire.service import Gone, Refused
 
 
 STATE = 8
@@ -36,6 +42,7 @@ def cut_of(stages: int) -> Any:
         sources=lambda stage: {stage - 1: [0]} if stage else {},
         sinks=lambda stage: [stage + 1] if stage + 1 < stages else [],
         state_bytes=lambda stage: STATE,
+        gradient_bytes=lambda stage: STATE,
         split=lambda stage, data: [data] if data.size == STATE else None,
     )
 
@@ -64,14 +71,19 @@ def fleet_of(registry: Registry, stages: int, mates: int = 1) -> Fleet:
 
 
 def context_of(
-    stages: int, mates: int = 1, tell: Callable[..., None] = untold
+    stages: int,
+    mates: int = 1,
+    tell: Callable[..., None] = untold,
+    ask: Callable[..., Message] = receipt,
 ) -> StepContext:
+    caller: Any = SimpleNamespace(ask=ask, forget=untold)
     return StepContext(
         cut=cut_of(stages),
         fleet=fleet_of(registry_of(stages), stages, mates),
-        caller=SimpleNamespace(ask=receipt),  # type: ignore[arg-type]
+        caller=caller,
         ledger=Ledger(step=0, stages=stages, micro_batches=1),
         lock=threading.RLock(),
+        run="run",
         generation=0,
         step=0,
         batch=("host", 9),
@@ -154,3 +166,422 @@ def test_a_peer_that_sends_no_state_is_passed_over(answer: Message) -> None:
 
     assert trainer_with(ask)._state_of(0) is None
     assert len(asked) <= 2
+
+
+# Who is at fault.
+
+
+def name_of(address: tuple[str, int], mates: int) -> str:
+    stage, mate = divmod(address[1] - 1, mates)
+    return f"p{stage}.{mate}"
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_peer_that_does_not_reach_its_mates_is_dropped_and_they_are_not(
+    number: int,
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def tell(kind: str, **more: Any) -> None:
+        if kind == "unreached":
+            told.append(more)
+
+    def ask(address: Any, kind: str, fields: Any, *given: Any, **more: Any) -> Message:
+        if kind == "ping":
+            return Message(kind="pong", fields={"name": ""})
+        others = [*fields.get("sources", ()), *fields.get("cotangents", ())]
+        if name_of(address, 2) == "p1.1" and others:
+            raise Refused("source", "No route to host", others[0][1])
+        return receipt()
+
+    context = context_of(3, 2, tell, ask)
+    # Whoever is asked first, so that the order of the wiring does not matter.
+    for _ in range(number):
+        context.fleet.choose(1, 1.0)
+    passage = Passage(context, 0)
+    passage.run()
+    names = {m.name for m in context.fleet.usable()}
+    assert all(one["dropped"] == one["peer"] == "p1.1" for one in told)
+    assert names == {"p0.0", "p0.1", "p1.0", "p2.0", "p2.1"} | (
+        set() if told else {"p1.1"}
+    )
+    assert told or number % 2
+    assert all(context.ledger.is_complete(stage) for stage in range(3))
+
+
+def test_a_peer_that_does_not_reach_the_trainer_is_dropped() -> None:
+    def ask(address: Any, *given: Any, **more: Any) -> Message:
+        if name_of(address, 2) == "p0.1":
+            raise Refused("source", "the trainer did not give batch: No route to host")
+        return receipt()
+
+    context = context_of(1, 2, ask=ask)
+    for _ in range(3):  # Each of the two is asked.
+        context.ledger = Ledger(step=0, stages=1, micro_batches=1)
+        Passage(context, 0).run()
+    assert [m.name for m in context.fleet.synced(0)] == ["p0.0"]
+
+
+def test_whoever_fails_with_several_is_dropped_however_it_answers_the_trainer() -> None:
+    context = context_of(2, 3)
+    first, second, bad = (context.member(n) for n in ("p1.0", "p1.1", "p0.0"))
+    assert first is not None and second is not None and bad is not None
+    context.unreached(first, bad, "no answer")
+    context.unreached(second, bad, "no answer")
+    assert [m.name for m in context.fleet.synced(0)] == ["p0.1", "p0.2"]
+    assert second.name in {m.name for m in context.fleet.synced(1)}
+    assert context.fleet.is_paused(bad) and context.fleet.is_paused(first)
+
+
+def test_a_peer_that_is_gone_is_blamed_and_not_who_reports_it() -> None:
+    def ask(*given: Any, **more: Any) -> Message:
+        raise Gone("host:1 (ping): no answer", late=True)
+
+    context = context_of(2, 2, ask=ask)
+    first, gone = context.member("p1.0"), context.member("p0.0")
+    assert first is not None and gone is not None
+    context.unreached(first, gone, "no answer")
+    assert {m.name for m in context.fleet.usable()} == {"p0.1", "p1.0", "p1.1"}
+
+
+def test_the_error_after_the_last_attempt_names_the_peer() -> None:
+    def ask(*given: Any, **more: Any) -> Message:
+        raise Refused("missing", "it holds nothing")
+
+    with pytest.raises(wh.WhaleError, match=r"tried 100 times.*p0\.0: it holds noth"):
+        Passage(context_of(1, ask=ask), 0).run()
+
+
+# The sum.
+
+
+def added(*given: Any, **more: Any) -> Message:
+    return Message(kind="summed", fields={"numbers": [0], "attempts": [1]})
+
+
+def summing(context: StepContext) -> Commit:
+    """A commit whose micro-batch has its way behind it."""
+    passage = Passage(context, 0)
+    passage.run()
+    return Commit(context, [passage], ThreadPoolExecutor(1))
+
+
+def test_peers_that_are_lost_while_lost_parts_are_made_again_end_nothing() -> None:
+    sums: list[int] = []
+
+    def ask(address: Any, kind: str, fields: Any, *given: Any, **more: Any) -> Message:
+        if kind != "sum":
+            return receipt()
+        stage, mates = fields["stage"], [p for p in fields["peers"] if p[2]]
+        sums.append(stage)
+        # Whoever holds the gradient of the other stage, which was summed before.
+        if name_of(address, 2) == mates[0][0] and sums.count(stage) in (1, 2):
+            other = context.ledger.held(1 - stage) if len(sums) > 2 else []
+            for attempt in other[:1]:
+                member = context.member(attempt.peer)
+                assert member is not None
+                context.lose(member, "it died")
+        return added()
+
+    context = context_of(2, 2, ask=ask)
+    commit = summing(context)
+    commit._each(commit._sum, range(2))
+    commit._complete()
+    assert context.ledger.is_sealed and len(sums) > 4
+
+
+def test_what_is_made_again_meanwhile_is_assigned_by_the_ledger_alone() -> None:
+    context = context_of(1)
+    commit = summing(context)
+    commit._passages[0].backward.clear()
+    holders = commit._assigned(0, context.fleet.usable(0))
+    assert holders == [["p0.0", ["host", 1], [0], [1]]]
+
+
+def test_an_overflow_is_the_models_when_a_second_peer_has_it() -> None:
+    context = context_of(1, 2)
+    commit = Commit(context, [], ThreadPoolExecutor(1))
+    first, second = context.fleet.synced(0)
+    error = Refused("overflow", "the sum of step 0, stage 0: 3 of 4 are not finite")
+    commit._failed(0, first, "sum", error)
+    assert [m.name for m in context.fleet.synced(0)] == [second.name]
+    with pytest.raises(wh.WhaleError, match=r"step 0, stage 0: the sum.*not applied"):
+        commit._failed(0, second, "sum", error)
+
+
+def test_the_last_failure_of_a_sum_is_said() -> None:
+    def ask(address: Any, kind: str, *given: Any, **more: Any) -> Message:
+        if kind == "sum":
+            raise Refused("missing", "it holds no gradient")
+        return receipt()
+
+    commit = summing(context_of(1, ask=ask))
+    with pytest.raises(wh.WhaleError, match=r"not sum.*p0\.0: it holds no gradient"):
+        commit._sum(0)
+
+
+# The trainer.
+
+
+def test_a_failure_of_an_earlier_process_bans_no_later_one() -> None:
+    context = context_of(1, 2)
+    (old, _), now = context.fleet.synced(0), context.fleet.now()
+    registry: Registry = context.fleet._registry
+    new = registry.join(old.name, old.address, 0, {}, now)
+    context.fleet.add(new)
+    assert new.incarnation == 2 and len(context.fleet.usable(0)) == 2
+    context.fleet.failed(old, 1.0, 1.0, ban=True)
+    context.lose(old, "it died")
+    assert len(context.fleet.usable(0)) == 2
+
+
+def test_a_batch_of_another_step_is_not_computed() -> None:
+    trainer = trainer_with(receipt)
+    at = {"run": trainer.run_id, "generation": 0, "number": 0, "places": []}
+    for change in ({"step": 10**12}, {"step": 0, "run": "other"}):
+        with pytest.raises(Refused, match="the trainer is at") as found:
+            trainer.give_batch(Message(kind="batch", fields={**at, **change}))
+        assert found.value.code == "stale"
+
+
+class Interrupts:
+    """A micro-batch during which Ctrl-C is pressed."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.context = context_of(1)
+
+    def run(self) -> None:
+        self.runs += 1
+        _thread.interrupt_main()
+        self.context.stop.wait(300)
+
+
+def test_an_interrupt_does_not_wait_for_micro_batches_that_have_not_begun() -> None:
+    one: Any = Interrupts()
+    trainer = trainer_with(receipt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer._travel(one.context, [one] * 20)
+    assert one.context.stop.is_set() and one.runs <= 2
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def newcomers(
+    ask: Callable[..., Message], stages: list[int], **settings: Any
+) -> tuple[Trainer, Registry, Clock, list[str]]:
+    """A trainer at step 0 and peers that are ready, none of which has the state."""
+    told: list[str] = []
+    clock, caller = Clock(), SimpleNamespace(ask=ask)
+    registry = registry_of(max(stages) + 1)
+    for number, stage in enumerate(stages):
+        registry.join(f"p{number}", ("host", number + 1), stage, {}, 0.0)
+        registry.announce(f"p{number}", 0.0, incarnation=1, ready=True)
+    trainer = Trainer(
+        cut_of(max(stages) + 1),
+        registry,
+        caller,  # type: ignore[arg-type]
+        Settings(steps=1, **settings),
+        clock=clock,
+        tell=lambda kind, **more: told.append(kind),
+    )
+    return trainer, registry, clock, told
+
+
+def settled(trainer: Trainer) -> None:
+    """Nobody takes the state any more."""
+    while trainer._coming:
+        trainer._changed.wait(0.01)
+
+
+def has_state(digest: str = "d") -> Message:
+    return Message(kind="told", fields={"numbers": [], "digest": digest})
+
+
+def test_a_peer_that_refuses_is_asked_again_after_growing_pauses() -> None:
+    asked: list[float] = []
+
+    def ask(*given: Any, **more: Any) -> Message:
+        asked.append(clock.now)
+        raise Refused("stale", "p0 is in generation 1 of another run")
+
+    trainer, _, clock, told = newcomers(ask, [0])
+    for tenth in range(100):
+        clock.now = tenth / 10
+        trainer._bring()
+        settled(trainer)
+    assert asked == [0.0, 1.0, 3.0, 7.0] and told.count("not synced") == 4
+
+
+def test_of_two_that_begin_with_other_states_one_is_taken() -> None:
+    both = threading.Barrier(2)
+
+    def ask(address: Any, *given: Any, **more: Any) -> Message:
+        both.wait(300)
+        return has_state(f"of {address[1]}")
+
+    trainer, _, _, told = newcomers(ask, [0, 0])
+    trainer._bring()
+    settled(trainer)
+    assert sorted(told) == ["differs", "joined"]
+    assert len(trainer.fleet.synced(0)) == 1
+
+
+def test_steps_go_on_while_a_newcomer_takes_the_state() -> None:
+    """It is not waited for, and what it takes too late is not counted."""
+    free = threading.Event()
+
+    def ask(address: Any, *given: Any, **more: Any) -> Message:
+        if address[1] == 3:
+            free.wait(300)
+        return has_state()
+
+    trainer, _, _, told = newcomers(ask, [0, 1, 0], newcomer_seconds=1e-9)
+    trainer.fleet._clock = time.monotonic  # So that waiting has an end.
+    trainer.registry.lease_seconds = 1e9
+    trainer.registry._members.update(
+        (n, dataclasses.replace(m, expires=1e12))
+        for n, m in trainer.registry._members.items()
+    )
+    trainer._ready()
+    assert {m.name for m in trainer.fleet.usable()} == {"p0", "p1"}
+    trainer._applied({"p0", "p1"}, {0: "e", 1: "e"})
+    free.set()
+    settled(trainer)
+    assert {m.name for m in trainer.fleet.usable()} == {"p0", "p1"}
+    assert told.count("joined") == 2 and told[-1] == "not synced"
+    late = next(m for m in trainer.fleet.members() if m.name == "p2")
+    assert trainer.step == 1 and trainer.fleet.is_paused(late)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_stage_that_nobody_serves_is_given_a_newcomer_of_another(others: int) -> None:
+    """Which waits in a stage that has others; else nobody ends the step."""
+    asked: list[str] = []
+
+    def ask(address: Any, kind: str, fields: Any, *given: Any, **more: Any) -> Message:
+        asked.append(kind)
+        if kind == "move":
+            name = f"p{address[1] - 1}"
+            registry.announce(
+                name, 0.0, incarnation=1, stage=fields["stage"], ready=True
+            )
+        return has_state()
+
+    trainer, registry, _, told = newcomers(ask, [0] * others + [2], spare_seconds=0.0)
+    for _ in range(3):
+        trainer._bring()
+        settled(trainer)
+        lacking = [s for s in range(3) if not trainer.fleet.usable(s)]
+        trainer._send_spare(lacking)
+    assert asked.count("move") == (1 if others > 1 else 0)
+    if others > 1:
+        while trainer.moving:
+            trainer._bring()
+            settled(trainer)
+        assert len(trainer.fleet.usable(1)) == 1
+        assert "moves" in told and "moved" in told
+
+
+def test_the_last_of_a_stage_is_not_let_go_while_it_is_banned() -> None:
+    def ask(*given: Any, **more: Any) -> Message:
+        raise Gone("host:1 (state): no answer", late=True)
+
+    trainer = trainer_with(ask)
+    (member,) = trainer.fleet.synced(0)
+    trainer.step = 3
+    trainer.registry.announce(
+        member.name, trainer.fleet.now(), incarnation=1, leaving=True
+    )
+    trainer.fleet.failed(member, 1.0, 1.0, ban=True)
+    trainer._let_go()
+    assert not trainer.registry.is_free(member.name)
+
+
+# A peer.
+
+
+def peer_with(ask: Callable[..., Message]) -> Peer:
+    cut: Any = SimpleNamespace(stages=3, facts=dict)
+    found = Peer(cut, b"k" * 32, ("monkey-1", 9), beat_seconds=0.001)
+    found._caller.close()
+    caller: Any = SimpleNamespace(ask=ask, close=untold)
+    found._caller = caller
+    return found
+
+
+def heard(*, known: bool = True, free: bool = False) -> Message:
+    return Message(kind="heard", fields={"known": known, "free": free})
+
+
+def welcome() -> Message:
+    fields = {"stage": 1, "incarnation": 1, "run": "run"}
+    return Message(kind="welcome", fields=fields)
+
+
+def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=itertools.count(0.0, 20.0).__next__)
+    monkeypatch.setattr("whalejax.swarm.peer.time", clock)
+    monkeypatch.setattr("whalejax.swarm.peer.LEAVE_BEAT_SECONDS", 0.001)
+    answers = iter([*[heard()] * 20, heard(known=False, free=True)])
+    peer = peer_with(lambda *given, **more: next(answers))
+    peer.leave()
+    peer._beat()
+    assert peer.over == "left" and not peer.failed
+    peer.close()
+
+
+def test_a_host_named_like_a_key_is_asked_again() -> None:
+    answers: list[Any] = [Gone("monkey-1:9: Connection refused", late=False), welcome()]
+
+    def ask(*given: Any, **more: Any) -> Message:
+        found = answers.pop(0)
+        if isinstance(found, Gone):
+            raise found
+        return found
+
+    peer = peer_with(ask)
+    peer._join(time.monotonic() + 300)
+    assert peer.worker.run == "run" and not answers
+    answers.append(Gone("h:9: refused the key", late=False, wrong_key=True))
+    with pytest.raises(wh.WhaleError, match="its key file"):
+        peer._join(time.monotonic() + 300)
+    peer.close()
+
+
+def test_a_registry_that_forgot_a_peer_and_is_away_ends_nothing() -> None:
+    answers: list[Any] = [
+        Refused("failed", "a moment"),
+        heard(known=False),
+        Gone("monkey-1:9 (join): no answer", late=True),
+        heard(known=False),
+        welcome(),
+    ]
+
+    def ask(*given: Any, **more: Any) -> Message:
+        found = answers.pop(0)
+        if isinstance(found, wh.WhaleError):
+            raise found
+        return found
+
+    peer = peer_with(ask)
+    peer._try_to_announce()
+    assert peer.refused == "a moment"
+    peer._try_to_announce()
+    assert not peer.over
+    peer._try_to_announce()
+    assert not peer.refused and not peer.over and not answers
+    peer._patience_seconds, peer._heard_at = 1.0, -1e9
+    peer._end_if_alone()
+    assert peer.failed and "has not answered for" in peer.over
+    peer.close()

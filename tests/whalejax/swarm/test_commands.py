@@ -43,7 +43,10 @@ def test_serving_shows_steps_and_saves(
         ("serve mlp --stages 3 --call-timeout nan", ["--call-timeout is nan"]),
         ("serve nothing --stages 3", ["no reference model is named 'nothing'"]),
         ("join nowhere mlp", ["HOST:PORT is 'nowhere'; expected a host and a port"]),
-        ("join h:1 mlp --stage -1", ["--stage is -1; expected 0 to 4095"]),
+        (
+            "join h:1 mlp --stage -1 --patience 0",
+            ["--stage is -1; expected 0 to 4095", "--patience is 0; expected 0.1"],
+        ),
         ("join h:1 mlp --key absent.key", ["absent.key: the key of the run cannot be"]),
         ("show h:99999", ["HOST:PORT is 'h:99999'"]),
     ],
@@ -81,3 +84,4 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
     assert "working" in text
+    assert "ledger: 0 parts of the step under way are not counted yet" in text

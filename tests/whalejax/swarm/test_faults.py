@@ -9,7 +9,8 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
-from whalejax.swarm.ledger import Ledger, committed
+from whalejax.swarm.ledger import committed, counted
+from whalejax.swarm.worker import Total
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -33,13 +34,7 @@ class Journal:
 def counted_once(journal: Journal, steps: int) -> None:
     """Every step was committed with each micro-batch of each stage exactly once."""
     assert sorted(committed(journal.lines)) == [*range(steps)]
-    for step in range(steps):
-        records = [x for x in journal.lines if x["step"] == step]
-        ledger = Ledger.rebuilt(records)
-        assert ledger is not None
-        for stage in range(jobs.STAGES):
-            numbers = sorted(n for x in ledger.assignment(stage).values() for n in x)
-            assert numbers == [*range(jobs.COUNT)]
+    assert counted(journal.lines) == (0, 0)
 
 
 def alike(found: Swarm) -> None:
@@ -51,6 +46,28 @@ def alike(found: Swarm) -> None:
             seen.setdefault(stage.number, set()).add(digests[STEPS])
     assert sorted(seen) == [*range(jobs.STAGES)]
     assert all(len(digests) == 1 for digests in seen.values())
+
+
+def test_what_is_added_twice_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the peers of each stage say that they added."""
+    add, journal = Total.add, Journal()
+
+    def twice(self: Total, number: int, *given: Any) -> None:
+        for _ in range(1 + (number == 2)):
+            add(self, number, *given)
+
+    with swarm(steps=1, more={"write": journal}) as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        monkeypatch.setattr(Total, "add", twice)
+        found.run()
+    assert counted(journal.lines) == (0, jobs.STAGES)
+    lines = [dict(x) for x in journal.lines]
+    for line in lines:
+        if line["event"] == "summed":
+            line["added"] = {name: [[0, 1], [1, 1]] for name in line["added"]}
+    assert counted(lines) == (jobs.STAGES * (jobs.COUNT - 2), 0)
+    assert {line["generation"] for line in lines} == {0}
 
 
 def cases(*points: str, default: tuple[str, ...]) -> list[Any]:

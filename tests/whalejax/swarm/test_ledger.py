@@ -18,6 +18,7 @@ from whalejax.swarm.ledger import (
     Verdict,
     check_partition,
     committed,
+    counted,
 )
 
 
@@ -55,6 +56,21 @@ def filled(stages: int = 2, numbers: int = 4, journal: Journal | None = None) ->
 
 def test_an_assignment_is_a_partition() -> None:
     assert filled().assignment(1) == {"a": (0, 2), "b": (1, 3)}
+
+
+def test_who_is_lost_after_the_sum_is_in_it() -> None:
+    journal = Journal()
+    ledger = Ledger(step=3, stages=1, micro_batches=2, write=journal.write)
+    assert ledger.left == 2
+    for number, peer in enumerate("ab"):
+        ledger.done(ledger.begin(0, number, BACKWARD, peer, 1))
+    assert [attempt.peer for attempt in ledger.held(0)] == ["a", "b"]
+    ledger.seal()
+    ledger.summed(0, {"a": ([0, 1], [1, 1]), "b": ([0, 1, 1], [1, 1, 1])})
+    ledger.lost_with("b", 1)
+    assert ledger.left == 1 and not ledger.is_sealed
+    ledger.commit({0: "digest"})
+    assert ledger.left == 0 and counted(journal.read()) == (0, 1)
 
 
 def test_what_is_missing_cannot_be_committed() -> None:

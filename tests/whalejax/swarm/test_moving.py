@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
+from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.moving import Mover
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.trainer import Trainer
+from whalejax.swarm.wire.service import Address
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -19,21 +24,36 @@ STEPS = 6
 def test_a_peer_moves_to_the_stage_that_lacks_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All are taken to be alike: three serve stage 0, and one each other."""
+    """All are taken to be alike: three serve stage 0, and one each other.
+
+    The peer is told so only when the next step is over, and is left alone meanwhile.
+    """
     monkeypatch.setattr(
         "whalejax.swarm.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
     )
-    mover = Mover(jobs.STAGES, period=1e-6)
+    mover, may_move = Mover(jobs.STAGES, period=1e-6), threading.Event()
 
     def between(trainer: Trainer) -> None:
+        for name, target in dict(trainer.moving).items():
+            may_move.set()
+            # It is ready before the next step, so that the test sees it work.
+            while not any(
+                m.name == name and m.stage == target and m.ready
+                for m in found.members()
+            ):
+                found.peers[0].wait(0.05)
         mover(trainer)
-        # What moves is ready before the next step, so that the test sees it work.
-        for peer in found.peers:
-            target = mover._going.get(peer.name)
-            while target is not None and serves(peer) != target:
-                peer.wait(0.05)
 
     with swarm(steps=STEPS, more={"between": between}) as found:
+        caller: Any = found.serving.trainer.caller
+        ask = caller.ask
+
+        def late(address: Address, kind: str, *given: Any, **more: Any) -> Message:
+            if kind == "move":
+                may_move.wait(300)
+            return ask(address, kind, *given, **more)
+
+        caller.ask = late
         for stage in (0, 0, 0, 1, 2):
             found.join(stage)
         assert same(found.run(), jobs.losses(STEPS))
@@ -45,6 +65,14 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
         assert counts in ([2, 2, 1], [2, 1, 2])
         moved = next(p for p in found.peers if p.name == moves[0]["peer"])
         assert moved.worker.step == STEPS  # It works in its new stage.
+        joined = [
+            told["stage"]
+            for kind, told in found.told
+            if kind == "joined" and told["peer"] == moved.name
+        ]
+        assert joined == [moves[0]["source"], moves[0]["target"]]
+        counts_of = found.serving.trainer.counts
+        assert counts_of.refused == counts_of.recomputed == 0
 
 
 def serves(peer: Peer) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def test_a_peer_leaves_in_order() -> None:
             losses.append(float(metrics["loss"]))
             if step == 2:
                 found.peers[0].leave()
+                while not any(m.leaving for m in found.members()):
+                    found.peers[0].wait(0.01)
             if step == 3:
                 assert found.peers[0].wait(60) and found.peers[0].over == "left"
         assert same(losses, jobs.losses(STEPS))
@@ -105,6 +108,26 @@ def test_a_newcomer_works_in_the_next_step() -> None:
                 joined = [t for k, t in found.told if k == "joined"][-1]
                 assert joined["step"] == 1
                 assert found.peers[-1].worker.done > 0
+
+
+def test_a_newcomer_that_stands_still_stops_nobody() -> None:
+    free = threading.Event()
+
+    def hook(point: str, step: int) -> None:
+        if point == "downloading":
+            free.wait(300)
+
+    with swarm(steps=STEPS, newcomer_seconds=0.01) as found:
+        losses = []
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        for step, metrics in found.serving.run():
+            losses.append(float(metrics["loss"]))
+            if step == 1:
+                found.join(1, hook=hook)
+        assert same(losses, jobs.losses(STEPS))
+        assert found.peers[-1].worker.step == -1
+        free.set()
 
 
 def run(folder: Path, steps: int, every: int = 2) -> list[float]:

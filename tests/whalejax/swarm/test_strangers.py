@@ -26,7 +26,7 @@ from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
 from whalejax.swarm.stage import Backward, Stage
 from whalejax.swarm.wire.messages import TO_PEER, TO_TRAINER
-from whalejax.swarm.wire.service import Caller, Refused
+from whalejax.swarm.wire.service import Caller, Gone, Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -46,7 +46,12 @@ def test_another_key_is_refused() -> None:
     [
         ({"plan": "b"}, -1, "", r"plan is b there and a here.*Run the same code"),
         ({}, -1, "", r"plan is not given there and a here"),
-        ({"plan": "a"}, 3, "", r"asks for stage 3; there are stages 0 to 2"),
+        (
+            {"plan": "a"},
+            3,
+            "",
+            r"asks for stage 3; there are stages 0 to 2\. Give --st",
+        ),
         (
             {"plan": "a"},
             0,
@@ -124,6 +129,66 @@ def test_numbers_that_no_peer_can_make_end_the_run() -> None:
         Wrong(found.peers[1], not_finite)
         with pytest.raises(WhaleError, match=r"stage 1 is not finite wherever.*rate"):
             found.run()
+        # They are told, with the reason, and do not wait for ever.
+        for peer in found.peers:
+            assert peer.wait(300) and peer.failed
+            assert "the run has failed: step 0" in peer.over
+
+
+def huge(found: Backward) -> Backward:
+    gradients = tuple(np.full_like(x, 3e38) for x in found.gradients)
+    return Backward(sums=found.sums, returns=found.returns, gradients=gradients)
+
+
+def test_sums_that_overflow_are_neither_applied_nor_kept() -> None:
+    kept: list[int] = []
+    more = {"on_snapshot": lambda shot: kept.append(shot.step)}
+    with swarm(steps=2, snapshot_every=1, more=more) as found:
+        for stage in (0, 1, 1, 2):
+            found.join(stage)
+        for peer in found.peers[1:3]:
+            Wrong(peer, huge)
+        with pytest.raises(
+            WhaleError, match=r"step 0, stage 1: the sum of the gradients.*not applied"
+        ):
+            found.run()
+        assert not kept and found.serving.trainer.step == 0
+
+
+def cut_off(peer: Peer, *kinds: str) -> None:
+    """It gets no answer to these questions."""
+    ask = peer._caller.ask
+
+    def asks(address: Any, kind: str, *given: Any, **more: Any) -> Message:
+        if kind in kinds:
+            raise Gone(f"{address[0]}:{address[1]}: No route to host", late=False)
+        return ask(address, kind, *given, **more)
+
+    peer._caller.ask = asks  # type: ignore[method-assign]
+
+
+def test_a_peer_that_others_do_not_reach_is_told_when_it_joins() -> None:
+    with swarm(steps=1) as found:
+        first = found.join(0)
+        newcomer = Peer(found.cut, KEY, found.serving.address)
+        cut_off(newcomer, "ping")
+        with pytest.raises(
+            WhaleError, match=rf"does not reach {first.name} .*No route.*give --host"
+        ):
+            newcomer.start()
+        newcomer.close()
+        cut_off(first, "ping")
+        newcomer = Peer(found.cut, KEY, found.serving.address)
+        with pytest.raises(
+            WhaleError, match=rf"{first.name} does not reach it \(.*No route"
+        ):
+            newcomer.start()
+        newcomer.close()
+        # A peer that is gone says nothing of others.
+        first.close()
+        other = found.join(1)
+        assert other.worker.stage is not None
+        assert "note" not in found.kinds()
 
 
 def questions() -> list[tuple[str, dict[str, Any]]]:
@@ -225,6 +290,16 @@ def test_nothing_of_a_swarm_is_unpickled() -> None:
             if isinstance(node, ast.ImportFrom)
         }
         assert not names & {"pickle", "cloudpickle", "marshal", "shelve"}, path
+
+
+def test_other_initial_values_are_other_facts() -> None:
+    def other(key: Any) -> Any:
+        return {name: 3 * value for name, value in jobs.make_model(key).items()}
+
+    job = dataclasses.replace(jobs.make(), make_model=other)
+    facts = Cut(job, stages=jobs.STAGES, micro_batches=jobs.COUNT).facts()
+    own = jobs.cut().facts()
+    assert [name for name in own if own[name] != facts[name]] == ["initial values"]
 
 
 def test_what_a_swarm_cannot_train_is_said() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import secrets
 import select
 import socket
@@ -137,21 +138,26 @@ class Channel:
                 raise Closed(f"{self.peer} is gone ({error})") from None
 
     def receive(
-        self, *, seconds: float, whole_seconds: float = FRAME_SECONDS
+        self,
+        *,
+        seconds: float,
+        whole_seconds: float = FRAME_SECONDS,
+        until: float = math.inf,
     ) -> Message:
         """The next message.
 
         Args:
             seconds: to wait for its beginning.
             whole_seconds: in which it must be whole, once it has begun.
+            until: by when it must be whole in any case, as ``time.monotonic`` counts.
 
         Raises:
             TooLate: none began in that time, or it was not whole soon after.
             Closed: the other side is gone.
             WireError: what came is no message; the connection is of no use any more.
         """
-        self._wait(time.monotonic() + seconds)
-        end = time.monotonic() + whole_seconds
+        self._wait(min(time.monotonic() + seconds, until))
+        end = min(time.monotonic() + whole_seconds, until)
         header = self._read(_HEADER.size + _MAC_BYTES, end)
         sizes = header[: _HEADER.size]
         self._check_mac([_OF_HEADER, sizes], header[_HEADER.size :])

@@ -1,7 +1,7 @@
 """What the processes of a swarm ask each other, and what a question must hold.
 
-Checked once, where a question arrives; answers are checked by who asked. A question is
-safe to send twice: its key is generation, step, stage, micro-batch and attempt.
+Both are checked against the tables of this module where they arrive. A question is safe
+to send twice: its key is run, generation, step, stage, micro-batch and attempt.
 """
 
 from __future__ import annotations
@@ -89,7 +89,32 @@ def _holders(x: Any) -> bool:
     )
 
 
-_AT: Final[Fields] = {"generation": _whole, "step": _whole}
+def _anything(x: Any) -> bool:
+    del x
+    return True
+
+
+def _list(x: Any) -> bool:
+    return isinstance(x, list) and len(x) <= _MOST_NUMBERS
+
+
+def _addresses(x: Any) -> bool:
+    """Name and address of peers."""
+    return (
+        isinstance(x, list)
+        and len(x) <= MOST_PEERS
+        and all(
+            isinstance(one, list)
+            and len(one) == 2
+            and _text(one[0])
+            and _address(one[1])
+            for one in x
+        )
+    )
+
+
+_AT: Final[Fields] = {"run": _text, "generation": _whole, "step": _whole}
+_STATE: Final[Fields] = {**_AT, "stage": _whole, "place": _whole}
 _CALL: Final[Fields] = {
     **_AT,
     "stage": _whole,
@@ -133,22 +158,22 @@ TO_PEER: Final[Mapping[str, Fields]] = {
         "keeps": _flag,
         "sources": _holders,
     },
-    "state": {"stage": _whole, "step": _whole, "place": _whole},
+    "state": _STATE,
     "move": {"stage": _whole},
-    "stop": {"why": _text},
+    "reach": {"peers": _addresses},
+    "stop": {"why": _text, "failed": _flag},
 }
 """Questions to a peer."""
 
 TO_TRAINER: Final[Mapping[str, Fields]] = {
     "ping": {},
-    "batch": {"step": _whole, "number": _whole, "places": _wholes},
-    "state": {"stage": _whole, "step": _whole, "place": _whole},
+    "batch": {**_AT, "number": _whole, "places": _wholes},
+    "state": _STATE,
     "join": {
         "name": _text,
         "address": _address,
         "stage": _whole,
         "facts": _texts,
-        "token": _text,
     },
     "announce": {
         "name": _text,
@@ -167,13 +192,65 @@ TO_TRAINER: Final[Mapping[str, Fields]] = {
 }
 """Questions to the process with the registry and the trainer."""
 
+_TENSORS: Final[Mapping[str, Fields]] = {"tensors": {}}
+_SLICES: Final[Mapping[str, Fields]] = {"slices": {}}
+_RECEIPT: Final[Mapping[str, Fields]] = {"receipt": {"seconds": _seconds}}
+_TOLD: Final[Mapping[str, Fields]] = {"told": {"numbers": _wholes, "digest": _text}}
+
+ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
+    "ping": {"pong": {"name": _text}},
+    "forward": _RECEIPT,
+    "backward": _RECEIPT,
+    "fetch": _TENSORS,
+    "batch": _TENSORS,
+    "sum": {"summed": {"numbers": _wholes, "attempts": _wholes}},
+    "gradients": _SLICES,
+    "part": _SLICES,
+    "update": _TOLD,
+    "sync": _TOLD,
+    "state": {"state": {"count": _whole, "digest": _text}},
+    "move": {"moved": {"stage": _whole}},
+    "reach": {"reached": {"unreached": _texts}},
+    "stop": {"stopped": {}},
+    "join": {"welcome": {"stage": _whole, "incarnation": _whole, "run": _text}},
+    "announce": {"heard": {"known": _flag, "free": _flag}},
+    "show": {
+        "shown": {
+            "wire": _text,
+            "stages": _whole,
+            "step": _whole,
+            "steps": _whole,
+            "generation": _whole,
+            "micro_batches": _whole,
+            "loss": lambda x: x is None or type(x) in (int, float),
+            "left": _whole,
+            "counts": lambda x: (
+                isinstance(x, dict) and all(_text(k) and _whole(x[k]) for k in x)
+            ),
+            "peers": lambda x: _list(x) and all(isinstance(p, dict) for p in x),
+        }
+    },
+    "terms": {
+        "terms": {
+            "wire": _text,
+            "stages": _whole,
+            "batch": _whole,
+            "micro_batches": _whole,
+            "precision": _anything,
+            "seed": lambda x: type(x) is int,
+            "pull_seconds": _seconds,
+        }
+    },
+}
+"""By kind of question, the answer and what it must hold."""
+
 
 def checked(message: Message, allowed: Mapping[str, Fields]) -> Message:
     """The message, if it is a question that may come here.
 
     Args:
         message: from the wire.
-        allowed: one of the tables of this module.
+        allowed: one of the tables of this module, or an entry of ``ANSWERS``.
 
     Raises:
         WireError: it is not, with what is wrong.

@@ -13,10 +13,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, TooLate, dial
+from whalejax.elastic.wire.connection import (
+    Channel,
+    Closed,
+    TooLate,
+    WrongKey,
+    dial,
+)
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.wire.messages import Fields, checked
+from whalejax.swarm.wire.messages import ANSWERS, Fields, checked
 
 
 IDLE_SECONDS: Final = 600.0
@@ -34,8 +40,9 @@ class Refused(WhaleError):
     Attributes:
         code: why: ``"stale"`` (a generation or step that is over, or not begun),
             ``"missing"`` (what was asked for is not held), ``"source"`` (another peer
-            did not answer), ``"not finite"``, ``"shape"`` (another peer sent what
-            cannot be), ``"busy"``, ``"failed"``.
+            did not answer), ``"not finite"``, ``"overflow"`` (a sum or a state that is
+            not finite, of numbers that are), ``"shape"`` (another peer sent what cannot
+            be), ``"answer"`` (what was answered is none), ``"failed"``.
         blame: name of the peer that is at fault; empty where nobody else is.
     """
 
@@ -49,11 +56,12 @@ class Gone(WhaleError):
 
     Attributes:
         late: it did not answer in time; otherwise the connection ended.
+        wrong_key: the two do not share a key; to ask again is of no use.
     """
 
-    def __init__(self, text: str, *, late: bool) -> None:
+    def __init__(self, text: str, *, late: bool, wrong_key: bool = False) -> None:
         super().__init__(text)
-        self.late = late
+        self.late, self.wrong_key = late, wrong_key
 
 
 class Service:
@@ -77,23 +85,17 @@ class Service:
         self._allowed, self._handlers = allowed, handlers
         host, port = listening.getsockname()[:2]
         self.address: Address = host, port
-        self.refusals = 0
         self._acceptor = Acceptor(listening, key, self._serve, most_bytes=DATA_BYTES)
 
     def close(self) -> None:
         """End all connections."""
         self._acceptor.close()
 
-    def refused(self) -> str:
-        """Why connections were refused since this was last asked; else nothing."""
-        found = self._acceptor.refused(time.monotonic())
-        return "" if found is None else f"{found.count} refused: {found.why}"
-
     def _serve(self, channel: Channel) -> None:
         while True:
             try:
                 question = checked(channel.receive(seconds=IDLE_SECONDS), self._allowed)
-                channel.send(self._answer(question))
+                _send(channel, self._answer(question))
             except WireError:
                 return  # The other side is gone, or sends what is no question.
 
@@ -101,10 +103,19 @@ class Service:
         try:
             return self._handlers[question.kind](question)
         except Refused as error:
-            self.refusals += 1
             return _words(error.code, error.why, error.blame)
         except Exception as error:  # Whatever a program raises, who asked is told.
             return _words("failed", f"{type(error).__name__}: {error}", "")
+
+
+def _send(channel: Channel, answer: Message) -> None:
+    """Send an answer; where it is larger than a message may be, say so."""
+    try:
+        channel.send(answer)
+    except (Closed, TooLate):
+        raise
+    except WireError as error:
+        channel.send(_words("failed", str(error), ""))
 
 
 def _words(code: str, why: str, blame: str) -> Message:
@@ -124,6 +135,7 @@ class Caller:
         self._key = key
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}
+        self._busy: set[Channel] = set()
         self._closed = False
 
     def ask(
@@ -142,8 +154,8 @@ class Caller:
             seconds: until the whole answer must be there.
 
         Raises:
-            Gone: it did not answer.
-            Refused: it answered with words.
+            Gone: it did not answer, or this caller is closed.
+            Refused: it answered with words, or with what is no answer.
         """
         end = time.monotonic() + seconds
         message = Message(kind=kind, fields=fields, arrays=arrays)
@@ -153,29 +165,41 @@ class Caller:
                 left = max(end - time.monotonic(), 0.01)
                 channel.send(message, seconds=left)
                 left = max(end - time.monotonic(), 0.01)
-                answer = channel.receive(seconds=left, whole_seconds=left)
+                answer = channel.receive(
+                    seconds=left,
+                    whole_seconds=left,
+                    until=max(end, time.monotonic() + 0.01),
+                )
             except WireError as error:
                 channel.close()
+                with self._lock:
+                    self._busy.discard(channel)
                 if fresh or isinstance(error, TooLate):
                     raise self._gone(address, kind, seconds, error) from None
                 continue  # It had been ended while idle; each question may come twice.
             with self._lock:
+                self._busy.discard(channel)
                 if not self._closed:
                     self._idle.setdefault(address, []).append(channel)
             if self._closed:
                 channel.close()
-            return _checked_answer(answer)
+            return _checked_answer(address, kind, answer)
 
     def _channel(self, address: Address, end: float) -> tuple[Channel, bool]:
         with self._lock:
+            if self._closed:
+                raise Gone(f"{address[0]}:{address[1]}: this process ends", late=False)
             idle = self._idle.get(address)
             if idle:
+                self._busy.add(idle[-1])
                 return idle.pop(), False
         left = end - time.monotonic()
         try:
             found = dial(address, self._key, seconds=left, most_bytes=DATA_BYTES)
         except WireError as error:
             raise self._gone(address, "a connection", left, error) from None
+        with self._lock:
+            self._busy.add(found)
         return found, True
 
     def _gone(
@@ -183,7 +207,11 @@ class Caller:
     ) -> Gone:
         late = isinstance(error, TooLate)
         why = f"no answer in {seconds:.1f} s" if late else str(error)
-        return Gone(f"{address[0]}:{address[1]} ({what}): {why}", late=late)
+        return Gone(
+            f"{address[0]}:{address[1]} ({what}): {why}",
+            late=late,
+            wrong_key=isinstance(error, WrongKey),
+        )
 
     def forget(self, address: Address) -> None:
         """End the idle connections to a process."""
@@ -193,17 +221,23 @@ class Caller:
             channel.close()
 
     def close(self) -> None:
-        """End all idle connections."""
+        """End all connections; questions that wait for an answer raise ``Gone``."""
         with self._lock:
             self._closed = True
-            addresses = [*self._idle]
+            addresses, busy = [*self._idle], [*self._busy]
         for address in addresses:
             self.forget(address)
+        for channel in busy:
+            channel.close()
 
 
-def _checked_answer(answer: Message) -> Message:
+def _checked_answer(address: Address, kind: str, answer: Message) -> Message:
     if answer.kind != "refused":
-        return answer
+        try:
+            return checked(answer, ANSWERS[kind]) if kind in ANSWERS else answer
+        except WireError as error:
+            why = f"{address[0]}:{address[1]} answered {kind!r} wrongly: {error}"
+            raise Refused("answer", why) from None
     told = [answer.fields.get(name) for name in ("code", "why", "blame")]
     code, why, blame = (x if isinstance(x, str) else "" for x in told)
     raise Refused(code, why, blame)

@@ -1,0 +1,121 @@
+"""Answers are checked where they arrive, and come before their deadline."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whalejax.elastic.wire import connection
+from whalejax.elastic.wire.connection import Channel, listen
+from whalejax.elastic.wire.framing import Message
+from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from whalejax.swarm.wire.service import Caller, Gone, Refused, Service
+from whalejax.swarm.wire.states import downloaded
+
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def asked() -> Iterator[Any]:
+    """Asks a process that answers with what it is given; closed afterwards."""
+    answers: list[Message] = []
+    handlers = {kind: lambda _: answers[-1] for kind in ("ping", "state", "show")}
+    service = Service(listen(), KEY, dict.fromkeys(handlers, {}), handlers)
+    caller = Caller(KEY)
+
+    def ask(kind: str, answer: Message) -> Message:
+        answers.append(answer)
+        return caller.ask(service.address, kind, {}, seconds=300)
+
+    yield ask
+    caller.close()
+    with pytest.raises(Gone, match="this process ends"):
+        ask("ping", answers[-1])
+    service.close()
+
+
+def test_each_question_has_an_answer() -> None:
+    assert ANSWERS.keys() == TO_PEER.keys() | TO_TRAINER.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("pong", {"name": "x"}, "a message of kind 'pong' came"),
+        ("state", {}, r"has the fields \[\]"),
+        ("state", {"count": "1", "digest": ""}, "'state' has count '1'"),
+        ("state", {"count": 1, "digest": "", "more": 1}, "expected"),
+    ],
+)
+def test_answers_that_are_none_are_refused(
+    asked: Any, kind: str, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(Refused, match=f"answered 'state' wrongly: .*{said}") as found:
+        asked("state", Message(kind=kind, fields=fields))
+    assert found.value.code == "answer"
+    good = Message(kind="pong", fields={"name": "x"})
+    assert asked("ping", good).fields["name"] == "x"
+
+
+def test_an_answer_that_is_too_large_is_said(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whalejax.elastic.wire.framing.MOST_ARRAY_BYTES", 100)
+    fields = {"count": 1, "digest": ""}
+    large = Message(kind="state", fields=fields, arrays=(np.zeros(101, np.uint8),))
+    with pytest.raises(Refused, match="101 of arrays.*Send it in parts"):
+        asked("state", large)
+
+
+def test_the_deadline_is_that_of_the_whole_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose beginning may come late."""
+    one, other = socket.socketpair()
+    channel, ends = Channel(one, KEY, KEY), []
+    clock = SimpleNamespace(monotonic=itertools.count(0.0, 2.0).__next__)
+    monkeypatch.setattr(connection, "time", clock)
+    monkeypatch.setattr(channel, "_wait", ends.append)
+    monkeypatch.setattr(
+        channel, "_read", lambda size, end: ends.append(end) or bytes(size)
+    )
+    with pytest.raises(connection.WireError):
+        channel.receive(seconds=5.0, whole_seconds=5.0, until=5.0)
+    assert ends == [5.0, 5.0]
+    other.close()
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "arrays", "digest"),
+    [
+        (2, [np.zeros(8, np.uint8)], ""),
+        (1, [np.zeros(9, np.uint8)], ""),
+        (1, [np.zeros(2, np.float32)], ""),
+        (1, [], ""),
+        (1, [np.zeros(8, np.uint8)], "of other bytes"),
+    ],
+)
+def test_what_is_no_state_of_a_stage_is_refused(
+    count: int, arrays: list[np.ndarray], digest: str
+) -> None:
+    layout = SimpleNamespace(
+        state_bytes=lambda stage: 8, split=lambda stage, data: [data]
+    )
+    asked = []
+
+    def ask(place: int) -> Message:
+        asked.append(place)
+        fields = {"count": count, "digest": digest}
+        return Message(kind="state", fields=fields, arrays=tuple(arrays))
+
+    with pytest.raises(Refused, match=r"state of stage 3.*") as found:
+        downloaded(ask, layout, 3, "p")
+    assert found.value.blame == "p" and asked == [0]

@@ -1,0 +1,107 @@
+"""A stage's state in pieces, from whoever holds it to whoever takes it.
+
+One function takes it, at a peer and at the trainer: both know how many bytes a stage's
+state has, so nothing larger is taken from anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+
+from whalejax.elastic.wire.framing import Message
+from whalejax.swarm.wire.service import Refused
+
+
+PIECE_BYTES: Final = 1 << 24
+"""Of a state, in one answer."""
+
+
+class Layout(Protocol):
+    """What knows the arrays of each stage's state; a ``Cut``."""
+
+    def state_bytes(self, stage: int) -> int:
+        """Of a stage's state."""
+        ...
+
+    def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
+        """The arrays of these bytes; none where they are not of that many."""
+        ...
+
+
+def packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays as bytes, one behind the other."""
+    flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
+    return np.concatenate(flat) if flat else np.zeros(0, np.uint8)
+
+
+def digest_of(arrays: Sequence[np.ndarray]) -> str:
+    """SHA-256 of arrays, as hexadecimal digits."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def piece(data: np.ndarray, place: int, digest: str) -> Message:
+    """A part of a state, as an answer.
+
+    Args:
+        data: all of it.
+        place: of the part.
+        digest: of the whole.
+    """
+    part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
+    fields = {"count": _count(data.size), "digest": digest}
+    return Message(kind="state", fields=fields, arrays=(part,))
+
+
+def downloaded(
+    ask: Callable[[int], Message], layout: Layout, stage: int, whose: str
+) -> list[np.ndarray]:
+    """The arrays of a stage's state.
+
+    Args:
+        ask: gives the answer with the piece at a place.
+        layout: of the states.
+        stage: which.
+        whose: name of who is asked.
+
+    Raises:
+        Refused: what was sent is no state of this stage; what was expected.
+    """
+    size = layout.state_bytes(stage)
+    count, digest = _count(size), ""
+    pieces: list[np.ndarray] = []
+    for place in range(count):
+        answer = ask(place)
+        expected = min(PIECE_BYTES, size - place * PIECE_BYTES)
+        said = answer.fields.get("count")
+        sent = [f"{x.dtype}{list(x.shape)}" for x in answer.arrays]
+        if said != count or sent != [f"uint8[{expected}]"]:
+            raise Refused(
+                "shape",
+                f"{whose} sent {', '.join(sent) or 'nothing'} as piece {place} of "
+                f"{said} of the state of stage {stage}; expected uint8[{expected}], of "
+                f"{count} with {size} bytes together",
+                whose,
+            )
+        digest = str(answer.fields.get("digest"))
+        pieces.append(answer.arrays[0])
+    arrays = layout.split(stage, np.concatenate(pieces))
+    found = "" if arrays is None else digest_of(arrays)
+    if arrays is None or found != digest:
+        raise Refused(
+            "shape",
+            f"the state of stage {stage} that {whose} sent has the digest "
+            f"{found[:12]}, and {digest[:12]} was announced",
+            whose,
+        )
+    return arrays
+
+
+def _count(size: int) -> int:
+    return max(1, -(-size // PIECE_BYTES))
