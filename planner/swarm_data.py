@@ -108,27 +108,25 @@ class Swarm:
         return {"wire": self.wire, "stages": len(self.stages)}
 
 
-def sum_bytes(gradient_bytes: int, peers: int, micro_batches: int) -> int:
+def sum_bytes(gradient_bytes: int, peers: int) -> int:
     """Bytes that a peer receives, and sends, while a stage adds up its gradients.
 
-    Each peer adds a part of every array in the order of the micro-batches, so that the
-    sum does not depend on who computed what: it takes that part of each gradient that
-    another peer holds, and then the other parts of the sum.
+    Each peer adds up what it holds, sends every other peer that one's part of it, adds
+    its own part of them all, and sends it to the others: a reduce-scatter and an
+    all-gather.
 
     Args:
         gradient_bytes: of a stage, of one micro-batch.
-        peers: of the stage, which hold equally many micro-batches.
-        micro_batches: of a step.
+        peers: of the stage.
 
-    >>> sum_bytes(1024, peers=2, micro_batches=6), sum_bytes(1024, 1, 6)
-    (2048, 0)
+    >>> sum_bytes(1024, peers=4), sum_bytes(1024, peers=1)
+    (1536, 0)
     """
-    others = (peers - 1) / peers * gradient_bytes if peers else 0.0
-    return math.ceil(others * (micro_batches / peers + 1)) if others else 0
+    return math.ceil(2 * (peers - 1) / peers * gradient_bytes) if peers > 1 else 0
 
 
 def sum_seconds(stage: SwarmStage, bytes_per_second: float, latency: float) -> float:
-    """Of adding up a stage's gradients over its peers: a ring or butterfly.
+    """Of adding up a stage's gradients over its peers.
 
     Args:
         stage: which.
@@ -137,7 +135,7 @@ def sum_seconds(stage: SwarmStage, bytes_per_second: float, latency: float) -> f
     """
     if stage.peers < 2:
         return 0.0
-    sent = 2 * (stage.peers - 1) / stage.peers * stage.gradient_bytes
+    sent = sum_bytes(stage.gradient_bytes, stage.peers)
     return sent / bytes_per_second + 2 * latency
 
 

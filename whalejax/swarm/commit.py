@@ -148,7 +148,7 @@ class Commit:
     def _sum_seconds(self, stage: int, peers: int) -> float:
         """For the bytes of a sum, over the slowest link that is counted on."""
         cut = self._context.cut
-        sent = sum_bytes(cut.gradient_bytes(stage), peers, cut.count)
+        sent = sum_bytes(cut.gradient_bytes(stage), peers)
         return sent / SLOWEST_BYTES_PER_SECOND
 
     def _note(self, stage: int, answers: Answers) -> None:

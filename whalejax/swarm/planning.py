@@ -24,6 +24,7 @@ from whalejax.planner.swarm_data import (
     Swarm,
     SwarmStage,
     closed_form_seconds,
+    sum_bytes,
     wire_bytes,
 )
 from whalejax.swarm.churn import ChurnEvent, Happening, Link
@@ -465,10 +466,7 @@ def _why_stages(plan: Plan, swarm: Swarm, tried: list[str], *, given: bool) -> s
 
 
 def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
-    late = max(
-        2 * (stage.peers - 1) / stage.peers * stage.gradient_bytes
-        for stage in swarm.stages
-    )
+    late = max(sum_bytes(stage.gradient_bytes, stage.peers) for stage in swarm.stages)
     seconds = late / swarm.bytes_per_second
     part = seconds / swarm.step_seconds if swarm.step_seconds else 0.0
     how = "as asked" if given else f"{QUEUE} for each peer"

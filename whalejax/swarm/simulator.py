@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.churn import ChurnEvent, Happening, Link
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict, check_partition
 from whalejax.swarm.rebalancing import (
@@ -651,7 +652,7 @@ class Simulator:
                 min(link.up_bytes_per_second, link.down_bytes_per_second)
                 for link in links
             )
-            sent = 2 * (count - 1) / count * cost.gradient_bytes
+            sent = sum_bytes(cost.gradient_bytes, count)
             latency = 2 * max(link.latency_seconds for link in links)
             seconds = sent / rate + (latency if count > 1 else 0.0)
             slowest = max(slowest, seconds + cost.update_seconds)

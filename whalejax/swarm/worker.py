@@ -374,7 +374,8 @@ class Worker:
             raise Refused("source", why, blame) from None
         except Refused as error:
             why = f"{name} did not give {kind} to {self.name}: {error.why}"
-            code = "shape" if error.code == "answer" else "missing"
+            codes = {"answer": "shape", "overflow": "overflow"}
+            code = codes.get(error.code, "missing")
             raise Refused(code, why, error.blame or blame) from None
 
     def _fetch(self, asked: Message) -> Message:
@@ -420,29 +421,25 @@ class Worker:
         where = f"step {step}, stage {stage.number}"
         check_partition({p[0]: p[2] for p in peers}, self.cut.count, where)
         part, parts = names.index(self.name), len(names)
-        holders = {
-            number: (name, address, attempt)
-            for name, address, numbers, attempts in peers
-            for number, attempt in zip(numbers, attempts, strict=True)
-        }
-        self._check_own(step, {n: x for n, x in holders.items() if x[0] == self.name})
+        # In the order of the peers, so that every mate makes the same sum.
         total = Total()
-        for number in range(self.cut.count):
-            name, address, attempt = holders[number]
+        for name, address, numbers, attempts in peers:
+            if not numbers:
+                continue
             fields = {
                 **_at(asked),
-                "number": number,
-                "attempt": attempt,
+                "numbers": numbers,
+                "attempts": attempts,
                 "part": part,
                 "parts": parts,
             }
             if name == self.name:
-                question = Message(kind="gradients", fields=fields)
-                slices: Sequence[np.ndarray] = self._slices(question)
+                held = self._held_sum(Message(kind="gradients", fields=fields))
             else:
-                slices = self._pull(address, "gradients", fields, name, name).arrays
-                self._check_slices(stage, slices, part, parts, name)
-            total.add(number, attempt, slices)
+                answer = self._pull(address, "gradients", fields, name, name)
+                self._check_slices(stage, answer.arrays, part, parts, name)
+                held = Total.of(answer)
+            total.add(held.numbers, held.attempts, held.arrays)
         self._check_sum(total.arrays, f"the sum of the gradients of {where}")
         self._keep(asked, stage, lambda: self._parts.update({key: total.arrays}))
         return Message(
@@ -457,36 +454,33 @@ class Worker:
         except Refused as error:
             raise Refused("overflow", f"{what}: {error.why}", self.name) from None
 
-    def _check_own(self, step: int, mine: Mapping[int, tuple[str, Any, int]]) -> None:
-        """Refuse an assignment of what this peer does not hold."""
+    def _held_sum(self, asked: Message) -> Total:
+        """The sum over micro-batches that this peer holds, in their order.
+
+        Raises:
+            Refused: it lacks some of them, or the sum overflows.
+        """
+        fields = asked.fields
+        step, part, parts = fields["step"], fields["part"], fields["parts"]
+        keys = sorted(zip(fields["numbers"], fields["attempts"], strict=True))
         with self._lock:
-            lacking = [
-                number
-                for number, (_, _, attempt) in sorted(mine.items())
-                if (step, number, attempt) not in self._gradients
-            ]
-        if lacking:
+            is_of_now, stage = self._is_of_now(asked), self.stage
+            held = {key: self._gradients.get((step, *key)) for key in keys}
+        lacking = [number for (number, _), one in held.items() if one is None]
+        if lacking or not is_of_now or stage is None:
             raise Refused(
                 "missing",
-                f"{self.name} does not hold the gradients of micro-batches {lacking} "
-                f"of step {step} that it was assigned",
+                f"{self.name} does not hold the gradients of micro-batches "
+                f"{lacking or fields['numbers']} of step {step} that it was assigned",
                 self.name,
             )
-
-    def _slices(self, asked: Message) -> Part:
-        fields = asked.fields
-        key = fields["step"], fields["number"], fields["attempt"]
-        part, parts = fields["part"], fields["parts"]
-        with self._lock:
-            held = self._gradients.get(key)
-            if held is None or not self._is_of_now(asked):
-                raise Refused(
-                    "missing",
-                    f"{self.name} does not hold the gradient of micro-batch {key[1]} "
-                    f"of step {key[0]}, attempt {key[2]}",
-                    self.name,
-                )
-        return [_slice(x, part, parts) for x in held]
+        total = Total()
+        for (number, attempt), one in held.items():
+            slices = [_slice(x, part, parts) for x in one or ()]
+            total.add([number], [attempt], slices)
+        where = f"step {step}, stage {stage.number}"
+        self._check_sum(total.arrays, f"the sum of the gradients of {where}")
+        return total
 
     def _check_slices(
         self,
@@ -502,10 +496,14 @@ class Worker:
         coding.decoded(slices, avals, "f32", name)
 
     def _send_gradients(self, asked: Message) -> Message:
-        if not 0 <= asked.fields["part"] < asked.fields["parts"]:
-            raise Refused("stale", f"part {asked.fields['part']} of a gradient")
-        slices = tuple(self._slices(asked))
-        return Message(kind="slices", fields={}, arrays=slices)
+        fields = asked.fields
+        if not 0 <= fields["part"] < fields["parts"]:
+            raise Refused("stale", f"part {fields['part']} of a gradient")
+        if len(fields["numbers"]) != len(fields["attempts"]):
+            raise Refused("stale", "numbers and attempts are not as many")
+        held = self._held_sum(asked)
+        added = {"numbers": held.numbers, "attempts": held.attempts}
+        return Message(kind="slices", fields=added, arrays=tuple(held.arrays))
 
     def _send_part(self, asked: Message) -> Message:
         key = asked.fields["step"], asked.fields["round"]
@@ -724,12 +722,29 @@ class Total:
         self.numbers: list[int] = []
         self.attempts: list[int] = []
 
-    def add(self, number: int, attempt: int, slices: Sequence[np.ndarray]) -> None:
-        """Add one micro-batch.
+    @classmethod
+    def of(cls, answer: Message) -> Total:
+        """What another peer added up.
 
         Args:
-            number, attempt: of it.
-            slices: its gradients.
+            answer: to ``gradients``.
+        """
+        total = cls()
+        numbers, attempts = answer.fields["numbers"], answer.fields["attempts"]
+        total.add(numbers, attempts, answer.arrays)
+        return total
+
+    def add(
+        self,
+        numbers: Sequence[int],
+        attempts: Sequence[int],
+        slices: Sequence[np.ndarray],
+    ) -> None:
+        """Add the gradients of a micro-batch, or those that were added up before.
+
+        Args:
+            numbers, attempts: of the micro-batches.
+            slices: their gradients.
         """
         if self.numbers:
             pairs = zip(self.arrays, slices, strict=True)
@@ -737,8 +752,8 @@ class Total:
                 self.arrays = [a + b for a, b in pairs]
         else:
             self.arrays = [np.array(x) for x in slices]
-        self.numbers.append(number)
-        self.attempts.append(attempt)
+        self.numbers += numbers
+        self.attempts += attempts
 
 
 class _Wanted:

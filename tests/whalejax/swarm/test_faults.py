@@ -52,9 +52,9 @@ def test_what_is_added_twice_is_counted(monkeypatch: pytest.MonkeyPatch) -> None
     """By what the peers of each stage say that they added."""
     add, journal = Total.add, Journal()
 
-    def twice(self: Total, number: int, *given: Any) -> None:
-        for _ in range(1 + (number == 2)):
-            add(self, number, *given)
+    def twice(self: Total, numbers: list[int], *given: Any) -> None:
+        for _ in range(1 + (numbers == [2])):
+            add(self, numbers, *given)
 
     with swarm(steps=1, more={"write": journal}) as found:
         for stage in range(jobs.STAGES):
