@@ -63,7 +63,7 @@ class Commit:
             sums: total, weight and metrics of all micro-batches.
 
         Raises:
-            Interrupted: a stage has nobody left.
+            StageLost: a stage has nobody left.
         """
         context = self._context
         stages = range(context.cut.stages)
