@@ -99,6 +99,7 @@ class Commit:
     def _complete(self) -> None:
         """Seal, when all is there; what was lost since it was summed is made again."""
         context = self._context
+        lacking = [0]
         for _ in range(MOST_ATTEMPTS):
             with context.lock:
                 stages = range(context.cut.stages)
