@@ -24,7 +24,7 @@ from whalejax.swarm.peer import Peer
 class Fault:
     """Sends this process a signal, once."""
 
-    def __init__(self, point: str, step: int, name: str, mark: str = "") -> None:
+    def __init__(self, point: str, step: int, name: str, *, mark: str = "") -> None:
         self._mark = mark
         self._point, self._step, self._name = point, step, name
         self._lock, self._done = threading.Lock(), False
@@ -72,7 +72,7 @@ def main(given: dict[str, Any]) -> None:
         host=given.get("host", "127.0.0.1"),
         wire=given.get("wire", "f32"),
         pull_seconds=given.get("pull_seconds", 10.0),
-        hook=Fault(*fault, mark) if fault else lambda point, step: None,
+        hook=Fault(*fault, mark=mark) if fault else lambda point, step: None,
     )
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())
     peer.start()

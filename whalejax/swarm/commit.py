@@ -63,7 +63,7 @@ class Commit:
             sums: total, weight and metrics of all micro-batches.
 
         Raises:
-            Interrupted: a stage has nobody left.
+            StageLost: a stage has nobody left.
         """
         context = self._context
         stages = range(context.cut.stages)
@@ -99,6 +99,7 @@ class Commit:
     def _complete(self) -> None:
         """Seal, when all is there; what was lost since it was summed is made again."""
         context = self._context
+        lacking = [0]
         for _ in range(MOST_ATTEMPTS):
             with context.lock:
                 stages = range(context.cut.stages)

@@ -31,7 +31,7 @@ PING_SECONDS: Final = 5.0
 """In which a peer that another cannot reach answers the trainer, if it is there."""
 
 
-class Interrupted(Exception):
+class StageLost(Exception):
     """The step cannot go on: a stage has lost all that held its state."""
 
     def __init__(self, stage: int) -> None:
@@ -243,7 +243,7 @@ class Passage:
         """Take the micro-batch through all stages and back.
 
         Raises:
-            Interrupted: a stage has nobody left.
+            StageLost: a stage has nobody left.
         """
         with self._lock:
             for stage in reversed(range(self._context.cut.stages)):

@@ -26,7 +26,7 @@ from whalejax.swarm.commit import Commit
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Ledger, Write
-from whalejax.swarm.passage import Counts, Interrupted, Passage, StepContext
+from whalejax.swarm.passage import Counts, Passage, StageLost, StepContext
 from whalejax.swarm.registry import Member, Registry
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
@@ -221,7 +221,7 @@ class Trainer:
             try:
                 self._ready()
                 metrics = self._one()
-            except Interrupted as gone:
+            except StageLost as gone:
                 self._go_back(gone.stage)
                 continue
             yield self.step, metrics
@@ -621,11 +621,11 @@ class Trainer:
         """Wait until a peer of a stage may be asked.
 
         Raises:
-            Interrupted: all that held its state are gone.
+            StageLost: all that held its state are gone.
         """
         while not self.fleet.usable(stage):
             if not self.fleet.synced(stage):
-                raise Interrupted(stage)
+                raise StageLost(stage)
             time.sleep(LOOK_SECONDS)  # At most until their leases end.
 
     def _go_back_if_lost(self, lacking: Sequence[int]) -> None:

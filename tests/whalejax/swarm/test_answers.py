@@ -106,7 +106,7 @@ def test_the_deadline_is_that_of_the_whole_answer(
 def test_what_is_no_state_of_a_stage_is_refused(
     count: int, arrays: list[np.ndarray], digest: str
 ) -> None:
-    layout = SimpleNamespace(
+    layout: Any = SimpleNamespace(
         state_bytes=lambda stage: 8, split=lambda stage, data: [data]
     )
     asked = []

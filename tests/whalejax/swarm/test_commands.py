@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
+from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.wire.service import Address
 
 
@@ -85,3 +88,37 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
     assert "working" in text
     assert "ledger: 0 parts of the step under way are not counted yet" in text
+
+
+def test_joining_ends_with_the_error_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.whalejax.swarm.fleets import KEY
+    from tests.whalejax.swarm.fleets import swarm as running
+
+    key = tmp_path / "k"
+    key.write_text(KEY.decode())
+    key.chmod(0o600)
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with running(steps=1, patience_seconds=0.0) as found:
+
+        def fails() -> None:
+            while not any(m.ready for m in found.members()):
+                threading.Event().wait(0.05)
+            with pytest.raises(WhaleError, match="no peer serves stage 1, 2"):
+                found.run()
+
+        thread = threading.Thread(target=fails, daemon=True)
+        thread.start()
+        host, port = found.serving.address
+        words = f"swarm join {host}:{port} {JOB} --key {key} --stage 0"
+        try:
+            code = main.main(words.split())
+            said = " ".join(capsys.readouterr().err.split())
+            assert code == 2 and "the run has failed: no peer serves stage 1, 2" in said
+        finally:
+            for number, handler in zip(
+                (signal.SIGINT, signal.SIGTERM), handlers, strict=True
+            ):
+                signal.signal(number, handler)
+        thread.join(300)

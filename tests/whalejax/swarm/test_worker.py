@@ -183,5 +183,5 @@ def test_bytes_of_a_sum_are_those_that_are_sent() -> None:
         w._gathered(w.stage, Message(kind="update", fields=fields))[0]  # type: ignore[arg-type]
         for w in (one, other)
     ]
-    assert np.array_equal(*whole) and np.array_equal(whole[0], COUNT * RAW[0] + 15)
+    assert all(np.array_equal(one, COUNT * RAW[0] + 15) for one in whole)
     assert sent == 2 * sum_bytes(4 * SIZE, 2)
