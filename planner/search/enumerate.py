@@ -436,8 +436,6 @@ class Search:
         if any(mesh.get(axis, 1) > 1 for axis in SPATIAL_AXES):
             if mesh.get("tensor", 1) > 1:
                 return SPACE_BESIDE_TENSOR
-            if self.request.combine != "mean":
-                return SPACE_BESIDE_RANKS
         for axis in SPATIAL_AXES:
             size = mesh.get(axis, 1)
             if size == 1:

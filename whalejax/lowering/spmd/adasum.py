@@ -198,11 +198,20 @@ def _means(rows: Any, weights: Any, node: int) -> Pair:
     """Rows of ranks' sums as means over the samples of a node's ranks."""
     groups = len(rows) // node
     sums = rows.reshape(groups, node, *rows.shape[1:]).sum(1)
-    weights = weights.reshape(groups, node).sum(1)[:, None, None]
+    return weighted_means(sums, weights.reshape(groups, node).sum(1)), None
+
+
+def weighted_means(sums: Any, weights: Any) -> Any:
+    """Sums over samples as means, zero where the samples have no weight.
+
+    Args:
+        sums: of several ranks, along the first dimension.
+        weights: of the samples of each.
+    """
+    by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
+    some = by != 0
     # A rank whose samples have no weight has perhaps divided by it.
-    some = weights != 0
-    found = jnp.where(some, sums / jnp.where(some, weights, 1), jnp.zeros_like(sums))
-    return found, None
+    return jnp.where(some, sums / jnp.where(some, by, 1), jnp.zeros_like(sums))
 
 
 def _level(rows: Pair, telling: _Telling) -> Pair:
