@@ -49,7 +49,8 @@ def combined(
         mesh: the devices.
         node: ranks, one after the other, that are averaged before.
     """
-    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in stacked))
+    double = any(x.dtype == jnp.float64 for x in stacked)
+    dtype = jnp.float64 if double else jnp.float32
     sizes = dict(mesh.shape)
     shapes = [x.shape[1:] for x in stacked]
     parts = [Part.of(*one, sizes) for one in zip(shapes, specs, slices, strict=True)]
