@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
@@ -39,6 +39,7 @@ def check_combine(
     *,
     shares: object,
     synced: bool = False,
+    others: Iterable[str] = (),
 ) -> None:
     """Refuse what ranks cannot combine.
 
@@ -48,6 +49,7 @@ def check_combine(
         cluster: the machine.
         shares: of micro-batches that replicas are asked to take.
         synced: statistics are asked to be those of the global batch.
+        others: problems of the same request that are known besides.
 
     Raises:
         PlanError: every problem, with its numbers and a remedy.
@@ -62,6 +64,7 @@ def check_combine(
         *(_SYNCED.format(request.combine) for _ in range(synced)),
         *(request.refused_by_stages() if "stage" in (request.mesh or {}) else ()),
         *_of_parameters(graph),
+        *others,
     )
     for text in texts:
         problems.add(text)

@@ -502,6 +502,10 @@ def test_one_rank_has_nothing_to_combine_with() -> None:
 
 @pytest.mark.relaxed_promotion
 def test_several_problems_are_told_at_once() -> None:
+    text = _refusal(mesh={"data": 1, "depth": 2, "stage": 2}, shares=[1, 1])
+    for problem in ("mesh= fixes data 1 of", "knows no weights", "neither shares="):
+        assert problem in text
+    assert "mesh= fixes depth 2, and stages of a pipeline do not share" in text
     text = _refusal(shares=[3, 1], zero=2, num_micro_batches=4, mesh={"data": 2})
     assert "shares is [3, 1]" in text and "Adasum knows no weights" in text
     assert 'zero is 2, and with combine "adasum" each rank has all of its' in text
