@@ -8,7 +8,7 @@ what a plan means.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -113,6 +113,44 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def automatic_axes(mesh: Any) -> frozenset[str]:
+    """Axes of a mesh that are left to the compiler; those of ``shard_map`` are manual.
+
+    Args:
+        mesh: of devices, or the abstract one inside ``shard_map``.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(axis for axis, kind in kinds if kind != AxisType.Manual)
+
+
+def has_manual_axes(mesh: Any) -> bool:
+    """Whether a mesh is the one inside a ``shard_map``."""
+    return AxisType.Manual in mesh.axis_types
+
+
+def on_automatic_axes(
+    function: Callable[..., Any], mesh: Any, inputs: Any, outputs: Any
+) -> Callable[..., Any]:
+    """A function of one device's parts, mapped over the axes left to the compiler.
+
+    Args:
+        function: takes and gives the parts that one device has.
+        mesh: of devices, or the abstract one inside ``shard_map``.
+        inputs, outputs: PartitionSpecs over these axes.
+    """
+    axes = automatic_axes(mesh)
+    if not axes:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=inputs,
+        out_specs=outputs,
+        axis_names=axes,
+        check_vma=False,  # What differs between devices is dealt out by hand.
+    )
 
 
 def _is_spec(spec: Any) -> bool:

@@ -21,6 +21,17 @@ def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return first * a + second * b
 
 
+def scaled_pair(a: np.ndarray, b: np.ndarray, i: int, j: int) -> np.ndarray:
+    """Of a·2^i and b·2^j, over the larger of both powers."""
+    dot, one, other = (float((x * y).sum()) for x, y in ((a, b), (a, a), (b, b)))
+    first = a - (dot / (2 * other) if other else 0.0) * b
+    second = b - (dot / (2 * one) if one else 0.0) * a
+    # A rank that is zero has no scale.
+    top = max(p for p, norm in ((i, one), (j, other), (min(i, j), 1)) if norm)
+    shift = top - max(i, j)
+    return np.ldexp(np.ldexp(first, i - top) + np.ldexp(second, j - top), shift)
+
+
 def tree(tensors: Iterable[Any]) -> np.ndarray:
     """Tensors of ranks combined, with zeros up to the next power of two."""
     every = [np.asarray(x, np.float64) for x in tensors]

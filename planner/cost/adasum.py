@@ -134,15 +134,15 @@ def combining(
     return found
 
 
-def within_ranks(gradients: Sequence[Collective]) -> list[Collective]:
-    """Reductions of gradients, without those over ``data``.
+def within_ranks(collectives: Sequence[Collective]) -> list[Collective]:
+    """Collectives of a loss and its gradient, on the devices of one rank of ``data``.
 
     Args:
-        gradients: reductions over all axes that share the batch.
+        collectives: of the global batch, over all axes that share it.
     """
     inside = (
         dataclasses.replace(c, axes=tuple(a for a in c.axes if a != DATA))
-        for c in gradients
+        for c in collectives
     )
     return [c for c in inside if c.axes]
 

@@ -41,17 +41,18 @@ def step_time(
         zero: ZeRO level over ``data``.
         count: micro-batches of a step.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        apart: by which ranks of ``data`` combine gradients in the update, which then
-            are reduced over other axes alone; None where all are reduced at once.
+        apart: by which ranks of ``data`` combine in the update; their gradients,
+            losses and statistics then are reduced over other axes alone. None where
+            all are reduced at once.
 
     Returns:
         The terms, and every collective as the compiler runs it.
     """
     storage = storage_collectives(facts, layouts, s, cast_bytes)
     found = [c for cost in costs for c in cost.collectives]
-    gradients = [c for c in found if c.what == "gradient"]
     if apart is not None:
-        gradients = within_ranks(gradients)
+        found = within_ranks(found)
+    gradients = [c for c in found if c.what == "gradient"]
     whole = whole_shares(facts, layouts, s, cast_bytes)
     asked = [
         *(c for c in found if c.what != "gradient"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
@@ -16,6 +16,7 @@ from whalejax.planner.cost.adasum import DATA, Part, combining, node_size
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.entries import Collective
 from whalejax.planner.errors import PlanError
+from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.request import Request
@@ -38,6 +39,7 @@ def check_combine(
     *,
     shares: object,
     synced: bool = False,
+    others: Iterable[str] = (),
 ) -> None:
     """Refuse what ranks cannot combine.
 
@@ -47,6 +49,7 @@ def check_combine(
         cluster: the machine.
         shares: of micro-batches that replicas are asked to take.
         synced: statistics are asked to be those of the global batch.
+        others: problems of the same request that are known besides.
 
     Raises:
         PlanError: every problem, with its numbers and a remedy.
@@ -61,6 +64,7 @@ def check_combine(
         *(_SYNCED.format(request.combine) for _ in range(synced)),
         *(request.refused_by_stages() if "stage" in (request.mesh or {}) else ()),
         *_of_parameters(graph),
+        *others,
     )
     for text in texts:
         problems.add(text)
@@ -177,24 +181,74 @@ class Combined:
     nbytes: int = 0
 
 
-def combined(
+class CombiningCosts:
+    """What it takes to combine the gradients or updates of all ranks.
+
+    Args:
+        graph, dims: what is planned.
+        facts: its parameters.
+        cluster: the machine.
+        combine: the way.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        dims: Dimensions,
+        facts: LeafFacts,
+        cluster: Cluster,
+        combine: str,
+    ) -> None:
+        self._facts, self._cluster, self._combine = facts, cluster, combine
+        self._averaged_bytes = 0 if combine == "mean" else averaged_bytes(graph, dims)
+        self._known: dict[tuple[object, ...], Combined] = {}
+
+    def of(self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]) -> Combined:
+        """The costs of one layout.
+
+        Args:
+            layouts: of each group of parameters.
+            mesh: axis sizes.
+        """
+        if self._combine == "mean":
+            return Combined()
+        key = (layouts, *mesh.items())
+        if key not in self._known:
+            found = _combined(self._facts, layouts, mesh, self._cluster, self._combine)
+            mean = dataclasses.replace(
+                found.collectives[0],
+                kind="all-reduce",
+                what="activation",
+                payload_bytes=self._averaged_bytes,
+            )
+            collectives = (*found.collectives, mean)
+            self._known[key] = dataclasses.replace(found, collectives=collectives)
+        return self._known[key]
+
+
+def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
+    """Bytes that ranks average once a step beside gradients.
+
+    These are the loss and what else it gives, such as metrics and running statistics,
+    but for values of each sample, and for what it gives as it was given it.
+    """
+    batch = {role.index for role in dims.batch}
+    made = {t for op in graph.ops for t in op.results}
+    found = 0
+    for t in made.intersection((graph.loss, *graph.whole)):
+        tensor = graph.tensors[t]
+        if not any(role in batch for atoms in dims.layouts[t] for role in atoms):
+            found += math.prod(tensor.shape) * max(4, tensor.itemsize_bytes)
+    return found
+
+
+def _combined(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
     mesh: Mapping[str, int],
     cluster: Cluster,
     combine: str,
 ) -> Combined:
-    """What it takes to combine the gradients or updates of all ranks.
-
-    Args:
-        facts: the parameters.
-        layouts: of each of their groups.
-        mesh: axis sizes.
-        cluster: the machine.
-        combine: the way.
-    """
-    if combine == "mean":
-        return Combined()
     parts, itemsize, state = list[Part](), 4, 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         if not group.trained:

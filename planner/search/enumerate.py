@@ -33,9 +33,9 @@ from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.combining import (
+    CombiningCosts,
     added,
     combine_seconds,
-    combined,
     may_combine,
     with_buffers,
     zero_levels,
@@ -79,7 +79,6 @@ BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
 NO_SPACE = "no dimension for a spatial axis"
 SPACE_BESIDE_TENSOR = "a spatial axis beside tensor"
-SPACE_BESIDE_RANKS = "a spatial axis beside ranks that combine"
 SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
@@ -238,6 +237,9 @@ class Search:
         self.hosting = Hosting(self.program, cluster, request, self.facts)
         self.memory: LayoutMemory = LayoutMemory(
             facts=self.facts, hosting=self.hosting, dims=dims, homes=batch_homes(graph)
+        )
+        self.combining = CombiningCosts(
+            graph, dims, self.facts, cluster, request.combine
         )
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self.named_axes = pinned_axes(graph)
@@ -436,8 +438,6 @@ class Search:
         if any(mesh.get(axis, 1) > 1 for axis in SPATIAL_AXES):
             if mesh.get("tensor", 1) > 1:
                 return SPACE_BESIDE_TENSOR
-            if self.request.combine != "mean":
-                return SPACE_BESIDE_RANKS
         for axis in SPATIAL_AXES:
             size = mesh.get(axis, 1)
             if size == 1:
@@ -536,8 +536,7 @@ class Search:
         if count not in case.times:
             s, costs = self.setting(case.mesh, count), case.costs
             costs[count] = costs.get(count) or self.prices.of(case.tables, s)
-            way = self.request.combine
-            met = combined(self.facts, case.layouts, case.mesh, self.cluster, way)
+            met = self.combining.of(case.layouts, case.mesh)
             time, collectives = step_time(
                 self.facts,
                 case.layouts,
@@ -546,7 +545,7 @@ class Search:
                 zero=case.zero,
                 count=count,
                 cast_bytes=self.request.cast_bytes,
-                apart=met.collectives if way != "mean" else None,
+                apart=met.collectives or None,
             )
             beside = combine_seconds(met.nbytes, self.cluster)
             case.times[count] = added(time, beside), collectives
@@ -657,11 +656,8 @@ class Search:
         )
         found = self._apart if "activations" in offload else self.moments
         memory = self.memory.of(found, laid, s)
-        way = self.request.combine
-        if way == "mean":
-            return memory
-        met = combined(self.facts, case.layouts, case.mesh, self.cluster, way)
-        return with_buffers(memory, met.nbytes)
+        met = self.combining.of(case.layouts, case.mesh)
+        return with_buffers(memory, met.nbytes) if met.nbytes else memory
 
     def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
         """What a plan takes with so many micro-batches' activations at once.

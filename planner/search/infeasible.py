@@ -20,7 +20,6 @@ from whalejax.planner.search.enumerate import (
     NO_SEQUENCE,
     NO_SPACE,
     SEQUENCE_DOES_NOT_DIVIDE,
-    SPACE_BESIDE_RANKS,
     SPACE_BESIDE_TENSOR,
     SPACE_DOES_NOT_DIVIDE,
     Search,
@@ -95,11 +94,6 @@ def _reason(search: Search, why: str) -> str:
             "XLA computes convolutions wrongly where their space and the channels of "
             "their kernel are sharded. Leave tensor out (fsdp shards what weights take "
             "of memory), or the spatial axes"
-        ),
-        SPACE_BESIDE_RANKS: (
-            "Ranks that combine by Adasum have gradients of their own, for which XLA "
-            'would gather whole samples. Take combine="mean", or leave the spatial '
-            "axes out"
         ),
         SPACE_DOES_NOT_DIVIDE: _extents(search),
         HALO_IS_WIDER: _wide_halos(search),

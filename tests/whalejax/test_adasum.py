@@ -20,7 +20,14 @@ from hypothesis.extra import numpy as arrays
 from jax.sharding import AxisType, Mesh
 
 import whalejax as wh
-from tests.adasum import differ, difference, on_devices, reference, tree
+from tests.adasum import (
+    differ,
+    difference,
+    on_devices,
+    reference,
+    scaled_pair,
+    tree,
+)
 from tests.compilations import count_compilations
 from tests.processes import finish, start
 from whalejax import hlo
@@ -78,13 +85,44 @@ def test_zero_is_neutral(a: np.ndarray) -> None:
 
 
 @settings(max_examples=25)
-@given(_VECTORS, _VECTORS, st.integers(-60, 60))
+@given(_VECTORS, _VECTORS, st.integers(-120, 121))
 def test_homogeneous_whatever_the_scale(
     a: np.ndarray, b: np.ndarray, power: int
 ) -> None:
-    """Squares of such numbers are no floats any more."""
-    scale = np.float32(2.0**power)
-    assert np.array_equal(_of(scale * a, scale * b), scale * _of(a, b))
+    """From the smallest normal floats to the largest, of which squares are none."""
+    found = _of(np.ldexp(a, power), np.ldexp(b, power))
+    expected = np.ldexp(_of(a, b), power)
+    least = np.finfo(np.float32).tiny  # What is smaller the compiler may take for 0.
+    assert np.array_equal(found, np.where(abs(expected) < least, 0, expected))
+
+
+@settings(max_examples=25)
+@given(_VECTORS, _VECTORS, st.integers(-110, 121), st.integers(-110, 121))
+def test_two_ranks_of_unlike_scales(
+    a: np.ndarray, b: np.ndarray, i: int, j: int
+) -> None:
+    found = np.ldexp(_of(np.ldexp(a, i), np.ldexp(b, j)), -max(i, j))
+    expected = scaled_pair(a.astype(np.float64), b.astype(np.float64), i, j)
+    assert difference(found, expected) <= TIGHT
+
+
+@settings(max_examples=25)
+@given(_VECTORS, _VECTORS, st.integers(-900, 1000), st.integers(-900, 1000))
+def test_the_whole_range_of_float64(
+    a: np.ndarray, b: np.ndarray, i: int, j: int
+) -> None:
+    one, other = a.astype(np.float64), b.astype(np.float64)
+    with jax.enable_x64(True):
+        given = np.stack([np.ldexp(one, i), np.ldexp(other, j)])
+        found = np.ldexp(np.asarray(_two()(given)), -max(i, j))
+    assert difference(found, scaled_pair(one, other, i, j)) <= 1e-12
+
+
+def test_sums_of_some_ranks_may_exceed_what_floats_hold() -> None:
+    """The first two are orthogonal, the third is parallel to their sum."""
+    ranks = np.ldexp(np.asarray([[1, 1], [1, -1], [1, 0]], np.float32), 127)
+    (found,) = on_devices([ranks], [1])
+    assert np.array_equal(found, np.ldexp(np.asarray([1.5, 0], np.float32), 127))
 
 
 def test_another_order_of_ranks_gives_another_result() -> None:
@@ -464,6 +502,10 @@ def test_one_rank_has_nothing_to_combine_with() -> None:
 
 @pytest.mark.relaxed_promotion
 def test_several_problems_are_told_at_once() -> None:
+    text = _refusal(mesh={"data": 1, "depth": 2, "stage": 2}, shares=[1, 1])
+    for problem in ("mesh= fixes data 1 of", "knows no weights", "neither shares="):
+        assert problem in text
+    assert "mesh= fixes depth 2, and stages of a pipeline do not share" in text
     text = _refusal(shares=[3, 1], zero=2, num_micro_batches=4, mesh={"data": 2})
     assert "shares is [3, 1]" in text and "Adasum knows no weights" in text
     assert 'zero is 2, and with combine "adasum" each rank has all of its' in text

@@ -328,14 +328,6 @@ def test_space_beside_tensor_is_refused_and_never_chosen() -> None:
     assert not any("tensor" in row.layout for row in plan.candidates)
 
 
-def test_space_beside_ranks_that_combine_is_refused() -> None:
-    job = one_net(lambda p, x: convolved(x, p["k3"]))
-    mesh = {"data": 2, "depth": 2}
-    text = refused(job, mesh, combine="adasum", trainable="k3")
-    assert "a spatial axis beside ranks that combine" in text
-    assert 'Take combine="mean"' in text
-
-
 def test_what_no_executor_runs_beside_it() -> None:
     job = one_net(lambda p, x: convolved(x, p["k3"]))
     text = refused(job, {"stage": 2, "depth": 2})

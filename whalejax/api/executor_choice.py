@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whalejax import _compat
@@ -18,7 +18,7 @@ from whalejax.capture.options import check_runs
 from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
-from whalejax.meshes.errors import warn
+from whalejax.meshes.errors import Problems, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
@@ -100,7 +100,10 @@ def decider(
             "micro-batches are shared out between pipelines of a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
-    _check_space(mesh, stages=found or stages > 1, uneven=bool(uneven))
+    problems = Problems("mesh", PlanError)
+    for text in space_problems(mesh, stages=found or stages > 1, uneven=bool(uneven)):
+        problems.add(text)
+    problems.raise_if_any()
     staging = _Staging(programs, asked, uneven)
     if found or stages > 1:
         search = staging.of_any_number if found else staging
@@ -112,21 +115,25 @@ def decider(
     return search, request
 
 
-def _check_space(mesh: Mapping[str, int], *, stages: bool, uneven: bool) -> None:
-    """Refuse spatial axes beside what no executor runs with them.
+def space_problems(
+    mesh: Mapping[str, int], *, stages: bool, uneven: bool
+) -> Iterator[str]:
+    """Spatial axes beside what no executor runs with them, and what to leave out.
 
-    Raises:
-        PlanError: which, and what to leave out.
+    Args:
+        mesh: axis sizes that are fixed.
+        stages: the model is cut into stages.
+        uneven: replicas take shares of their own.
     """
     space = fixed_space(mesh)
     given = " × ".join(f"{axis} {size}" for axis, size in space.items())
     if space and stages:
-        raise PlanError(
+        yield (
             f"mesh= fixes {given}, and stages of a pipeline do not share the space of "
             "samples. Leave out stage and the marks stage and pipeline, or these axes"
         )
     if space and uneven:
-        raise PlanError(
+        yield (
             f"mesh= fixes {given}, and devices that share the space of a sample have "
             "equal parts of it: neither shares= nor devices of several kinds go with "
             "it. Leave out shares=, take a cluster of one kind, or leave out these axes"

@@ -26,7 +26,7 @@ import optax
 
 from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.ambient_mesh import without_mesh
-from whalejax.api.executor_choice import decider
+from whalejax.api.executor_choice import decider, space_problems
 from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneven_shares
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
@@ -51,6 +51,7 @@ from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
+from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.search.batched.share_notes import split_notes
@@ -357,6 +358,11 @@ class PlanQuestion:
             self.cluster,
             shares=request.shares,
             synced=request.sync_batch_stats and bool(traced.reductions),
+            others=space_problems(
+                request.mesh or {},
+                stages=STAGE in (request.mesh or {}),
+                uneven=request.shares is not None,
+            ),
         )
         return found
 

@@ -1,9 +1,9 @@
 """Adasum of what the ranks of ``data`` hold; see ``planner.cost.adasum``.
 
 Every device has a part of every tensor, of all ranks: so the same numbers are combined
-at one place, and all ranks are given the same bits. Dot products and norms are summed
-as pairs of floats, with an exponent for each tensor, so that they neither lose digits
-nor overflow where the tensors themselves do not.
+at one place, and all ranks are given the same bits. Each tensor is scaled by a power of
+two so that its largest number is near one, and dot products and norms are summed as
+pairs of floats: they neither lose digits nor overflow where the tensors do not.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ Pair = tuple[Any, Any]
 """A number as the sum of two floats, the second smaller than the first's last digit, or
 None where it is 0."""
 
-_LEAST, _MOST = -100, 100
-"""Exponents of scales, so that each and its inverse is a float."""
-
 
 def combined(
     stacked: Sequence[Any],
@@ -52,7 +49,8 @@ def combined(
         mesh: the devices.
         node: ranks, one after the other, that are averaged before.
     """
-    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in stacked))
+    double = any(x.dtype == jnp.float64 for x in stacked)
+    dtype = jnp.float64 if double else jnp.float32
     sizes = dict(mesh.shape)
     shapes = [x.shape[1:] for x in stacked]
     parts = [Part.of(*one, sizes) for one in zip(shapes, specs, slices, strict=True)]
@@ -65,12 +63,13 @@ def combined(
         shapes = [x.shape for x in own]
         buffer = packing.packed(own, weights.astype(dtype))
         rows = jax.lax.all_to_all(buffer, DATA, 0, 0, tiled=True)
-        rows = _means(rows[:, :, :-1], rows[:, 0, -1], node)
-        telling = _Telling(packing=packing, specs=laid, mesh=mesh)
-        while len(rows[0]) > 1:
+        means = _node_means(rows[:, :, :-1], rows[:, 0, -1], node)
+        rows = _Rows.of(means, packing)
+        partial = _PartialDots(packing=packing, specs=laid, mesh=mesh)
+        while rows.count > 1:
             # Each level is computed once, not again for each of its readers.
-            rows = jax.lax.optimization_barrier(_level(rows, telling))
-        whole = jax.lax.all_gather(rows[0][0], DATA)
+            rows = jax.lax.optimization_barrier(_level(rows, partial))
+        whole = jax.lax.all_gather(rows.values(packing)[0], DATA)
         found = dict(zip(order, packing.unpacked(whole, shapes), strict=True))
         return [found[i] for i in range(len(found))]
 
@@ -140,9 +139,69 @@ class _Packing:
         return found
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["high", "low", "exponents"],
+    meta_fields=[],
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Telling:
-    """What devices tell each other of dot products.
+class _Rows:
+    """Tensors of several groups of ranks: (high + low) times a power of two.
+
+    Attributes:
+        high, low: (group, number, column); ``low`` is None where it is 0.
+        exponents: of the power, (group, tensor).
+    """
+
+    high: Any
+    low: Any
+    exponents: Any
+
+    @classmethod
+    def of(cls, high: Any, packing: _Packing) -> _Rows:
+        """Rows of plain floats."""
+        tensors = sum(part.here for part in packing.parts)
+        nothing = jnp.zeros((len(high), tensors), jnp.int32)
+        return cls(high=high, low=None, exponents=nothing)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.high)
+
+    @property
+    def pair(self) -> Pair:
+        """High and low."""
+        return self.high, self.low
+
+    def taken(self, which: slice) -> _Rows:
+        """Some of them."""
+        found: _Rows = jax.tree.map(lambda x: x[which], self)
+        return found
+
+    def normalised(self, packing: _Packing) -> _Rows:
+        """The same with the largest number of each tensor on this device near one."""
+        largest = jnp.abs(self.high).max(1)
+        found = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
+        most = jnp.concatenate(found, -1)
+        _, exponents = jnp.frexp(most)
+        finite = jnp.where((most > 0) & jnp.isfinite(most), exponents, 0)
+        return self.scaled(-finite, packing)
+
+    def scaled(self, shifts: Any, packing: _Packing) -> _Rows:
+        """The same with so many less in the exponents, (group, tensor)."""
+        by = shifts[:, packing.tensor_of][:, None]
+        high, low = _each(lambda x: _shifted(x, by), self.pair)
+        return _Rows(high=high, low=low, exponents=self.exponents - shifts)
+
+    def values(self, packing: _Packing) -> Any:
+        """As plain floats."""
+        return self.scaled(self.exponents, packing).high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartialDots:
+    """Exchange of the dot products of the parts that devices hold.
 
     Attributes:
         packing: of the tensors.
@@ -155,14 +214,14 @@ class _Telling:
     mesh: Mesh
 
     def gathered(self, own: Any) -> Any:
-        """What all devices tell of all tensors, from what one tells of those it holds.
+        """The numbers of all devices and all tensors.
 
         Args:
             own: (number, pair, tensor on this device).
 
         Returns:
-            (device, number, pair, tensor); zero where a device says nothing, because it
-            holds nothing of the tensor or the same as another.
+            (device, number, pair, tensor); zero where a device holds nothing of the
+            tensor, or the same part as a device before it.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
         found, first = [], 0
@@ -172,8 +231,8 @@ class _Telling:
             sharing = {DATA, *(axis for several in spec for axis in several)}
             for axis in axes:
                 if axis not in sharing:
-                    speaks = jax.lax.axis_index(axis) == 0
-                    mine = jnp.where(speaks, mine, jnp.zeros_like(mine))
+                    is_first = jax.lax.axis_index(axis) == 0
+                    mine = jnp.where(is_first, mine, jnp.zeros_like(mine))
             if part.here < part.slices:
                 whole = jnp.zeros((*mine.shape[:-1], part.slices), mine.dtype)
                 start = jax.lax.axis_index(spec[0]) * part.here
@@ -181,7 +240,7 @@ class _Telling:
             found.append(mine)
         return jax.lax.all_gather(jnp.concatenate(found, -1), tuple(axes))
 
-    def here(self, every: Any) -> Any:
+    def local(self, every: Any) -> Any:
         """Of numbers of all tensors, (pair, tensor), those on this device."""
         found, first = [], 0
         for part, spec in zip(self.packing.parts, self.specs, strict=True):
@@ -194,68 +253,71 @@ class _Telling:
         return jnp.concatenate(found, -1)
 
 
-def _means(rows: Any, weights: Any, node: int) -> Pair:
+def _node_means(rows: Any, weights: Any, node: int) -> Any:
     """Rows of ranks' sums as means over the samples of a node's ranks."""
     groups = len(rows) // node
     sums = rows.reshape(groups, node, *rows.shape[1:]).sum(1)
-    weights = weights.reshape(groups, node).sum(1)[:, None, None]
+    return weighted_means(sums, weights.reshape(groups, node).sum(1))
+
+
+def weighted_means(sums: Any, weights: Any) -> Any:
+    """Sums over samples as means, zero where the samples have no weight.
+
+    Args:
+        sums: of several ranks, along the first dimension.
+        weights: of the samples of each.
+    """
+    by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
+    nonzero = by != 0
     # A rank whose samples have no weight has perhaps divided by it.
-    some = weights != 0
-    found = jnp.where(some, sums / jnp.where(some, weights, 1), jnp.zeros_like(sums))
-    return found, None
+    means = sums / jnp.where(nonzero, by, 1)
+    return jnp.where(nonzero, means, jnp.zeros_like(sums))
 
 
-def _level(rows: Pair, telling: _Telling) -> Pair:
-    """Pairs of rows combined; one without a partner stays as it is."""
-    pairs = len(rows[0]) // 2
-    ones = _each(functools.partial(_every_other, 0, 2 * pairs), rows)
-    others = _each(functools.partial(_every_other, 1, 2 * pairs), rows)
-    packing, dtype = telling.packing, rows[0].dtype
-    of = packing.tensor_of
-    exponents = [_exponents(x[0], packing) for x in (ones, others)]
-    scales = [_power(-e, dtype)[:, of][:, None] for e in exponents]
-    scaled = [
-        _each(functools.partial(jnp.multiply, scale), own)
-        for own, scale in zip((ones, others), scales, strict=True)
-    ]
-    sums = _by_tensor(_columns(*scaled), packing)
-    told = [*(x for pair in sums for x in pair), *exponents]
-    every = telling.gathered(jnp.stack([x.astype(dtype) for x in told]))
-    products = []
-    for factor, own in zip(_factors(every), (ones, others), strict=True):
-        here = [telling.here(x)[:, of][:, None] for x in factor]
-        high, low = (jnp.broadcast_to(x, own[0].shape) for x in here)
-        products.append(_multiplied((high, low), own))
-    high, low = _added(*products)
-    if rows[1] is None:
-        rows = rows[0], jnp.zeros_like(rows[0])
-    left = [x[2 * pairs :] for x in rows]
-    return jnp.concatenate([high, left[0]]), jnp.concatenate([low, left[1]])
+def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
+    """Pairs of rows combined; one without a partner stays as it is.
+
+    Adasum(a, b) = (a - p b) + (b - q a) with p = a·b / 2‖b‖² and q = a·b / 2‖a‖². It is
+    computed of a and b divided by powers of two, and the two terms are added at the
+    larger of both scales, so that nothing overflows unless the result does.
+    """
+    packing, end = partial.packing, rows.count // 2 * 2
+    pair = [rows.taken(slice(i, end, 2)).normalised(packing) for i in range(2)]
+    a, b = pair
+    sums = _by_tensor(_column_dots(a.pair, b.pair), packing)
+    own = [*(x for several in sums for x in several), a.exponents, b.exponents]
+    dtype = rows.high.dtype
+    every = partial.gathered(jnp.stack([x.astype(dtype) for x in own]))
+    ratios, exponents = _ratios(every)
+    common = [partial.local(x) for x in exponents]
+    least = _exponent_range(dtype)[0]
+    a, b = (
+        # What a device has of a tensor may be far below the largest number of it.
+        x.scaled(jnp.clip(x.exponents - e, least, 0), packing)
+        for x, e in zip(pair, common, strict=True)
+    )
+    p, q = (
+        tuple(partial.local(x)[:, packing.tensor_of][:, None] for x in ratio)
+        for ratio in ratios
+    )
+    top = jnp.maximum(*common)
+    terms = []
+    for x, y, ratio, e in ((a, b, p, common[0]), (b, a, q, common[1])):
+        removed = _multiplied(ratio, y.pair)
+        left = _added(_with_low(x.pair), _each(jnp.negative, removed))
+        shifts = jnp.clip(e - top, least, 0)[:, packing.tensor_of][:, None]
+        weight = _power(shifts, dtype)
+        terms.append(_each(functools.partial(jnp.multiply, weight), left))
+    high, low = _added(*terms)
+    rest = rows.taken(slice(end, None))
+    return _Rows(
+        high=jnp.concatenate([high, rest.high]),
+        low=jnp.concatenate([low, _with_low(rest.pair)[1]]),
+        exponents=jnp.concatenate([top, rest.exponents]),
+    )
 
 
-def _every_other(first: int, end: int, rows: Any) -> Any:
-    return rows[first:end:2]
-
-
-def _exponents(rows: Any, packing: _Packing) -> Any:
-    """For each pair and tensor, a power of two near its largest number here, as a
-    whole number; 0 of a tensor that is zero, which says nothing then."""
-    largest = jnp.abs(rows).max(1)
-    found = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
-    most = jnp.concatenate(found, -1)
-    _, exponent = jnp.frexp(most)
-    finite = jnp.where((most > 0) & jnp.isfinite(most), exponent, 0)
-    return jnp.clip(finite, _LEAST, _MOST)
-
-
-def _power(exponent: Any, dtype: Any) -> Any:
-    """Two to some whole powers, exactly."""
-    exponent = jnp.asarray(exponent, jnp.int32)
-    found = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    return found.astype(dtype)
-
-
-def _columns(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
+def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
     """Of every pair of columns the dot product and both squared norms."""
 
     def body(number: Any, sums: Any) -> Any:
@@ -283,31 +345,60 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
     return [*zip(highs, lows, strict=True)]
 
 
-def _factors(told: Any) -> tuple[Pair, Pair]:
-    """By what the two of each pair are multiplied, (pair, tensor).
+def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
+    """What of each tensor's partner is removed from it, of scaled tensors.
 
     Args:
-        told: (device, number, pair, tensor), as ``_Telling.gathered`` gives it.
+        every: (device, number, pair, tensor), as ``_PartialDots.gathered`` gives it.
+
+    Returns:
+        a·b / 2‖b‖² and a·b / 2‖a‖², each (pair, tensor), of a and b divided by two to
+        the exponents; and these, (2, pair, tensor), of two zeros 0 and of one zero its
+        partner's.
     """
-    told = jnp.moveaxis(told, 1, 0)
-    highs, lows, exponents = told[0:6:2], told[1:6:2], told[6:].astype(jnp.int32)
-    there = highs[1:] > 0
-    ends = jnp.where(there, exponents, _LEAST).max(1, keepdims=True)
-    shifts = _power(jnp.clip(exponents - ends, _LEAST, 0), told.dtype)
+    every = jnp.moveaxis(every, 1, 0)
+    highs, lows, exponents = every[0:6:2], every[1:6:2], every[6:].astype(jnp.int32)
+    least, most = _exponent_range(every.dtype)
+    nonzero = highs[1:] > 0
+    common = jnp.where(nonzero, exponents, -4 * most).max(1)
+    known = nonzero.any(1)
+    shifts = _power(jnp.clip(exponents - common[:, None], least, 0), every.dtype)
     # Of the dot product, and of both norms: each number with its own exponents.
-    by = jnp.stack([shifts[0], shifts[0], shifts[1]])
-    again = jnp.stack([shifts[1], shifts[0], shifts[1]])
-    high, low = _total((highs * by * again, lows * by * again), 1)
-    apart = jnp.clip(ends[1, 0] - ends[0, 0], _LEAST, _MOST)
-    scale = _power(jnp.stack([apart, -apart]), told.dtype)
-    dot = tuple(jnp.broadcast_to(x[:1], scale.shape) for x in (high, low))
-    some = high[1:] > 0
-    square = jnp.where(some, 2 * high[1:], 1), jnp.where(some, 2 * low[1:], 0)
-    share = _quotient((dot[0], dot[1]), square)
-    less = [jnp.where(some, -x * scale, 0) for x in share]
-    one = jnp.ones_like(scale)
-    high, low = _added((one, jnp.zeros_like(one)), (less[0], less[1]))
-    return (high[0], low[0]), (high[1], low[1])
+    by_first = jnp.stack([shifts[0], shifts[0], shifts[1]])
+    by_second = jnp.stack([shifts[1], shifts[0], shifts[1]])
+    high, low = _total((highs * by_first * by_second, lows * by_first * by_second), 1)
+    dot, a_squared, b_squared = zip(high, low, strict=True)
+    ratios = _ratio(dot, b_squared, known[1]), _ratio(dot, a_squared, known[0])
+    either = jnp.where(known[::-1], common[::-1], 0)
+    return ratios, jnp.where(known, common, either)
+
+
+def _ratio(dot: Pair, squared: Pair, nonzero: Any) -> Pair:
+    """A dot product over twice a squared norm; 0 where that is."""
+    double = [
+        jnp.where(nonzero, 2 * x, y) for x, y in zip(squared, (1, 0), strict=True)
+    ]
+    return _each(lambda x: jnp.where(nonzero, x, 0), _quotient(dot, tuple(double)))
+
+
+def _exponent_range(dtype: Any) -> tuple[int, int]:
+    """Exponents of powers of two that are floats, and not denormal."""
+    info = jnp.finfo(dtype)
+    return int(info.minexp), int(info.maxexp) - 1
+
+
+def _power(exponents: Any, dtype: Any) -> Any:
+    """Two to some whole powers, exactly; they lie in ``_exponent_range``."""
+    info = jnp.finfo(dtype)
+    bits = jnp.dtype(f"int{info.bits}")
+    biased = exponents.astype(bits) + bits.type(info.maxexp - 1)
+    return jax.lax.bitcast_convert_type(biased << bits.type(info.nmant), dtype)
+
+
+def _shifted(x: Any, exponents: Any) -> Any:
+    """Numbers times two to some powers, which need not be floats themselves."""
+    half = exponents // 2
+    return x * _power(half, x.dtype) * _power(exponents - half, x.dtype)
 
 
 # Numbers as pairs of floats (Dekker, "A floating-point technique for extending the
@@ -354,6 +445,11 @@ def _quotient(x: Pair, y: Pair) -> Pair:
     near = _multiplied((high, None), y)
     left = _added(x, (-near[0], -near[1]))
     return _two_sum(high, left[0] / y[0])
+
+
+def _with_low(pair: Pair) -> Pair:
+    high, low = pair
+    return high, jnp.zeros_like(high) if low is None else low
 
 
 def _halves(a: Any) -> Pair:

@@ -28,7 +28,7 @@ from whalejax.lowering.spmd.host_parameters import Away, settled, viewed
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.ring_attention import attend
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
-from whalejax.meshes.jax_mesh import partition_spec
+from whalejax.meshes.jax_mesh import has_manual_axes, partition_spec
 from whalejax.planner.sharding.layout import Spec
 
 
@@ -326,7 +326,7 @@ def _as_it_is(
     flows = scope.constraints.flows.get(position)
     if scope.mesh.size > 1 and runs_whole(equation, flows):
         return in_whole(equation, values, scope.mesh)
-    if scope.constraints.carried:
+    if scope.constraints.carried or has_manual_axes(scope.mesh):
         found = in_stages(equation, values, specs, scope.mesh, flows)
         if found is not None:
             return found

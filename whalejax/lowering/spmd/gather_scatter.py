@@ -21,8 +21,7 @@ from jax import lax
 from jax.lax import GatherScatterMode as Mode
 
 from whalejax import _compat
-from whalejax.meshes.jax_mesh import partition_spec
-from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.meshes.jax_mesh import automatic_axes, on_automatic_axes, partition_spec
 from whalejax.planner.sharding.layout import Spec
 
 
@@ -88,7 +87,8 @@ def in_parts(
         mesh: the devices; inside ``shard_map`` over the stages.
         flows: as ``holds`` takes it.
     """
-    sizes = {a: n for a, n in dict(mesh.shape).items() if a != STAGE and n > 1}
+    automatic = automatic_axes(mesh)
+    sizes = {a: n for a, n in mesh.shape.items() if a in automatic and n > 1}
     if len(sizes) < 2:
         return None
     name = equation.primitive.name
@@ -380,17 +380,10 @@ def on_each(
     parts: OperationParts, values: Sequence[Any], mesh: Any, linear: bool
 ) -> list[Any]:
     """Run it, with a backward pass in the same parts."""
-    inner = {a for a in mesh.axis_names if a != STAGE}
 
     def mapped(function: Any, given: Sequence[Spec], out: Sequence[Spec]) -> Any:
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=tuple(map(partition_spec, given)),
-            out_specs=tuple(map(partition_spec, out)),
-            axis_names=inner,
-            check_vma=False,
-        )
+        laid = [tuple(map(partition_spec, specs)) for specs in (given, out)]
+        return on_automatic_axes(function, mesh, *laid)
 
     def ahead(*values: Any) -> tuple[Any, ...]:
         results = [_sum(x, parts.summed) for x in parts.run(*values)]

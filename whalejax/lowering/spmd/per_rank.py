@@ -1,9 +1,13 @@
 """Gradients of each rank of ``data`` by itself, and their combination by Adasum.
 
 The compiler sums gradients over the whole batch as soon as samples meet in one program.
-So the loss is mapped over ranks: each has its own samples, its own statistics of them,
-and the model as all have it; what each computes lies on its own devices. Then gradients
-(or, in the delta form, what the optimizer makes of them) meet in ``adasum``.
+So ``data`` is a manual axis of ``shard_map`` while a loss is differentiated, and the
+other axes are left to the compiler: each rank has its own samples, its own statistics
+of them, and the model as all have it. Then gradients (or, in the delta form, what the
+optimizer makes of them) are combined in ``adasum``.
+
+``vmap`` over ranks would not do: it makes a convolution's kernel gradient a grouped
+convolution, for which XLA gathers the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from whalejax.api.losses import Merged, is_merged
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.spmd import executor
-from whalejax.lowering.spmd.adasum import combined
+from whalejax.lowering.spmd.adasum import combined, weighted_means
 from whalejax.lowering.spmd.executor import Program, Sums
 from whalejax.planner.cost.adasum import DATA, node_size
 from whalejax.planner.model.repeated_layers import sliced_params
@@ -62,24 +67,26 @@ def gradients_of(
         Sums whose gradients are combined; in the delta form those of each rank, along
         a leading dimension. The rest is the mean over ranks.
     """
-    own = _of_rank(program)
+    frozen = program.captured.frozen
 
-    def one(batch: Sequence[Any], first: Any) -> Any:
-        return executor.gradients_of(
-            own, params, rest, batch, rng, step, scale, first=first
-        )
+    def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
+        sums, after = executor.gradients_of(own, *_given(shared, batch), first)
+        kept = enumerate(jax.tree.leaves(after))
+        return sums, [x for i, x in kept if i not in frozen]
 
-    sums, after = _mapped(program, one, batch)
-    specs = [leaf.gradient_spec for leaf in own.plan.trained]
+    shared = params, rest, rng, step, scale
+    sums, moved = _on_batches(program, of_rank, shared, batch)
+    sums = _with_weights(program, sums)
+    specs = [_without_data(leaf.gradient_spec) for leaf in program.plan.trained]
     gradients = program.constrain(sums.gradients, [((DATA,), *spec) for spec in specs])
     if program.plan.combine == DELTA:
-        means = [_mean(wide(g), sums.weight) for g in gradients]
+        means = [weighted_means(wide(g), sums.weight) for g in gradients]
     else:
         means = _adasum(program, gradients, sums.weight, specs)
     found = dataclasses.replace(
-        _together(program, sums), gradients=tuple(means), means=True
+        _summed(program, sums), gradients=tuple(means), means=True
     )
-    return found, _rest(program, rest, after)
+    return found, _rest(program, rest, moved)
 
 
 def losses_of(
@@ -95,12 +102,14 @@ def losses_of(
     Args:
         program, params, rest, batch, rng, step: as for ``gradients_of``.
     """
-    own = _of_rank(program)
 
-    def one(batch: Sequence[Any], first: Any) -> Any:
-        return executor.losses_of(own, params, rest, batch, rng, step, first=first)
+    def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
+        *given, _ = _given(shared, batch)
+        return executor.losses_of(own, *given, first)
 
-    return _together(program, _mapped(program, one, batch))
+    shared = params, rest, rng, step, None
+    sums = _on_batches(program, of_rank, shared, batch)
+    return _summed(program, _with_weights(program, sums))
 
 
 DELTA = "adasum_updates"
@@ -124,20 +133,22 @@ def update(
         gradients: of each rank, along a leading dimension.
     """
     structure: Any = jax.tree.structure(program.adapter.params)
-    tree = structure.unflatten(params)
-
-    def one(gradients: Sequence[Any]) -> Any:
-        given = structure.unflatten(gradients)
-        return updates(program.optimizer, given, state, tree, loss)
-
-    changes, states = jax.vmap(one, spmd_axis_name=DATA)(list(gradients))
     specs = [_without_data(leaf.param_spec) for leaf in program.plan.trained]
-    ranked = [((DATA,), *spec) for spec in specs]
-    changes = program.constrain(jax.tree.leaves(changes), ranked)
+    stacked = [((DATA,), *spec) for spec in specs]
+
+    def of_rank(own: Program, shared: Any, gradients: Sequence[Any]) -> Any:
+        params, state, loss = shared
+        trees = structure.unflatten(gradients), state, structure.unflatten(params)
+        return updates(own.optimizer, *trees, loss)
+
+    shared = list(params), state, loss
+    gradients = program.constrain(gradients, stacked)
+    changes, states = _on_ranks(program, of_rank, shared, list(gradients))
+    changes = program.constrain(jax.tree.leaves(changes), stacked)
     weights = jnp.ones((program.plan.axis_sizes[DATA],), jnp.float32)
-    added = _adasum(program, changes, weights, specs)
-    fresh = jax.tree.leaves(optax.apply_updates(tree, structure.unflatten(added)))
-    new = jax.tree.map(_of_all, states, state)
+    added = structure.unflatten(_adasum(program, changes, weights, specs))
+    fresh = jax.tree.leaves(optax.apply_updates(structure.unflatten(params), added))
+    new = jax.tree.map(_mean_over_ranks, states, state)
     if applies is not None:
         fresh = [jnp.where(applies, x, y) for x, y in zip(fresh, params, strict=True)]
         new = jax.tree.map(lambda x, y: jnp.where(applies, x, y), new, state)
@@ -148,12 +159,49 @@ def update(
 # Ranks.
 
 
-def _of_rank(program: Program) -> Program:
-    return dataclasses.replace(program, plan=plan_of_rank(program.plan))
+def _on_ranks(
+    program: Program, function: Callable[..., Any], shared: Any, *stacked: Any
+) -> Any:
+    """What a function gives on every rank of ``data``, along a leading dimension.
+
+    Args:
+        program: what all run.
+        function: takes a rank's program, ``shared``, and its slices of ``stacked``.
+        shared: values that all ranks have.
+        stacked: values of each rank, along a leading dimension.
+    """
+    plan = plan_of_rank(program.plan)
+
+    def of_rank(shared: Any, *slices: Any) -> Any:
+        here: Any = jax.sharding.get_abstract_mesh()  # where ``data`` is manual
+        own = dataclasses.replace(program, plan=plan, mesh=here)
+        taken = jax.tree.map(lambda x: x[0], slices)
+        return jax.tree.map(lambda x: x[None], function(own, shared, *taken))
+
+    by_rank = PartitionSpec(DATA)
+    mapped = jax.shard_map(
+        of_rank,
+        mesh=program.mesh,
+        in_specs=(PartitionSpec(), *(by_rank for _ in stacked)),
+        out_specs=by_rank,
+        axis_names={DATA},
+        check_vma=False,  # Nothing that leaves is said to be alike on all ranks.
+    )
+    return mapped(shared, *stacked)
 
 
-def _mapped(program: Program, one: Callable[..., Any], batch: Sequence[Any]) -> Any:
-    """A function of a rank's batch and the number of its first micro-batch, of all."""
+def _on_batches(
+    program: Program, function: Callable[..., Any], shared: Any, batch: Sequence[Any]
+) -> Any:
+    """What a function gives on every rank's part of a global batch.
+
+    Args:
+        program: what all run.
+        function: takes a rank's program, ``shared``, the rank's flat batch and the
+            number of its first micro-batch.
+        shared: values that all ranks have.
+        batch: flat leaves of the global batch.
+    """
     plan = program.plan
     ranks, count = plan.axis_sizes[DATA], plan.num_micro_batches
     axes = program.batch_axes
@@ -161,14 +209,31 @@ def _mapped(program: Program, one: Callable[..., Any], batch: Sequence[Any]) -> 
     places = [i for i, axis in enumerate(axes) if axis is not None]
     cut = [_by_rank(batch[i], axes[i] or 0, ranks) for i in places]
     cut = program.constrain(cut, [((DATA,), *specs[i]) for i in places])
+    others = [x if axis is None else None for x, axis in zip(batch, axes, strict=True)]
 
-    def of_rank(parts: Sequence[Any], number: Any) -> Any:
-        leaves = list(batch)
+    def of_rank(own: Program, shared: Any, parts: Sequence[Any], number: Any) -> Any:
+        shared, leaves = shared
         for place, part in zip(places, parts, strict=True):
             leaves[place] = part
-        return one(leaves, number * count)
+        return function(own, shared, leaves, number * count)
 
-    return jax.vmap(of_rank, spmd_axis_name=DATA)(cut, jnp.arange(ranks))
+    numbers = jnp.arange(ranks)
+    return _on_ranks(program, of_rank, (shared, others), cut, numbers)
+
+
+def _with_weights(program: Program, sums: Sums) -> Sums:
+    """Sums of each rank, whose weights need no exchange where all are the same."""
+    if program.captured.graph.weighted:
+        return sums
+    weight = sums.weight
+    count = jnp.asarray(program.plan.num_micro_batches, weight.dtype)
+    return dataclasses.replace(sums, weight=jnp.broadcast_to(count, weight.shape))
+
+
+def _given(shared: Any, batch: Sequence[Any]) -> tuple[Any, ...]:
+    """In the order in which the executor takes them."""
+    params, rest, rng, step, scale = shared
+    return params, rest, batch, rng, step, scale
 
 
 def _by_rank(leaf: Any, axis: int, ranks: int) -> Any:
@@ -179,12 +244,6 @@ def _by_rank(leaf: Any, axis: int, ranks: int) -> Any:
 
 def _without_data(spec: Spec) -> Spec:
     return tuple(tuple(a for a in axes if a != DATA) for axes in spec)
-
-
-def _mean(sums: Any, weights: Any) -> Any:
-    """Of each rank's sums, along the leading dimension."""
-    by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
-    return jnp.where(by != 0, sums / jnp.where(by != 0, by, 1), jnp.zeros_like(sums))
 
 
 def _adasum(
@@ -204,7 +263,7 @@ def _adasum(
     )
 
 
-def _together(program: Program, sums: Sums) -> Sums:
+def _summed(program: Program, sums: Sums) -> Sums:
     """Sums of all ranks but for gradients, of those along a leading dimension."""
     weighted = program.captured.graph.weighted
     metrics = jax.tree.map(
@@ -250,17 +309,26 @@ def _rows(metric: Merged, rows: Any) -> Any:
     return cut.reshape(*front, outer * ranks * size * inner, *behind)
 
 
-def _rest(program: Program, before: Any, after: Any) -> Any:
-    """What is not trained, after a step: the mean over ranks of what each has."""
+def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
+    """What is not trained, after a step: the mean over ranks of what each has.
+
+    Args:
+        program: what is run.
+        before: as the step began.
+        moved: leaves of it that a step may change, of all ranks.
+    """
     frozen = program.captured.frozen
     tree: Any = jax.tree.structure(before)
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    after = iter(moved)
     return tree.unflatten(
-        [x if i in frozen else _of_all(y, x) for i, (x, y) in enumerate(pairs)]
+        [
+            x if i in frozen else _mean_over_ranks(next(after), x)
+            for i, x in enumerate(jax.tree.leaves(before))
+        ]
     )
 
 
-def _of_all(ranks: Any, before: Any) -> Any:
+def _mean_over_ranks(ranks: Any, before: Any) -> Any:
     """The mean over ranks; of what is no number to take it of, the first rank's."""
     if jnp.issubdtype(ranks.dtype, jnp.inexact):
         return wide(ranks).mean(0).astype(before.dtype)

@@ -29,7 +29,7 @@ from whalejax.capture.patterns.attention import (
 from whalejax.capture.patterns.blockwise import Tags
 from whalejax.lowering.spmd.skipped_blocks import LeftOut
 from whalejax.lowering.spmd.zigzag import dealt_out
-from whalejax.meshes.jax_mesh import partition_spec
+from whalejax.meshes.jax_mesh import on_automatic_axes, partition_spec
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.sharding.ring_rounds import Ring, ring
 
@@ -145,13 +145,7 @@ class _Laid:
         return attention
 
     def _mapped(self, function: Any, inputs: Any, outputs: Any) -> Any:
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=tuple(inputs),
-            out_specs=tuple(outputs),
-            check_vma=False,  # What differs between devices is dealt out by hand.
-        )
+        return on_automatic_axes(function, self.mesh, tuple(inputs), tuple(outputs))
 
 
 def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) -> Spec:
