@@ -47,10 +47,6 @@ class Window:
     local: bool = False
     refused: str = ""
 
-    def divides(self, size: int, result: int, parts: int) -> bool:
-        """Each of so many devices has an equal part of operand and of result."""
-        return size % parts == 0 and result % parts == 0
-
     def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
         """Elements that a device receives from below and from above.
 
@@ -111,17 +107,3 @@ class Window:
     def gradient_read(self, size: int, parts: int) -> int:
         """Elements of the cotangent that a device's part of the gradient is made of."""
         return math.ceil((size // parts + self.span - 1) / self.stride)
-
-
-def hops(halo: int, own: int) -> tuple[int, int]:
-    """Exchanges that bring a halo, and elements in each.
-
-    A halo wider than a neighbour's part comes from several of them.
-
-    >>> hops(1, 8), hops(5, 4), hops(0, 4)
-    ((1, 1), (2, 3), (0, 0))
-    """
-    if not halo:
-        return 0, 0
-    count = math.ceil(halo / own)
-    return count, math.ceil(halo / count)
