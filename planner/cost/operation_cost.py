@@ -30,6 +30,7 @@ from whalejax.planner.cost.halo_exchange import Backward, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
+from whalejax.planner.model.windows import written_out
 from whalejax.planner.sharding.fused_parameters import lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
@@ -346,7 +347,7 @@ def _gradient_sums(
     space = _spatial_axes(row, hits)
     if row.kind != CONVOLUTION or not space:
         return _sums(roles, hits, s)
-    if _local(row):
+    if written_out(row.windows, s.shape):
         axes = _axes_on(roles, hits)
         return (axes,) if axes else ()
     wide = {
@@ -414,7 +415,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
     backward = Backward(
         kernel=kernel and row.operands[1].differentiable,
         image=image.differentiable,
-        local=_local(row),
+        local=written_out(row.windows, s.shape),
         keeps=compiler.keeps_halos,
         merges=compiler.merges_regions,
         narrow=compiler.narrow_products and kernel and image.itemsize_bytes == 4,
@@ -443,11 +444,6 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
         for n, window in enumerate(row.windows)
         if role in row.operands[0].layout[window.dim]
     }
-
-
-def _local(row: Row) -> bool:
-    """Each device computes its own part after an exchange that is written out."""
-    return any(window.local for window in row.windows)
 
 
 def flow_cost(

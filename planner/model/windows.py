@@ -12,6 +12,7 @@ by Exploiting Finer-Grained Parallelism", IPDPS 2019, section III).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +36,7 @@ class Window:
         local: every device computes its part by itself, after an exchange that the
             program writes out; else the compiler is left to exchange halos.
         refused: why devices cannot share the dimension here, or empty.
+        uneven: why they could not if each computed its part by itself, or empty.
     """
 
     dim: int
@@ -46,6 +48,7 @@ class Window:
     spread: int = 1
     local: bool = False
     refused: str = ""
+    uneven: str = ""
 
     def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
         """Elements that a device receives from below and from above.
@@ -107,3 +110,18 @@ class Window:
     def gradient_read(self, size: int, parts: int) -> int:
         """Elements of the cotangent that a device's part of the gradient is made of."""
         return math.ceil((size // parts + self.span - 1) / self.stride)
+
+
+def written_out(windows: Sequence[Window], mesh: Mapping[str, int]) -> bool:
+    """Whether each device computes its part by itself, after an exchange.
+
+    Beside ``tensor`` every operation does: XLA (JAX 0.10 to 0.12) returns a convolution
+    a multiple too large where the space of what it convolves is sharded over one axis
+    and the channels of its kernel over another that is no smaller.
+
+    Args:
+        windows: of an operation whose space is shared.
+        mesh: axis sizes.
+    """
+    beside = mesh.get("tensor", 1) > 1
+    return bool(windows) and (beside or any(window.local for window in windows))

@@ -23,16 +23,19 @@ from whalejax.capture.rules.behaviour import Equation
 from whalejax.capture.rules.table import behaviour
 from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
 from whalejax.planner.model.graph import CONVOLUTION, LINEAR_WINDOWS
-from whalejax.planner.model.windows import Window
+from whalejax.planner.model.windows import Window, written_out
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Spec
 
 
-def shared_windows(equation: Any, specs: Sequence[Spec]) -> dict[str, Window]:
+def shared_windows(
+    equation: Any, specs: Sequence[Spec], mesh: Any
+) -> dict[str, Window]:
     """By mesh axis, the window along the dimension that it shares.
 
     Args:
         equation: an operation.
         specs: layouts of its operands; empty ones are whole.
+        mesh: the devices.
 
     Returns:
         Nothing for an operation that is left to the compiler.
@@ -48,7 +51,7 @@ def shared_windows(equation: Any, specs: Sequence[Spec]) -> dict[str, Window]:
         outputs=tuple(tuple(atom.aval.shape) for atom in equation.outvars),
     )
     windows = behaviour(view).windows
-    if not any(window.local for window in windows):
+    if not written_out(windows, mesh.shape):
         return {}
     return {
         axis: window
@@ -70,16 +73,22 @@ def in_slabs(
     Args:
         equation: a pooling, or a convolution.
         values: its operands.
-        specs: the layout of the first operand; others are whole.
+        specs: layouts of its operands; of those after the first, what shards the
+            channels of a kernel is kept.
         windows: from ``shared_windows``.
         mesh: the devices.
     """
     image = equation.invars[0].aval
     passed = _passed(equation)
-    given = tuple(
+    given = [
         axes if dim in passed and image.shape[dim] % _parts(axes, mesh) == 0 else ()
         for dim, axes in enumerate(specs[0])
-    )
+    ]
+    others: list[Spec] = [((),) * len(v.aval.shape) for v in equation.invars[1:]]
+    out = [given[dim] for dim in _sources(equation)]
+    summed: tuple[str, ...] = ()
+    if _keeps_channels(equation) and len(specs) > 1 and specs[1]:
+        summed = _shard_channels(equation, specs, given, others, out)
     local = _without_padding(equation, {w.dim for w in windows.values()})
 
     def run(x: Any, *others: Any) -> list[Any]:
@@ -89,14 +98,52 @@ def in_slabs(
 
     return on_each(
         OperationParts(
-            given=(given, *(((),) * len(v.aval.shape) for v in equation.invars[1:])),
-            out=(tuple(given[dim] for dim in _sources(equation)),),
+            given=(tuple(given), *others),
+            out=(tuple(out),),
             run=run,
+            summed=summed,
         ),
         values,
         mesh,
         linear=equation.primitive.name in LINEAR_WINDOWS,
     )
+
+
+def _keeps_channels(equation: Any) -> bool:
+    """A convolution, each of whose channels of the result is made of all others."""
+    params = equation.params
+    return equation.primitive.name == CONVOLUTION and params["feature_group_count"] == 1
+
+
+def _shard_channels(
+    equation: Any,
+    specs: Sequence[Spec],
+    given: list[tuple[str, ...]],
+    others: list[Spec],
+    out: list[tuple[str, ...]],
+) -> tuple[str, ...]:
+    """Add the axes that shard a kernel's channels to the layouts.
+
+    Args:
+        equation: a convolution.
+        specs: the layouts of image and kernel.
+        given, others, out: layouts of image, of the kernel and of the result.
+
+    Returns:
+        Axes over which parts of the result are summed: those that shard the channels
+        which it contracts.
+    """
+    numbers = equation.params["dimension_numbers"]
+    made, read = numbers.rhs_spec[:2]
+    image, contracted = numbers.lhs_spec[1], specs[1][read]
+    if contracted != specs[0][image]:
+        contracted = ()
+    kernel: list[tuple[str, ...]] = [()] * len(specs[1])
+    kernel[made], kernel[read] = specs[1][made], contracted
+    others[0] = tuple(kernel)
+    given[image] = contracted
+    out[numbers.out_spec[1]] = specs[1][made]
+    return contracted
 
 
 def _parts(axes: Sequence[str], mesh: Any) -> int:
