@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any, Final
 
@@ -375,6 +376,18 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "depth: cumsum needs all of it",
         ),
         (
+            lambda p, x: convolved(
+                jnp.pad(x, ((0, 0), *((1, 1),) * 3, (0, 0))), p["k3"], padding="VALID"
+            ),
+            "depth: pad needs all of it (leave the padding to the convolution: "
+            'padding="SAME", or pairs of numbers)',
+        ),
+        (
+            lambda p, x: convolved(jnp.flip(x, 1), p["k3"]),
+            "depth: rev needs all of it (cut, join or turn samples before they are "
+            "given to the step)",
+        ),
+        (
             lambda p, x: pooled("max", convolved(x, p["k3"]), 3, 2, "VALID"),
             "depth: reduce_window_max: its windows of 3 with stride 2 make 5 of 12, "
             'and equal parts would make 6: take padding="SAME" and an extent that the '
@@ -402,10 +415,27 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "whole; with a padding of 0 to 2 devices could share them",
         ),
     ],
-    ids=["running sum", "pooling", "transposed", "shifted groups"],
+    ids=["running sum", "pad", "flip", "pooling", "transposed", "shifted groups"],
 )
 def test_operations_that_cannot_share_space(net: Any, text: str) -> None:
     assert text in refused(one_net(net), {"depth": 2})
+
+
+def test_windows_reduced_by_a_function_of_its_own() -> None:
+    """Such a pooling has no gradient, so a metric holds it."""
+
+    def loss(p: Any, batch: Any) -> Any:
+        y = convolved(batch["x"], p["k3"])
+        window = (1, 2, 2, 2, 1)
+        found = lax.reduce_window(
+            lax.stop_gradient(y), 1.0, lambda a, b: a * b, window, window, "VALID"
+        )
+        return jnp.mean(y**2), {"product": jnp.mean(found)}
+
+    job = dataclasses.replace(one_net(None), loss_fn=loss)
+    assert "depth: reduce_window: it reduces windows by a function of its own" in (
+        refused(job, {"depth": 2})
+    )
 
 
 def test_unpadded_space_beside_tensor_is_refused_and_never_chosen() -> None:

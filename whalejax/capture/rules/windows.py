@@ -58,8 +58,8 @@ def _refused_convolution(params: Any, number: int, taps: int) -> str:
     if spread == 1:
         return ""
     low, high = params["padding"][number]
-    alone = taps == spread and stride == 1 and low == high == spread - 1
-    if alone and params["rhs_dilation"][number] == 1:
+    inverse = taps == spread and stride == 1 and low == high == spread - 1
+    if inverse and params["rhs_dilation"][number] == 1:
         return ""
     return (
         f"it is a transposed convolution of stride {spread} with a kernel of {taps} "
@@ -87,7 +87,7 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
                 stride=strides[dim],
                 low=padding[dim][0],
                 local=True,
-                refused="it spreads its operand" if spread[dim] > 1 else "",
+                refused=_refused_pooling(equation, spread[dim]),
             ),
             equation,
             result,
@@ -95,6 +95,16 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
         for dim, size in enumerate(sizes)
         if size > 1 or strides[dim] > 1
     )
+
+
+def _refused_pooling(equation: Equation, spread: int) -> str:
+    """Why devices cannot share a dimension that a pooling slides along."""
+    if equation.name == "reduce_window":
+        return (
+            "it reduces windows by a function of its own, of which no padding is known "
+            "that changes nothing; maximum, minimum and sum can share space"
+        )
+    return "it spreads its operand" if spread > 1 else ""
 
 
 def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
