@@ -128,6 +128,11 @@ class CompilerProfile:
             form in which it is read.
         narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
+        keeps_halos: what devices received of their neighbours for a convolution serves
+            the gradient of its kernel, too; if not, it is exchanged again.
+        merges_regions: takes what a checkpointed region computes again from the forward
+            pass, where the region is given the same values. A collective that the
+            compiler made itself is not merged, nor what follows from it.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
             it holds them as they are.
         scatters_whole_torus: reduce-scatters over all chips of a torus at once. If
@@ -153,6 +158,8 @@ class CompilerProfile:
     reduces_at_end: bool = False
     gathers_first: bool = False
     narrow_products: bool = False
+    keeps_halos: bool = False
+    merges_regions: bool = False
     lanes: int = 1
     scatters_whole_torus: bool = True
     scatters_beyond_torus: bool = True
@@ -229,6 +236,7 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         reduces_in_parts=False,
         fuses_products=True,
         narrow_products=True,
+        keeps_halos=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,
@@ -246,5 +254,6 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         widens=True,
         reduces_at_end=True,
         gathers_first=True,
+        merges_regions=True,
     ),
 }

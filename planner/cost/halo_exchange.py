@@ -1,11 +1,15 @@
 """Bytes and number of the exchanges at the borders of devices that share space.
 
 Dimensions are exchanged one after the other, each with what the ones before it brought,
-so that corners arrive too. A convolution exchanges three times in a step: its operand
-forward, the operand again for the kernel's gradient (halos are not kept), and the
-result's cotangent for the operand's gradient. Where the program exchanges itself
-(``Window.local``) the compiler keeps the halos, and what is exchanged backward is
-their cotangents, which go home.
+so that corners arrive too. An operation exchanges its operand forward; a convolution
+also the cotangent of its result, for the gradient of its operand. An operation that
+the program writes out (``Window.local``) sends back the cotangents of what it received
+instead. The operand is exchanged again in the backward pass
+
+- for the gradient of the kernel of a convolution that is left to a compiler that does
+  not keep the halos (``CompilerProfile.keeps_halos``);
+- otherwise where the backward pass needs it and it is out of reach there: in a loop,
+  and in a region that is computed again (``Repeats``).
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.planner.model.windows import Window, hops
+from whalejax.planner.model.halo_repeats import Repeats
+from whalejax.planner.model.windows import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +50,37 @@ class _Side:
     grown: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """What the backward pass of an operation needs.
+
+    Attributes:
+        kernel: a gradient flows to the kernel of a convolution.
+        image: one flows to the operand.
+        local: each device computes its own part after an exchange that the program
+            writes out.
+        keeps: the compiler keeps the halos of operations that it partitions itself.
+        merges: the compiler takes what a checkpointed region exchanges again from the
+            forward pass, where the region receives the same values.
+        narrow: the compiler exchanges what products read in half the bytes.
+    """
+
+    kernel: bool
+    image: bool
+    local: bool
+    keeps: bool
+    merges: bool
+    narrow: bool
+
+
 def exchanges(
     windows: Sequence[Window],
     axes: Mapping[int, str],
     mesh: Mapping[str, int],
     extents: Sequence[tuple[int, ...]],
     kept: Sequence[Any],
-    *,
-    kernel: bool,
-    image: bool,
-    again: bool,
+    repeats: Repeats,
+    backward: Backward,
 ) -> Iterator[Exchange]:
     """The exchanges of one operation.
 
@@ -64,10 +90,10 @@ def exchanges(
         mesh: axis sizes.
         extents: of operand and result, unsharded, by dimension.
         kept: bytes of operand and result on one device.
-        kernel: a gradient flows to the kernel of a convolution.
-        image: one flows to the operand.
-        again: the forward pass runs again in the backward pass.
+        repeats: where the operation stands in loops and checkpointed regions.
+        backward: what its backward pass needs.
     """
+    local = backward.local
     ahead, behind = [], []
     for number, window in enumerate(windows):
         axis = axes.get(number)
@@ -76,7 +102,7 @@ def exchanges(
         parts, size, result = mesh[axis], extents[0][window.dim], extents[1][window.out]
         below, above = window.halo(size, result, parts)
         own = size // parts
-        read = own + below + above if window.local else window.read(result, parts)
+        read = own + below + above if local else window.read(result, parts)
         ahead.append(_Side(axis=axis, own=own, below=below, above=above, grown=read))
         below, above = window.gradient_halo(size, result, parts)
         behind.append(
@@ -88,27 +114,36 @@ def exchanges(
                 grown=window.gradient_read(size, parts),
             )
         )
-    yield from _strips(ahead, kept[0], "forward", 1 + again)
-    local = any(window.local for window in windows)
-    if kernel and not local:
+    width = 2 if backward.narrow else 1
+    yield from _strips(ahead, kept[0] / width, "forward", 1)
+    yield from _strips(ahead, kept[0] / width, "backward", _again(repeats, backward))
+    if backward.image and local:
         yield from _strips(ahead, kept[0], "backward", 1)
-    if image and local:
-        yield from _strips(ahead, kept[0], "backward", 1)
-    elif image:
-        yield from _strips(behind, kept[1], "backward", 1)
+    elif backward.image:
+        yield from _strips(behind, kept[1] / width, "backward", 1)
+
+
+def _again(repeats: Repeats, backward: Backward) -> int:
+    """How often the backward pass exchanges the operand once more."""
+    if not backward.local and not backward.keeps:
+        return repeats.runs_again + backward.kernel
+    needed = repeats.runs_again or repeats.reads_operand
+    if repeats.in_loop:
+        return repeats.around_loop + needed
+    merged = repeats.mergeable and backward.local and backward.merges
+    return int(repeats.in_region and needed and not merged)
 
 
 def _strips(
     sides: Sequence[_Side], nbytes: Any, phase: str, times: int
 ) -> Iterator[Exchange]:
     for side in sides:
-        for halo in (side.below, side.above):
-            count, width = hops(halo, side.own)
-            if count:
+        for halo in (side.below, side.above) if times else ():
+            if halo:
                 yield Exchange(
                     axis=side.axis,
                     phase=phase,
-                    payload_bytes=nbytes / side.own * width,
-                    count=count * times,
+                    payload_bytes=nbytes / side.own * halo,
+                    count=times,
                 )
         nbytes = nbytes * side.grown / side.own

@@ -26,10 +26,11 @@ from whalejax.planner.cost.collectives import (
     collective_seconds,
     runs_as,
 )
-from whalejax.planner.cost.halo_exchange import exchanges
+from whalejax.planner.cost.halo_exchange import Backward, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
+from whalejax.planner.model.windows import written_out
 from whalejax.planner.sharding.fused_parameters import lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
@@ -330,8 +331,33 @@ def gradients_of(
         )
         for operand in row.operands
         if operand.weight and operand.differentiable
-        for axes in _sums(present - operand.roles, hits, s)
+        for axes in _gradient_sums(row, present - operand.roles, hits, s)
     )
+
+
+def _gradient_sums(
+    row: Row, roles: frozenset[int], hits: Mapping[str, int], s: Setting
+) -> tuple[tuple[str, ...], ...]:
+    """The same of a weight's gradient.
+
+    The compiler reduces the gradient of a convolution's kernel over those dimensions at
+    once along which windows overlap or leave elements out, and over the others as it
+    does for a product; where the program is written out, over all at once.
+    """
+    space = _spatial_axes(row, hits)
+    if row.kind != CONVOLUTION or not space:
+        return _sums(roles, hits, s)
+    if written_out(row.windows, s.shape):
+        axes = _axes_on(roles, hits)
+        return (axes,) if axes else ()
+    wide = {
+        axis
+        for n, axis in space.items()
+        if row.windows[n].span > 1 or row.windows[n].stride > 1
+    }
+    rest = {axis: role for axis, role in hits.items() if axis not in wide}
+    together = tuple(axis for axis in _axes_on(roles, hits) if axis in wide)
+    return (*_sums(roles, rest, s), *((together,) if together else ()))
 
 
 def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
@@ -379,21 +405,21 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]
 
 def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
     """What devices that share space exchange where windows reach over their borders."""
-    if not row.windows:
+    axes = _spatial_axes(row, hits)
+    if not axes or row.repeats is None:
         return []
     image, result = row.operands[0], row.results[0]
-    axes: dict[int, str] = {}
-    for axis, role in hits.items():
-        axes.update(
-            (n, axis)
-            for n, window in enumerate(row.windows)
-            if role in image.layout[window.dim]
-        )
-    if not axes:
-        return []
     extents = [tuple(map(math.prod, slot.sizes)) for slot in (image, result)]
     kept = [local_bytes(slot, hits, s) for slot in (image, result)]
-    kernel = row.kind == CONVOLUTION and row.operands[1].differentiable
+    compiler, kernel = s.cluster.compiler, row.kind == CONVOLUTION
+    backward = Backward(
+        kernel=kernel and row.operands[1].differentiable,
+        image=image.differentiable,
+        local=written_out(row.windows, s.shape),
+        keeps=compiler.keeps_halos,
+        merges=compiler.merges_regions,
+        narrow=compiler.narrow_products and kernel and image.itemsize_bytes == 4,
+    )
     return [
         Collective(
             kind="collective-permute",
@@ -405,16 +431,19 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
             scope=row.scope,
         )
         for one in exchanges(
-            row.windows,
-            axes,
-            s.shape,
-            extents,
-            kept,
-            kernel=kernel,
-            image=image.differentiable,
-            again=row.remat,
+            row.windows, axes, s.shape, extents, kept, row.repeats, backward
         )
     ]
+
+
+def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
+    """Number of a window to the mesh axis that shards its dimension."""
+    return {
+        n: axis
+        for axis, role in hits.items()
+        for n, window in enumerate(row.windows)
+        if role in row.operands[0].layout[window.dim]
+    }
 
 
 def flow_cost(

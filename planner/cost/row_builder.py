@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
+from whalejax.planner.model.halo_repeats import repeats
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.sharding.fused_parameters import Fused, reading
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Rows, Slot, Use
@@ -226,6 +227,9 @@ class Views:
             fused=op.kernel is not None,
             scope="",
             windows=op.windows,
+            repeats=repeats(self.graph, self.dims, self.maker, self.again, index)
+            if op.windows
+            else None,
         )
 
     def _product(

@@ -19,6 +19,16 @@ from whalejax.planner.model.graph import Op
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 
 
+_BEFORE = "cut, join or turn samples before they are given to the step"
+_REMEDIES = {
+    "pad": 'leave the padding to the convolution: padding="SAME", or pairs of numbers',
+    **dict.fromkeys(
+        ("concatenate", "slice", "dynamic_slice", "gather", "rev"), _BEFORE
+    ),
+}
+"""What to do about operations that need a spatial dimension whole, by kind."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spatial:
     """Classes of dimensions that are one spatial dimension.
@@ -133,6 +143,8 @@ class _Chains:
                         root = self.find(atom)
                         if root in self.members:
                             why = f"{_words(op)} needs all of it"
+                            if op.kind in _REMEDIES:
+                                why += f" ({_REMEDIES[op.kind]})"
                             self.against.setdefault(root, why)
 
 

@@ -12,6 +12,7 @@ by Exploiting Finer-Grained Parallelism", IPDPS 2019, section III).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +36,7 @@ class Window:
         local: every device computes its part by itself, after an exchange that the
             program writes out; else the compiler is left to exchange halos.
         refused: why devices cannot share the dimension here, or empty.
+        uneven: why they could not if each computed its part by itself, or empty.
     """
 
     dim: int
@@ -46,10 +48,7 @@ class Window:
     spread: int = 1
     local: bool = False
     refused: str = ""
-
-    def divides(self, size: int, result: int, parts: int) -> bool:
-        """Each of so many devices has an equal part of operand and of result."""
-        return size % parts == 0 and result % parts == 0
+    uneven: str = ""
 
     def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
         """Elements that a device receives from below and from above.
@@ -113,15 +112,16 @@ class Window:
         return math.ceil((size // parts + self.span - 1) / self.stride)
 
 
-def hops(halo: int, own: int) -> tuple[int, int]:
-    """Exchanges that bring a halo, and elements in each.
+def written_out(windows: Sequence[Window], mesh: Mapping[str, int]) -> bool:
+    """Whether each device computes its part by itself, after an exchange.
 
-    A halo wider than a neighbour's part comes from several of them.
+    Beside ``tensor`` every operation does: XLA (JAX 0.10 to 0.12) returns a convolution
+    a multiple too large where the space of what it convolves is sharded over one axis
+    and the channels of its kernel over another that is no smaller.
 
-    >>> hops(1, 8), hops(5, 4), hops(0, 4)
-    ((1, 1), (2, 3), (0, 0))
+    Args:
+        windows: of an operation whose space is shared.
+        mesh: axis sizes.
     """
-    if not halo:
-        return 0, 0
-    count = math.ceil(halo / own)
-    return count, math.ceil(halo / count)
+    beside = mesh.get("tensor", 1) > 1
+    return bool(windows) and (beside or any(window.local for window in windows))

@@ -31,6 +31,7 @@ from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.windows import Window, written_out
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.combining import (
     CombiningCosts,
@@ -78,7 +79,7 @@ where samples are shared (``SPATIAL_AXES``)."""
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
 NO_SPACE = "no dimension for a spatial axis"
-SPACE_BESIDE_TENSOR = "a spatial axis beside tensor"
+SPACE_BESIDE_TENSOR = "a spatial axis beside tensor, and windows that differ by device"
 SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
@@ -430,14 +431,7 @@ class Search:
         return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
 
     def _no_space(self, mesh: Mapping[str, int]) -> str:
-        """Why a mesh's spatial axes share no space, or an empty text.
-
-        Where ``tensor`` shards a kernel's channels and another axis the space of what
-        it convolves, XLA returns the result a multiple too large (JAX 0.10 to 0.12).
-        """
-        if any(mesh.get(axis, 1) > 1 for axis in SPATIAL_AXES):
-            if mesh.get("tensor", 1) > 1:
-                return SPACE_BESIDE_TENSOR
+        """Why a mesh's spatial axes share no space, or an empty text."""
         for axis in SPATIAL_AXES:
             size = mesh.get(axis, 1)
             if size == 1:
@@ -447,10 +441,36 @@ class Search:
                 return NO_SPACE
             if any(role.divisible % size for role in roles):
                 return SPACE_DOES_NOT_DIVIDE
+        if any(self.uneven_windows(mesh)):
+            return SPACE_BESIDE_TENSOR
         return HALO_IS_WIDER if any(self.wide_halos(mesh)) else ""
+
+    def uneven_windows(self, mesh: Mapping[str, int]) -> Iterator[tuple[Row, Window]]:
+        """What ``tensor`` beside space needs written out and devices do unequally."""
+        if mesh.get("tensor", 1) > 1:
+            for row, window, _, _ in self._shared_windows(mesh):
+                if window.uneven:
+                    yield row, window
 
     def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
         """Where windows reach further than into the next device's part."""
+        for row, window, axis, (size, result) in self._shared_windows(mesh):
+            halo = max(window.halo(size, result, mesh[axis]))
+            if halo > size // mesh[axis]:
+                yield WideHalo(axis=axis, row=row, halo=halo, size=size)
+            elif not written_out(row.windows, mesh):
+                halo = max(window.gradient_halo(size, result, mesh[axis]))
+                if halo > result // mesh[axis]:
+                    yield WideHalo(axis=axis, row=row, halo=halo, size=result)
+
+    def _shared_windows(
+        self, mesh: Mapping[str, int]
+    ) -> Iterator[tuple[Row, Window, str, tuple[int, int]]]:
+        """Windows along dimensions that spatial axes shard.
+
+        Yields:
+            The operation, the window, the axis and the extents of operand and result.
+        """
         axes = {
             role: axis
             for axis in SPATIAL_AXES
@@ -461,13 +481,10 @@ class Search:
             for window in row.windows:
                 atoms = row.operands[0].layout[window.dim]
                 axis = next((axes[role] for role in atoms if role in axes), None)
-                if axis is None:
-                    continue
-                size = math.prod(row.operands[0].sizes[window.dim])
-                result = math.prod(row.results[0].sizes[window.out])
-                halo = max(window.halo(size, result, mesh[axis]))
-                if halo > size // mesh[axis]:
-                    yield WideHalo(axis=axis, row=row, halo=halo, size=size)
+                if axis is not None:
+                    size = math.prod(row.operands[0].sizes[window.dim])
+                    result = math.prod(row.results[0].sizes[window.out])
+                    yield row, window, axis, (size, result)
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1

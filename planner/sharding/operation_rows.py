@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Layout, roles_of
+from whalejax.planner.model.halo_repeats import Repeats
 from whalejax.planner.model.windows import Window
 from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms
 
@@ -90,6 +91,8 @@ class Row:
         fused: it is part of a kernel that computes it again for the backward pass.
         scope: one place in the model, for reports.
         windows: how it slides along spatial dimensions; see ``Op.windows``.
+        repeats: where an operation with windows stands in loops and regions that are
+            computed again, or None.
     """
 
     kind: str
@@ -107,6 +110,7 @@ class Row:
     fused: bool
     scope: str
     windows: tuple[Window, ...] = ()
+    repeats: Repeats | None = None
 
     @property
     def slots(self) -> tuple[Slot, ...]:

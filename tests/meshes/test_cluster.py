@@ -71,6 +71,7 @@ def test_compilers_by_platform() -> None:
         reduces_in_parts=False,
         fuses_products=True,
         narrow_products=True,
+        keeps_halos=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,
@@ -88,6 +89,7 @@ def test_compilers_by_platform() -> None:
         widens=True,
         reduces_at_end=True,
         gathers_first=True,
+        merges_regions=True,
     )
 
 

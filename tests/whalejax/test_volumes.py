@@ -54,7 +54,7 @@ def volume(number: int) -> np.ndarray:
 
 def step_of(*pieces: tuple[slice, ...], shape: tuple[int, ...] = SHAPE) -> Any:
     """What a reader sees of a compiled step, whose process holds some pieces."""
-    leaf = SimpleNamespace(path="['volumes']", shape=(4, *shape))
+    leaf = SimpleNamespace(path="['volumes']", shape=(4, *shape), dtype="float32")
     return SimpleNamespace(
         plan=SimpleNamespace(batch=(leaf,)),
         batch_regions=lambda: {leaf.path: pieces},
@@ -119,3 +119,55 @@ def test_leaves_that_cannot_be() -> None:
     assert "leaves have unlike numbers of samples: volume 1, targets 2" in text
     assert "leaves are volume, targets; the plan's batch has ['volumes']" in text
     assert "leaves is []; expected a file for each sample" in refused([])
+
+
+@pytest.mark.parametrize("given", [3, None, np.float32(1)], ids=str)
+def test_leaves_without_a_length(given: Any) -> None:
+    assert (
+        f"leaves['v'] is {given!r}; expected a list of files or an array, with one for "
+        "each sample"
+    ) in refused({"v": given})
+
+
+@pytest.mark.parametrize("given", ["a.npy", Path("a.npy"), b"a.npy"], ids=repr)
+def test_one_path_in_place_of_a_list(given: Any) -> None:
+    assert (
+        f"leaves['v'] is the one path {given!r}; expected a list with a file for each "
+        f"sample: give [{given!r}] where there is one sample"
+    ) in refused({"v": given})
+
+
+def test_paths_in_bytes(files: list[Path]) -> None:
+    source = wh.Volumes({"volumes": [bytes(path) for path in files]})
+    np.testing.assert_array_equal(source[2]["volumes"], volume(2))
+    assert source.bytes_read == volume(2).nbytes
+
+
+@pytest.mark.parametrize("number", [-1, 4, 1.0, True, "0"], ids=repr)
+def test_a_sample_that_is_not_there(number: Any) -> None:
+    assert refused({"targets": np.zeros(4)}, number=number) == (
+        f"there is no sample {number!r}; expected a whole number from 0 to 3, of 4 "
+        "samples"
+    )
+
+
+@pytest.mark.parametrize("write", [write_npy, write_zarr], ids=["npy", "zarr"])
+def test_a_file_of_another_type(tmp_path: Path, write: Write) -> None:
+    write(tmp_path / "0", volume(0).astype(np.int64))
+    step = step_of(*((slice(0, EXTENT),),) * 3, (slice(0, 2),))
+    assert refused({"volumes": [tmp_path / "0"]}, step, 0) == (
+        f"volumes[0] ({tmp_path / '0'}) is of int64; the plan is for samples of "
+        "float32. Write the files as float32, or plan again with a batch of int64"
+    )
+
+
+def test_files_that_are_no_array(tmp_path: Path) -> None:
+    several, empty, torn = (tmp_path / n for n in ("several.npz", "empty", "torn"))
+    np.savez(several, a=volume(0))
+    empty.touch()
+    np.save(tmp_path / "whole.npy", volume(0))
+    torn.write_bytes((tmp_path / "whole.npy").read_bytes()[:500])
+    for path in (several, empty, torn):
+        text = refused({"v": [path]}, number=0)
+        assert text.startswith(f"v[0]: {path} cannot be read (")
+        assert "Give .npy files of numbers, or folders with Zarr arrays" in text

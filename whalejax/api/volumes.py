@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -70,6 +71,13 @@ class Volumes:
                 "name of a batch leaf: {'volumes': ['0.npy', '1.npy']}"
             )
         for name, each in leaves.items():
+            if isinstance(each, str | bytes | os.PathLike):
+                problems.add(
+                    f"leaves[{shown(name)}] is the one path {shown(each)}; expected a "
+                    "list with a file for each sample: give "
+                    f"[{shown(each)}] where there is one sample"
+                )
+                continue
             several = isinstance(each, list | tuple)
             if not several and not (isinstance(each, np.ndarray) and each.ndim):
                 problems.add(
@@ -88,6 +96,7 @@ class Volumes:
         self._leaves = dict(leaves)
         self._count = min(counts.values())
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         self._regions: dict[str, Region] = {}
         self.bytes_read = 0
         if step is not None:
@@ -96,7 +105,7 @@ class Volumes:
 
     def _take(self, step: TrainStep, problems: Problems) -> None:
         """What a step's plan says of the leaves."""
-        planned = {leaf.path: leaf.shape for leaf in step.plan.batch}
+        planned = {leaf.path: leaf for leaf in step.plan.batch}
         names = {f"[{name!r}]": name for name in self._leaves}
         if names.keys() != planned.keys():
             problems.add(
@@ -106,7 +115,8 @@ class Volumes:
             return
         for path, region in step.batch_regions().items():
             self._regions[names[path]] = region
-            self._shapes[names[path]] = tuple(planned[path][1:])
+            self._shapes[names[path]] = tuple(planned[path].shape[1:])
+            self._dtypes[names[path]] = planned[path].dtype
 
     def __len__(self) -> int:
         return self._count
@@ -115,18 +125,33 @@ class Volumes:
         """This process's part of a sample.
 
         Raises:
-            WhaleError: a file cannot be read, or is of another shape.
+            WhaleError: there is no such sample, or a file cannot be read, or is of
+                another shape or type than the plan's.
         """
+        if not is_whole(number) or not 0 <= number < self._count:
+            raise WhaleError(
+                f"there is no sample {shown(number)}; expected a whole number from 0 "
+                f"to {self._count - 1}, of {self._count} samples"
+            )
         return {name: self._read(name, number) for name in self._leaves}
 
     def _read(self, name: str, number: int) -> Any:
         found = self._leaves[name][number]
         where = f"{name}[{number}]"
-        if isinstance(found, str | Path):
-            array = _opened(Path(found), where)
-            where += f" ({found})"
+        file = _path(found)
+        if file is not None:
+            array = _opened(file, where)
+            where += f" ({file})"
         else:
             array = np.asarray(found)
+        self._check(array, name, where, file=file is not None)
+        region = self._regions.get(name) or tuple((slice(0, n),) for n in array.shape)
+        if file is not None:
+            self.bytes_read += _touched(array, region)
+        return _joined(array, region)
+
+    def _check(self, array: Any, name: str, where: str, *, file: bool) -> None:
+        """The shape, and of files the type, are those that the plan is for."""
         shape = tuple(array.shape)
         wanted = self._shapes.get(name, shape)
         if shape != wanted:
@@ -134,11 +159,23 @@ class Volumes:
                 f"{where} has shape {shape}; the plan is for samples of {wanted}. "
                 "Give files of that shape, or plan again for this one"
             )
-        region = self._regions.get(name) or tuple((slice(0, n),) for n in shape)
-        if not isinstance(found, str | Path):
-            return _joined(array, region)
-        self.bytes_read += _touched(array, region)
-        return _joined(array, region)
+        # Numbers in memory are cast as those of any other source are.
+        planned = self._dtypes.get(name)
+        dtype = getattr(array.dtype, "name", str(array.dtype))
+        if file and planned is not None and dtype != planned:
+            raise WhaleError(
+                f"{where} is of {dtype}; the plan is for samples of {planned}. Write "
+                f"the files as {planned}, or plan again with a batch of {dtype}"
+            )
+
+
+def _path(value: Any) -> Path | None:
+    """The file that a sample stands in, or None for the sample itself."""
+    return (
+        Path(os.fsdecode(value))
+        if isinstance(value, str | bytes | os.PathLike)
+        else None
+    )
 
 
 def _opened(path: Path, where: str) -> Any:
@@ -150,6 +187,7 @@ def _opened(path: Path, where: str) -> Any:
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(found, np.ndarray):
+            found.close()
             raise ValueError("it holds several arrays")
         return found
     except (ValueError, OSError, EOFError) as error:

@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Final
 
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
-from whalejax.capture.rules.windows import windows_of_pooling
+from whalejax.capture.rules.windows import pooled, windows_of_pooling
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> Letters:
@@ -111,17 +111,11 @@ def _top_k(equation: Equation) -> Behaviour:
 def _reduce_window(equation: Equation) -> Behaviour:
     """Pooling: only dimensions with a window of one pass through."""
     letters = Letters(equation)
-    params = equation.params
-    rank = len(equation.inputs[0])
-    ones = (1,) * rank
-    windows = params["window_dimensions"]
-    strides = params.get("window_strides") or ones
-    padding = params.get("padding") or ((0, 0),) * rank
-    dilation = params.get("base_dilation") or ones
+    windows, strides, padding, dilation, _ = pooled(equation)
     result = len(equation.inputs)
-    for dim in range(rank):
-        alone = tuple(padding[dim]) == (0, 0) and dilation[dim] == 1
-        if alone and windows[dim] == strides[dim] == 1:
+    for dim in range(len(equation.inputs[0])):
+        unchanged = tuple(padding[dim]) == (0, 0) and dilation[dim] == 1
+        if unchanged and windows[dim] == strides[dim] == 1:
             letters.link((0, dim), (result, dim))
         else:
             letters.link((0, dim), kind="halo")

@@ -58,8 +58,8 @@ def _refused_convolution(params: Any, number: int, taps: int) -> str:
     if spread == 1:
         return ""
     low, high = params["padding"][number]
-    alone = taps == spread and stride == 1 and low == high == spread - 1
-    if alone and params["rhs_dilation"][number] == 1:
+    inverse = taps == spread and stride == 1 and low == high == spread - 1
+    if inverse and params["rhs_dilation"][number] == 1:
         return ""
     return (
         f"it is a transposed convolution of stride {spread} with a kernel of {taps} "
@@ -87,7 +87,7 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
                 stride=strides[dim],
                 low=padding[dim][0],
                 local=True,
-                refused="it spreads its operand" if spread[dim] > 1 else "",
+                refused=_refused_pooling(equation, spread[dim]),
             ),
             equation,
             result,
@@ -95,6 +95,16 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
         for dim, size in enumerate(sizes)
         if size > 1 or strides[dim] > 1
     )
+
+
+def _refused_pooling(equation: Equation, spread: int) -> str:
+    """Why devices cannot share a dimension that a pooling slides along."""
+    if equation.name == "reduce_window":
+        return (
+            "it reduces windows by a function of its own, of which no padding is known "
+            "that changes nothing; maximum, minimum and sum can share space"
+        )
+    return "it spreads its operand" if spread > 1 else ""
 
 
 def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
@@ -117,27 +127,27 @@ def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
 
 def _even(window: Window, equation: Equation, result: int) -> Window:
     """The window; refused where what each device does cannot be the same."""
+    uneven = "" if window.refused else _uneven(window, equation, result)
+    if window.local and uneven:
+        return dataclasses.replace(window, refused=uneven)
+    return dataclasses.replace(window, uneven=uneven)
+
+
+def _uneven(window: Window, equation: Equation, result: int) -> str:
+    """Why devices cannot do the same, each with its own part."""
     size = equation.inputs[0][window.dim]
     made = equation.shape(result)[window.out]
-    if window.refused or not window.local:
-        return window
     if size * window.spread != made * window.stride:
-        return dataclasses.replace(
-            window,
-            refused=(
-                f"its windows of {window.span} with stride {window.stride} make {made} "
-                f"of {size}; padded to {made * window.stride} of {made} (SAME), "
-                "devices could share them"
-            ),
+        equal = size * window.spread / window.stride
+        return (
+            f"its windows of {window.span} with stride {window.stride} make {made} of "
+            f"{size}, and equal parts would make {equal:g}: "
+            'take padding="SAME" and an extent that the stride divides'
         )
     if window.spread == 1 and not 0 <= window.low < window.span:
-        return dataclasses.replace(
-            window,
-            refused=(
-                f"the first of its windows of {window.span} begins {window.low} before "
-                "the first element, so that some windows lie on other devices as a "
-                f"whole; with a padding of 0 to {window.span - 1} devices could share "
-                "them"
-            ),
+        return (
+            f"the first of its windows of {window.span} begins {window.low} before the "
+            "first element, so that some windows lie on other devices as a whole; with "
+            f"a padding of 0 to {window.span - 1} devices could share them"
         )
-    return window
+    return ""

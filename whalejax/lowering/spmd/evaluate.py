@@ -318,7 +318,7 @@ def _as_it_is(
     """One operation as it was traced, or as devices have to be told to compute it."""
     laid = scope.constraints.lookups.get(position, ())
     specs = [laid[s] if s is not None and laid else () for s in slots]
-    windows = shared_windows(equation, specs)
+    windows = shared_windows(equation, specs, scope.mesh)
     if windows:
         return in_slabs(equation, values, specs, windows, scope.mesh)
     if is_grouped(equation) and laid:

@@ -23,16 +23,19 @@ from whalejax.capture.rules.behaviour import Equation
 from whalejax.capture.rules.table import behaviour
 from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
 from whalejax.planner.model.graph import CONVOLUTION, LINEAR_WINDOWS
-from whalejax.planner.model.windows import Window
+from whalejax.planner.model.windows import Window, written_out
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Spec
 
 
-def shared_windows(equation: Any, specs: Sequence[Spec]) -> dict[str, Window]:
+def shared_windows(
+    equation: Any, specs: Sequence[Spec], mesh: Any
+) -> dict[str, Window]:
     """By mesh axis, the window along the dimension that it shares.
 
     Args:
         equation: an operation.
         specs: layouts of its operands; empty ones are whole.
+        mesh: the devices.
 
     Returns:
         Nothing for an operation that is left to the compiler.
@@ -48,7 +51,7 @@ def shared_windows(equation: Any, specs: Sequence[Spec]) -> dict[str, Window]:
         outputs=tuple(tuple(atom.aval.shape) for atom in equation.outvars),
     )
     windows = behaviour(view).windows
-    if not any(window.local for window in windows):
+    if not written_out(windows, mesh.shape):
         return {}
     return {
         axis: window
@@ -70,28 +73,35 @@ def in_slabs(
     Args:
         equation: a pooling, or a convolution.
         values: its operands.
-        specs: the layout of the first operand; others are whole.
+        specs: layouts of its operands; of those after the first, what shards the
+            channels of a kernel is kept.
         windows: from ``shared_windows``.
         mesh: the devices.
     """
     image = equation.invars[0].aval
-    passed = _passed(equation)
-    given = tuple(
-        axes if dim in passed and image.shape[dim] % _parts(axes, mesh) == 0 else ()
+    divisible = _divisible(equation)
+    given = [
+        axes if dim in divisible and image.shape[dim] % _parts(axes, mesh) == 0 else ()
         for dim, axes in enumerate(specs[0])
-    )
+    ]
+    others: list[Spec] = [((),) * len(v.aval.shape) for v in equation.invars[1:]]
+    out = [given[dim] for dim in _sources(equation)]
+    summed: tuple[str, ...] = ()
+    if _keeps_channels(equation) and len(specs) > 1 and specs[1]:
+        summed = _shard_channels(equation, specs, given, others, out)
     local = _without_padding(equation, {w.dim for w in windows.values()})
 
     def run(x: Any, *others: Any) -> list[Any]:
         for axis, window in windows.items():
-            x = _with_halo(x, axis, window, _outside(equation, x.dtype), mesh)
+            x = _with_halo(x, axis, window, _padding_value(equation, x.dtype), mesh)
         return list(_compat.bind(local, [x, *others]))
 
     return on_each(
         OperationParts(
-            given=(given, *(((),) * len(v.aval.shape) for v in equation.invars[1:])),
-            out=(tuple(given[dim] for dim in _sources(equation)),),
+            given=(tuple(given), *others),
+            out=(tuple(out),),
             run=run,
+            summed=summed,
         ),
         values,
         mesh,
@@ -99,11 +109,48 @@ def in_slabs(
     )
 
 
+def _keeps_channels(equation: Any) -> bool:
+    """A convolution, each of whose channels of the result is made of all others."""
+    params = equation.params
+    return equation.primitive.name == CONVOLUTION and params["feature_group_count"] == 1
+
+
+def _shard_channels(
+    equation: Any,
+    specs: Sequence[Spec],
+    given: list[tuple[str, ...]],
+    others: list[Spec],
+    out: list[tuple[str, ...]],
+) -> tuple[str, ...]:
+    """Add the axes that shard a kernel's channels to the layouts.
+
+    Args:
+        equation: a convolution.
+        specs: the layouts of image and kernel.
+        given, others, out: layouts of image, of the kernel and of the result.
+
+    Returns:
+        Axes over which parts of the result are summed: those that shard the channels
+        which it contracts.
+    """
+    numbers = equation.params["dimension_numbers"]
+    made, read = numbers.rhs_spec[:2]
+    image, contracted = numbers.lhs_spec[1], specs[1][read]
+    if contracted != specs[0][image]:
+        contracted = ()
+    kernel: list[tuple[str, ...]] = [()] * len(specs[1])
+    kernel[made], kernel[read] = specs[1][made], contracted
+    others[0] = tuple(kernel)
+    given[image] = contracted
+    out[numbers.out_spec[1]] = specs[1][made]
+    return contracted
+
+
 def _parts(axes: Sequence[str], mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _passed(equation: Any) -> set[int]:
+def _divisible(equation: Any) -> set[int]:
     """Dimensions of the first operand that each device may have a part of."""
     if equation.primitive.name != CONVOLUTION:
         return set(range(len(equation.invars[0].aval.shape)))
@@ -120,8 +167,8 @@ def _sources(equation: Any) -> tuple[int, ...]:
     return tuple(source for _, source in sorted(pairs))
 
 
-def _outside(equation: Any, dtype: Any) -> Any:
-    """What stands beyond the first and the last element."""
+def _padding_value(equation: Any, dtype: Any) -> Any:
+    """The element that changes no result of a window."""
     name = equation.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):
         sign = -1 if name == "reduce_window_max" else 1
@@ -148,42 +195,36 @@ def _without_padding(equation: Any, shared: set[int]) -> Any:
     return equation.replace(params=params)
 
 
-def _with_halo(x: Any, axis: str, window: Window, outside: Any, mesh: Any) -> Any:
+def _with_halo(x: Any, axis: str, window: Window, padding: Any, mesh: Any) -> Any:
     """A device's part with what its windows read of its neighbours'."""
     parts, dim = mesh.shape[axis], window.dim
     own = x.shape[dim]
     below, above = window.halo(own * parts, own * parts // window.stride, parts)
     strips = [x]
     if below:
-        strips.insert(0, _received(x, axis, dim, below, outside, parts, up=True))
+        strips.insert(0, _received(x, axis, dim, below, padding, parts, up=True))
     if above:
-        strips.append(_received(x, axis, dim, above, outside, parts, up=False))
+        strips.append(_received(x, axis, dim, above, padding, parts, up=False))
     return x if len(strips) == 1 else jnp.concatenate(strips, axis=dim)
 
 
 def _received(
-    x: Any, axis: str, dim: int, width: int, outside: Any, parts: int, *, up: bool
+    x: Any, axis: str, dim: int, width: int, padding: Any, parts: int, *, up: bool
 ) -> Any:
-    """A strip from a neighbour, or from several where it is wider than their parts.
+    """A strip from a neighbour, which is no wider than its part.
 
     Args:
         x: a device's part.
         axis, dim: the mesh axis and the dimension that it shares.
         width: elements of the strip.
-        outside: what stands beyond the first and the last device.
+        padding: what stands beyond the first and the last device.
         parts: devices.
-        up: from those below, whose elements come before; else from those above.
+        up: from the one below, whose elements come before; else from the one above.
     """
     own = x.shape[dim]
+    start = own - width if up else 0
+    strip = jax.lax.slice_in_dim(x, start, start + width, axis=dim)
+    pairs = [(i, i + 1) if up else (i + 1, i) for i in range(parts - 1)]
     place = jax.lax.axis_index(axis)
-    pieces = []
-    for step in range(1, math.ceil(width / own) + 1):
-        some = min(own, width - (step - 1) * own)
-        start = own - some if up else 0
-        strip = jax.lax.slice_in_dim(x, start, start + some, axis=dim)
-        pairs = [(i, i + step) if up else (i + step, i) for i in range(parts - step)]
-        there = place >= step if up else place < parts - step
-        if pairs:
-            strip = jax.lax.ppermute(strip, axis, pairs)
-        pieces.append(jnp.where(there, strip, outside))
-    return jnp.concatenate(pieces[::-1] if up else pieces, axis=dim)
+    inside = place > 0 if up else place < parts - 1
+    return jnp.where(inside, jax.lax.ppermute(strip, axis, pairs), padding)

@@ -1,0 +1,120 @@
+"""Where the backward pass exchanges the halo of an operation's operand again.
+
+What the forward pass received is at hand in the backward pass of the same program. In a
+loop and in a checkpointed region it is not: there the operand is kept, or computed
+again, without what neighbours sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whalejax.planner.model.dimensions import Dimensions, op_roles, roles_of
+from whalejax.planner.model.graph import (
+    CONVOLUTION,
+    LINEAR_WINDOWS,
+    LOOPS,
+    Graph,
+    Op,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """How one operation with windows stands in loops and checkpointed regions.
+
+    Attributes:
+        runs_again: the backward pass computes it again.
+        reads_operand: its own backward pass reads what the windows reach.
+        in_loop: it runs several times in one forward pass.
+        in_region: it stands in a checkpointed region.
+        around_loop: that region holds its loop as a whole, which then runs again before
+            the loop of the backward pass does.
+        mergeable: the region is given all that the operand is made of, or makes it
+            without an exchange that is left to the compiler.
+    """
+
+    runs_again: bool
+    reads_operand: bool
+    in_loop: bool = False
+    in_region: bool = False
+    around_loop: bool = False
+    mergeable: bool = False
+
+
+def repeats(
+    graph: Graph,
+    dims: Dimensions,
+    maker: Sequence[int | None],
+    again: Sequence[bool],
+    index: int,
+) -> Repeats:
+    """Of one operation.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        maker: for every tensor, the operation that makes it.
+        again: for every operation, whether the backward pass computes it again.
+        index: of the operation.
+    """
+    op = graph.ops[index]
+    kernel = op.kind == CONVOLUTION
+    read = op.operands[1] if kernel else op.operands[0]
+    around = op.trip > 1 and _holds_loop(graph, op)
+    return Repeats(
+        runs_again=again[index] or around,
+        reads_operand=op.kind not in LINEAR_WINDOWS
+        and graph.tensors[read].differentiable,
+        in_loop=op.trip > 1,
+        in_region=op.remat is not None,
+        around_loop=around,
+        mergeable=op.remat is not None
+        and not _exchanges_before(graph, dims, maker, index),
+    )
+
+
+def _holds_loop(graph: Graph, op: Op) -> bool:
+    """The checkpointed region around an operation is around its loop, too."""
+    return op.remat is not None and any(
+        loop.kind in LOOPS
+        and loop.remat == op.remat
+        and op.position[: len(loop.position)] == loop.position
+        for loop in graph.ops
+    )
+
+
+def _exchanges_before(
+    graph: Graph, dims: Dimensions, maker: Sequence[int | None], index: int
+) -> bool:
+    """The operand is made, in its region, of what the compiler lets devices exchange.
+
+    That are halos of convolutions, and sums over samples or space.
+    """
+    region = graph.ops[index].remat
+    waiting, seen = [graph.ops[index].operands[0]], set[int]()
+    while waiting:
+        made = maker[waiting.pop()]
+        if made is None or made in seen or graph.ops[made].remat != region:
+            continue
+        seen.add(made)
+        op = graph.ops[made]
+        if any(not w.local and w.span > w.stride for w in op.windows):
+            return True
+        if op.kind not in LOOPS and not op.reshape and _sums(made, op, dims):
+            return True
+        waiting.extend(op.operands)
+    return False
+
+
+def _sums(index: int, op: Op, dims: Dimensions) -> bool:
+    count = len(op.operands)
+    given = op_roles(index, op, dims)
+    left = frozenset[int]().union(
+        *(
+            roles_of(dims.seen.get((index, count + slot), dims.layouts[t]))
+            for slot, t in enumerate(op.results)
+        )
+    )
+    return any(dims.roles[r].space or dims.roles[r].is_batch for r in given - left)
