@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["XLA_FLAGS"] = flags.added(os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests start many processes, which would each compile every module of ours anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Compiled programs are kept between runs; JAX's key holds its version and all options.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 # Displays are tested as somebody sees them who watches, without wishes of their own.
@@ -81,14 +84,15 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring long files to the front, and leave out cases of ``sampled`` tests.
 
-    ``sampled(n)`` keeps n cases of a parametrised test, spread over all of them; the
-    others are marked ``full``.
+    ``sampled(n)`` keeps n cases of a parametrised test, spread over those that are not
+    marked ``full`` already; the others are marked so.
     """
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "sampled" in marks and "full" not in marks:
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in groups.values():
         mark = group[0].get_closest_marker("sampled")

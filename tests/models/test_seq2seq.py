@@ -313,6 +313,7 @@ def closed_form(config: seq2seq_layers.Seq2SeqConfig) -> int:
 
 
 # The paper says about 60, 220 and 770 million; the released checkpoints have these.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("size", "published"),
     [("small", 60_506_624), ("base", 222_903_552), ("large", 737_668_096)],

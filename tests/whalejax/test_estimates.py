@@ -303,7 +303,7 @@ def test_a_parameter_that_nothing_reads_is_planned_too() -> None:
     assert len(plan.leaves) == 7
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "mesh"),
     [

@@ -253,6 +253,7 @@ def _pairs(a: Any, b: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(np.asarray(x), np.asarray(y)) for x, y in leaves]
 
 
+@pytest.mark.full
 def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) -> None:
     with jax.enable_x64(True):
         job = job_of("gpt-test", layers=2)

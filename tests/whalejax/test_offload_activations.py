@@ -239,6 +239,7 @@ def linked(bytes_per_second: float) -> wh.Cluster:
     return dataclasses.replace(cluster, nodes=tuple(nodes))
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Path) -> None:
     plan = asked(remat="dots", offload="activations")
     plan.save(tmp_path / "plan.json")
@@ -285,6 +286,7 @@ def test_a_backend_without_host_memory_is_named() -> None:
     assert f"activations in host memory ({amount})" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_cluster_that_does_not_know_its_host() -> None:
     cpu = wh.cluster("cpu:8").with_memory(80 * 10**9)
     plan, there = (
@@ -303,6 +305,7 @@ def test_a_cluster_that_does_not_know_its_host() -> None:
 COMMAND: Final = "plan llama-test --set layers=3 --cluster h100:8 --batch 16".split()
 
 
+@pytest.mark.full
 def test_the_command_line_takes_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -288,6 +288,7 @@ def test_layers_may_be_named_for_the_stages() -> None:
     assert any("stage" in note and "has size 1" in note for note in plan.notes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
     [

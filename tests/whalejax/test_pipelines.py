@@ -270,6 +270,7 @@ def test_scaled_losses() -> None:
     assert distance(*gradients) <= 0.05
 
 
+@pytest.mark.full
 def test_the_planner_chooses_the_micro_batches_and_says_so() -> None:
     job = models.job("gpt-test", scan_layers=True, layers=4)
     plan = wh.plan(

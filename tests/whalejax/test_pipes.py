@@ -132,6 +132,7 @@ def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
     assert plan.hash != even.hash
 
 
+@pytest.mark.full
 def test_the_smallest_devices_say_what_is_computed_again() -> None:
     sizes = {"embed": 1024, "mlp": 4096, "heads": 16, "sequence": 1024}
     job = models.job("gpt-test", batch_size=128, layers=4, annotated=False, **sizes)
@@ -286,6 +287,7 @@ def test_processes_with_stages_of_unlike_pipelines(count: int, tmp_path: Path) -
         assert sum(shares) == 8 and min(seconds) > 0
 
 
+@pytest.mark.full
 def test_gradients_are_not_held_beside_what_they_cross_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

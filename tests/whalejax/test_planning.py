@@ -262,6 +262,7 @@ def test_linen_statistics_are_found_too() -> None:
     assert any("BatchNorm_0" in note and NORM in note for note in plan.notes)
 
 
+@pytest.mark.full
 def test_synchronised_statistics_take_one_micro_batch() -> None:
     plan = planned("resnet-test", sync_batch_stats=True)
     assert plan.num_micro_batches == 1

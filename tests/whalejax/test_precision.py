@@ -550,6 +550,7 @@ def test_narrow_values_take_less_memory_and_time() -> None:
     assert moved[1] < 0.6 * moved[0]
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Path) -> None:
     plan = asked(precision={"replicate": "bf16", "default": "f32"})
     assert (plan.precision, plan.precisions) == ("f32", (("replicate", "bf16"),))
@@ -573,6 +574,7 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     assert asked(precision={}).hash == asked().hash
 
 
+@pytest.mark.full
 def test_estimates_count_it() -> None:
     options = {"cluster": "h100:8", "mesh": None, "runnable": False, "remat": None}
     full, part = (asked(precision=p, **options) for p in ("f32", {"*": "bf16"}))

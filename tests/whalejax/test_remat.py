@@ -267,6 +267,7 @@ def test_the_planner_takes_the_policy_that_costs_least() -> None:
     assert moved.time.step_seconds < again.time.step_seconds
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Any) -> None:
     plan = asked(mesh={"fsdp": 8}, remat={"default": "dots"})
     assert plan.remat == (("default", "dots"),)
@@ -343,6 +344,7 @@ def test_a_name_that_the_model_does_not_give() -> None:
         wh.plan(unrolled, nets(), batches(), cluster="h100:8", remat="named:up,mid")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["gpt-test", pytest.param("moe-test", marks=pytest.mark.full)]
 )

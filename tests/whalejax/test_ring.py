@@ -46,6 +46,7 @@ def sent(plan: wh.Plan) -> Counter[str]:
     return found
 
 
+@pytest.mark.full
 def test_what_is_gathered_without_it_goes_round() -> None:
     ring = asked(**RING)
     gather = asked(**{**RING, "attention": "gather"})
@@ -178,6 +179,7 @@ def test_estimates_run_it_as_asked() -> None:
     assert plan.loss_chunks == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("attention", ["gather", "ring"])
 def test_a_sequence_that_does_not_divide_may_be_padded(attention: str) -> None:
     with pytest.raises(wh.PlanError) as error:

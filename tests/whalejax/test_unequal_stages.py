@@ -79,6 +79,7 @@ def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None
     assert float(evaluated["loss"]) == pytest.approx(one.loss, rel=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [(1, 4), (4, 1)])
 def test_any_numbers_of_layers(layers: tuple[int, ...]) -> None:
     with jax.enable_x64(True):

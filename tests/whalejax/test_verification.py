@@ -110,6 +110,7 @@ def test_an_option_the_compiler_does_not_know_is_named() -> None:
         plan.verify(timeout_seconds=300)
 
 
+@pytest.mark.full
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.relaxed_promotion
@@ -210,6 +211,7 @@ def test_the_local_compiler_answers_with_the_same_table() -> None:
     assert not found.unplanned
 
 
+@pytest.mark.full
 def test_a_plan_for_other_hardware_compiles_here_too() -> None:
     plan = planned("mlp-test", "v5e:2x2", batch=32)
     found = plan.verify("local", timeout_seconds=300)
