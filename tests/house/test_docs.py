@@ -1,9 +1,9 @@
 """The documents tell the truth: their Python runs, their commands and links exist.
 
 Every ``python`` block of a document runs, in order and in one namespace, in a process
-with eight devices and an empty working folder; those of long pages with ``-m ""``. Commands in ``bash`` and ``console``
-blocks are not run, since some train for minutes; their scripts, subcommands and options
-are looked up instead.
+with eight devices and an empty working folder; those of long pages with ``-m ""``.
+Commands in ``bash`` and ``console`` blocks are not run, since some train for minutes;
+their scripts, subcommands and options are looked up instead.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ def counts(plan: wh.Plan) -> dict[str, int]:
     return {kind: int(n) for n, kind in re.findall(r"(\d+) on (\S+) \(", note)}
 
 
-@pytest.mark.smoke
 def test_stages_of_two_kinds_compute_what_one_device_does() -> None:
     """The kind that comes first holds the last stage."""
     with jax.enable_x64(True):

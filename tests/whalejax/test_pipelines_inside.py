@@ -185,6 +185,7 @@ def test_what_stands_around_the_layers(loss: Loss) -> None:
     assert outcome(loss, {"stage": 2}).error <= FLOAT64_TOLERANCE
 
 
+@pytest.mark.smoke
 def test_a_scalar_is_handed_on_and_no_slice() -> None:
     plan = outcome(summing, {"stage": 2}).plan
     (handed,) = (c for c in plan.collectives if c.what == "border")

@@ -64,7 +64,6 @@ def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
     assert wh.Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.smoke
 def test_the_compiled_program_sends_what_was_planned() -> None:
     job = models.job("gpt-test", annotated=False)
     plan = asked(**RING)
@@ -207,6 +206,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"context": 8}])
