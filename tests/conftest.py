@@ -39,7 +39,14 @@ gc.set_threshold(50_000, 20, 20)
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples where tests marked ``full`` are left out."""
+    if "not full" in config.getoption("markexpr"):
+        hypothesis.settings.load_profile("brief")
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,6 @@ def logits(variables: Any, batch: Any) -> np.ndarray[Any, Any]:
     return np.asarray(apply(variables, batch["tokens"], batch["padding"]))
 
 
-@pytest.mark.full
 def test_padding_is_never_seen(variables: Any) -> None:
     batch = bert.masked_batch(TEST, 0, 4, seed=0)
     padding = batch["padding"]

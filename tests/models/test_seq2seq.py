@@ -75,7 +75,7 @@ def replaced(tokens: Any, where: Any) -> Any:
 # What is seen.
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @BOTH
 def test_padded_inputs_are_never_seen(name: str) -> None:
     batch = batch_of(name)
@@ -228,6 +228,7 @@ def published_bucket(
     return first + min(wide, buckets - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (12, 40), (8, 16)])
 def test_buckets_are_the_published_ones(

@@ -103,6 +103,7 @@ def test_megatron_tensor_parallelism_is_among_the_best_sets() -> None:
     assert [8, 320, 512, 512] in best
 
 
+@pytest.mark.full
 def test_linen_layers_fold_as_nnx_ones_do() -> None:
     two, twelve = captured("bert-test"), captured("bert-test", layers=6)
     assert sizes_of(two[1]) == sizes_of(twelve[1])

@@ -165,6 +165,7 @@ def test_a_small_model_and_a_large_batch_are_data_parallel() -> None:
     assert abs(plain.step_seconds / plan.time.step_seconds - 1) < TIE
 
 
+@pytest.mark.full
 def test_parameters_that_do_not_fit_are_sharded() -> None:
     graph = gpt(30, HUGE)
     whole = sum(t.nbytes for t in graph.params)

@@ -70,6 +70,7 @@ def _raw(x: Any) -> Any:
     return np.asarray(jax.random.key_data(x) if keys else x)
 
 
+@pytest.mark.full
 def test_steps_of_one_layout_take_each_others_states(step: Any) -> None:
     state = trained(step)
     expected = step.eval(state, X)["loss"]

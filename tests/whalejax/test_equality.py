@@ -297,7 +297,7 @@ def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
     return job, built, compiled(job, built, mesh={"tensor": 8}).plan
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "wrapper"),
@@ -325,6 +325,7 @@ def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> N
     assert plan.partition_specs() == plain.partition_specs()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_loss_equals_one_device(wrapper: str) -> None:
     one = _mlp()
@@ -420,7 +421,7 @@ def _layout(name: str) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion  # optax promotes its step count
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
@@ -454,7 +455,7 @@ def test_updates_equal_those_of_one_device(optimizer: str, layout: str) -> None:
     assert worst_leaf(numbers(state.params), numbers(params), one.paths)[0] < 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -493,7 +494,7 @@ def _exact(name: str) -> OneDevice:
 # The state: how it starts, where it lies, what is donated.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "layout"),

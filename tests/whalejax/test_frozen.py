@@ -279,7 +279,7 @@ def one_device(base: str) -> tuple[Any, Any, list[Any], list[float]]:
         return model, batch, jax.tree.map(np.asarray, lora), losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("base", "mesh", "options"),
     [

@@ -174,6 +174,7 @@ class Noisy(nnx.Module):
         return self.third(self.drop(h))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # Flax
 def test_streams_of_random_numbers_and_statistics() -> None:
     def batch(step: int, count: int) -> Any:

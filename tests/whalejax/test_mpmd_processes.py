@@ -150,7 +150,7 @@ except wh.WhaleError as error:
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "texts"),
     [
@@ -260,6 +260,7 @@ step(state, {"x": np.ones((rows, 8), np.float32)})
 """
 
 
+@pytest.mark.full
 def test_an_error_in_one_process_ends_the_others() -> None:
     """It does not wait for the others to end, as they wait for it."""
     port = free_port()

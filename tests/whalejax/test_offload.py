@@ -83,7 +83,7 @@ def run(
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "layout"), crossed([*OPTIMIZERS], [*LAYOUTS]))
 def test_it_computes_the_same(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch

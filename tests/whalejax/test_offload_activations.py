@@ -142,6 +142,7 @@ def puts(step: wh.TrainStep) -> list[int]:
     return [*inside(jax.make_jaxpr(step._runner.advance)(*arguments), 1)]
 
 
+@pytest.mark.full
 def test_parameters_and_what_no_region_is_around_stay() -> None:
     job = models.job("llama-test", layers=3)
     one = compiled(

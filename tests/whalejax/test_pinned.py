@@ -88,6 +88,7 @@ def job() -> Job:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 4}])
 def test_axes_of_storage_are_gathered_for_use(mesh: dict[str, int]) -> None:
     with jax.enable_x64(True):

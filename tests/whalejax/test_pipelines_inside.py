@@ -138,7 +138,7 @@ def with_own_rule(model: Any, batch: Any) -> Any:
     return -chosen(logits.reshape(-1, VOCAB), batch.reshape(-1)).mean()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loss", [picked, clipped, positions, last, scattering, best, with_own_rule]
 )

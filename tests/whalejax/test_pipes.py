@@ -114,6 +114,7 @@ def large() -> Job:
     return models.job("gpt-test", batch_size=128, annotated=False, **sizes)
 
 
+@pytest.mark.full
 def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
     job, unlike = large(), "p100-16:1+t4:1+v100-32:2"
     plan = planned(job, unlike, num_micro_batches=8, mesh={"stage": 2, "data": 2})

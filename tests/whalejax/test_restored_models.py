@@ -52,7 +52,7 @@ def evaluating() -> TrainStep:
     return wh.compile(plan, job.loss_fn, model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("runner", "options"),
     [

@@ -63,6 +63,7 @@ def test_unequal_stages_compute_what_one_device_does(
     assert found.error <= FLOAT64_TOLERANCE
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "mesh"),
@@ -139,6 +140,7 @@ def _assert_same(state: Any, other: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.full
 def test_memory_and_traffic_are_as_predicted() -> None:
     job = job_of(
         "gpt-test",
