@@ -5,7 +5,7 @@
 What changed is what ``git diff`` and untracked files say against ``--base`` (without
 it, the commit that the branch left its upstream at, or HEAD where there is none). A
 changed test file stands for itself; a changed module for the test files that import it,
-or its folder where none does, those with the fewest imports first. At most eight files
+or its folder where none does, those with the fewest imports first. At most four files
 are printed: changed test files first.
 """
 
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--base", metavar="COMMIT")
     parser.add_argument("--most", type=int, default=2, metavar="N")
     options = parser.parse_args()
-    print("\n".join(tests_of(changed(options.base), options.most)[:8]))
+    print("\n".join(tests_of(changed(options.base), options.most)[:4]))
 
 
 if __name__ == "__main__":

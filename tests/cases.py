@@ -585,8 +585,9 @@ def pairwise() -> tuple[Case, ...]:
 
 
 def choices(case: Case) -> frozenset[Any]:
-    """Every choice that a case makes, by itself."""
-    return frozenset(one for pair in pairs(case) for one in pair)
+    """Every choice that a case makes, by itself; of models, the family."""
+    made = {one for pair in pairs(case) for one in pair}
+    return frozenset(one for one in made if one[0] != "model")
 
 
 @functools.cache

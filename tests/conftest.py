@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["XLA_FLAGS"] = flags.added(os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests start many processes, which would each compile every module of ours anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Compiled programs are kept between runs; JAX's key holds its version and all options.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 # Displays are tested as somebody sees them who watches, without wishes of their own.
@@ -36,7 +39,14 @@ gc.set_threshold(50_000, 20, 20)
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples where tests marked ``full`` are left out."""
+    if "not full" in config.getoption("markexpr"):
+        hypothesis.settings.load_profile("brief")
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +91,15 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring long files to the front, and leave out cases of ``sampled`` tests.
 
-    ``sampled(n)`` keeps n cases of a parametrised test, spread over all of them; the
-    others are marked ``full``.
+    ``sampled(n)`` keeps n cases of a parametrised test, spread over those that are not
+    marked ``full`` already; the others are marked so.
     """
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "sampled" in marks and "full" not in marks:
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in groups.values():
         mark = group[0].get_closest_marker("sampled")

@@ -43,7 +43,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "features": Family(
         whole=features.covering, makes=features.meetings, subset=features.pairwise
     ),
+    "default features": Family(
+        whole=features.pairwise, makes=features.switched_on, subset=features.default
+    ),
     "stages": Family(whole=stages.whole, makes=stages.meetings, subset=stages.subset),
+    "default stages": Family(
+        whole=stages.subset, makes=stages.kinds, subset=stages.default
+    ),
 }
 
 

@@ -192,7 +192,18 @@ def meetings(case: Case) -> frozenset[Any]:
 @functools.cache
 def pairwise() -> tuple[Case, ...]:
     """Fewer of them: every pair of features meets, and every feature every model."""
-    return pinned("features", covering(), lambda case: case.id)
+    return pinned("features", _sensible(), lambda case: case.id)
+
+
+def switched_on(case: Case) -> frozenset[Any]:
+    """Every feature of a case, by itself."""
+    return frozenset(features(case).items())
+
+
+@functools.cache
+def default() -> tuple[Case, ...]:
+    """Cases of ``pairwise`` that have every feature once: what runs by default."""
+    return pinned("default features", pairwise(), lambda case: case.id)
 
 
 def whole() -> tuple[Case, ...]:

@@ -27,6 +27,8 @@ def _flags() -> tuple[str, ...]:
 
 
 FLAGS: Final = _flags()
+QUICK: Final = " ".join(FLAGS[1:])
+"""For ``XLA_FLAGS`` of processes whose devices are set in another way."""
 
 
 def added(given: str) -> str:

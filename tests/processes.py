@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.flags import QUICK
+
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SECONDS: Final = 240
@@ -50,6 +52,7 @@ def start(
         **{k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))},
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK,
     }
     known = str(count), str(free_port()), str(devices), *map(str, arguments)
     return [

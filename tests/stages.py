@@ -194,12 +194,17 @@ def _narrow_meetings(case: Case) -> frozenset[Any]:
 
 
 @functools.cache
+def _sensible() -> tuple[Case, ...]:
+    return tuple(c for c in every_combination() if reason_to_skip(c) is None)
+
+
+@functools.cache
 def whole() -> tuple[Case, ...]:
     """Every pipeline that makes sense in float64, and a cover of those in fewer bits.
 
     A pipeline is a model, stages, a schedule, what goes on inside, and devices.
     """
-    sensible = [c for c in every_combination() if reason_to_skip(c) is None]
+    sensible = _sensible()
     narrow = cover(
         [case for case in sensible if case.dtype != "float64"],
         _narrow_meetings,
@@ -244,7 +249,19 @@ def meetings(case: Case) -> frozenset[Any]:
 @functools.cache
 def subset() -> tuple[Case, ...]:
     """Few and cheap cases with all that any case brings together."""
-    return pinned("stages", whole(), lambda case: case.id)
+    return pinned("stages", _sensible(), lambda case: case.id)
+
+
+def kinds(case: Case) -> frozenset[Any]:
+    """The programs of a case's stages, and what goes on inside of them."""
+    axes = case.strategy.layout.split("-")
+    return frozenset([(alike(case), program(case)), case.precision, *axes])
+
+
+@functools.cache
+def default() -> tuple[Case, ...]:
+    """Cases of ``subset`` with each kind of programs once: what runs by default."""
+    return pinned("default stages", subset(), lambda case: case.id)
 
 
 # What is expected of a plan.

@@ -48,7 +48,7 @@ class Foreign:
 
     Attributes:
         name: what it is.
-        family: the package or kind; of each, one runs by default.
+        family: the package or kind; of most, one runs by default.
         make: builds it at a size for tests.
     """
 

@@ -1,9 +1,9 @@
 """The documents tell the truth: their Python runs, their commands and links exist.
 
 Every ``python`` block of a document runs, in order and in one namespace, in a process
-with eight devices and an empty working folder. Commands in ``bash`` and ``console``
-blocks are not run, since some train for minutes; their scripts, subcommands and options
-are looked up instead.
+with eight devices and an empty working folder; those of long pages with ``-m ""``.
+Commands in ``bash`` and ``console`` blocks are not run, since some train for minutes;
+their scripts, subcommands and options are looked up instead.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Final
 
 import pytest
 
+from tests.flags import QUICK
 from whalejax.cli import main
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
@@ -82,10 +83,27 @@ for line, text in json.load(sys.stdin):
 """
 
 
+LONG: Final = (
+    "coming-from",
+    "examples",
+    "flax",
+    "mixed",
+    "notebooks",
+    "pipelines",
+    "spatial",
+    "taxonomy",
+    "verify",
+)
+"""Pages that train or plan for longer than the others, which run by default."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [path for path, _ in groupby(block.path for block in blocks("python"))],
+    [
+        pytest.param(path, marks=[pytest.mark.full] * (path.stem in LONG))
+        for path, _ in groupby(block.path for block in blocks("python"))
+    ],
     ids=lambda path: path.name,
 )
 def test_python_of_a_document_runs(path: Path, tmp_path: Path) -> None:
@@ -187,8 +205,12 @@ def test_commands_of_the_documents_exist(help_of: HelpOf) -> None:
 
 def run_command(words: Sequence[str], folder: Path) -> str:
     """What ``whalejax`` prints in a folder, each of its processes with one device."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK,
+    }
     done = subprocess.run(
         [sys.executable, "-m", "whalejax", *words],
         env=environment,
@@ -201,7 +223,7 @@ def run_command(words: Sequence[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_example_of_many_processes_trains(tmp_path: Path) -> None:
     words = ["launch", "--processes", "2", str(ROOT / "scripts/example.py")]
     out = run_command(words, tmp_path)
@@ -209,7 +231,7 @@ def test_example_of_many_processes_trains(tmp_path: Path) -> None:
     assert said and float(said[1]) < 0.5  # it is 1 where nothing is learned
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_elastic_commands_of_the_readme_run(tmp_path: Path) -> None:
     (block,) = (
         block

@@ -69,6 +69,7 @@ def far(installed: Path, far_environment: dict[str, str]) -> dict[str, str]:
     return {**far_environment, "PYTHONPATH": str(installed)}
 
 
+@pytest.mark.full
 def test_sdist_holds_real_files_only(built: Path) -> None:
     with tarfile.open(built / f"{PACKAGE}.tar.gz") as archive:
         members = archive.getmembers()

@@ -84,6 +84,7 @@ def dangling(name: str, pages: dict[str, Page]) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @needs_docs
 def test_links_of_the_site_lead_somewhere(site: dict[str, Page]) -> None:
     lost = {name: dangling(name, site) for name in site if name != "404.html"}

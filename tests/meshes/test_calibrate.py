@@ -273,6 +273,7 @@ print(json.dumps([one.to_json(), Cluster.of(calibrate.calibrate(0.5)) == one]))
 """
 
 
+@pytest.mark.full
 def test_a_real_run_in_its_own_process(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     environment = {**os.environ, "WHALEJAX_CACHE": str(tmp_path / "cache")}

@@ -140,6 +140,7 @@ def test_a_failure_as_json(tmp_path: Path) -> None:
     assert {rank["kind"] for rank in found["ranks"]} == {None}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_a_failed_rank_said_is_shown_once(tmp_path: Path, failing: int) -> None:
     """The first rank's output is shown while it runs, that of others at the end."""

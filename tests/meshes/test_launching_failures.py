@@ -72,6 +72,7 @@ def test_a_full_disk_under_the_logs(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shell", "says"),
     [
@@ -193,6 +194,7 @@ def test_a_progress_bar_is_shown_before_its_line_ends(tmp_path: Path) -> None:
     assert ended(running)[0] == 0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no such signals")
 def test_a_realtime_signal(tmp_path: Path) -> None:
     program = (
@@ -220,6 +222,7 @@ def test_logs_that_are_deleted(tmp_path: Path) -> None:
     assert status == 1 and "  [1] boom" in errors and "Traceback" not in errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -257,6 +260,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert "Address already in use" in errors and "give another" in errors
 
 
+@pytest.mark.full
 def test_nohup(tmp_path: Path) -> None:
     program = (
         "import os, time\n"

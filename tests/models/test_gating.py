@@ -225,6 +225,7 @@ def test_metrics_and_loss_add_up() -> None:
     np.testing.assert_allclose(loss, nats.mean() + 0.01 * np.mean(balances), rtol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gating", ["top_2", "switch"])
 def test_the_router_learns_from_both_terms(gating: Any) -> None:
     config = replace(moe.SIZES["test"], gating=gating)

@@ -160,6 +160,7 @@ def test_padded_targets_change_no_bit_of_the_loss(model: gnmt.GNMT, batch: Any) 
 # The loss.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_the_mean_runs_over_real_targets(
     smoothing: float, model: gnmt.GNMT, batch: Any

@@ -163,6 +163,7 @@ def test_dropout_lives_in_the_model(model: gpt.GPT) -> None:
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 def test_stacked_layers_drop_differently() -> None:
     config = replace(TEST, dropout_rate=0.3, scan_layers=True, remat=True)
     model = make(config)
@@ -176,6 +177,7 @@ def test_stacked_layers_drop_differently() -> None:
     assert (logits_of(model, tokens) != logits_of(model, tokens)).any()
 
 
+@pytest.mark.full
 def test_first_loss_of_the_quick_start_is_about_five_and_a_half() -> None:
     job = gpt.job(layers=1)
     made = make(replace(gpt.SIZES["quick"], layers=1))

@@ -61,6 +61,7 @@ def test_gradients_equal_those_of_one_device(
     assert axes == ({"tensor"} if "tensor" in options["mesh"] else set())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("annotated", [False, True])
 def test_it_is_planned_for_eight_devices(name: str, annotated: bool) -> None:

@@ -75,7 +75,7 @@ def replaced(tokens: Any, where: Any) -> Any:
 # What is seen.
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @BOTH
 def test_padded_inputs_are_never_seen(name: str) -> None:
     batch = batch_of(name)
@@ -228,6 +228,7 @@ def published_bucket(
     return first + min(wide, buckets - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (12, 40), (8, 16)])
 def test_buckets_are_the_published_ones(
@@ -313,6 +314,7 @@ def closed_form(config: seq2seq_layers.Seq2SeqConfig) -> int:
 
 
 # The paper says about 60, 220 and 770 million; the released checkpoints have these.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("size", "published"),
     [("small", 60_506_624), ("base", 222_903_552), ("large", 737_668_096)],

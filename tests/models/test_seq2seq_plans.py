@@ -53,6 +53,7 @@ def sharded(plan: wh.Plan) -> set[str]:
     return {axis for leaf in plan.leaves for dim in leaf.param_spec for axis in dim}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [*NAMES, pytest.param("m6-10b", marks=pytest.mark.full)]
 )
@@ -72,6 +73,7 @@ def test_is_planned(name: str) -> None:
     assert name != "m6-10b" or sharded(plan)
 
 
+@pytest.mark.full
 def test_is_planned_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_the_quick_start_has_about_three_million_parameters() -> None:
 
 # The paper says 110M and 340M, pooler and next-sentence head included; the released
 # masked-word models, which leave both out, have exactly these.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("size", "published"), [("base", 109_514_298), ("large", 335_174_458)]
 )
@@ -68,11 +69,13 @@ def test_bert_sizes_are_the_published_ones(size: str, published: int) -> None:
     assert set(made) == {"params"}
 
 
+@pytest.mark.full
 def test_resnet50_has_the_published_parameters() -> None:
     job = resnet.job()
     assert nnx_count(lambda: job.make_model(jax.random.key(0))) == 25_557_032
 
 
+@pytest.mark.full
 def test_the_classifier_grows_with_the_classes() -> None:
     job = resnet.job(classes=100_000)
     backbone = 25_557_032 - 2049 * 1000
@@ -80,6 +83,7 @@ def test_the_classifier_grows_with_the_classes() -> None:
     assert found == backbone + 2049 * 100_000
 
 
+@pytest.mark.full
 def test_experts_hold_most_of_a_sparse_model() -> None:
     config = moe.SIZES["small"]
     model = nnx.eval_shape(lambda: moe.MoE(config, rngs=nnx.Rngs(0)))

@@ -49,6 +49,7 @@ WITH_TARGETS = 25
 """The batch holds one token more than the model reads; it is sliced, and whole."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [2, 12])
 def test_gpt_has_the_ten_human_roles(layers: int) -> None:
     graph, dims = captured("gpt-test", layers=layers)
@@ -102,6 +103,7 @@ def test_megatron_tensor_parallelism_is_among_the_best_sets() -> None:
     assert [8, 320, 512, 512] in best
 
 
+@pytest.mark.full
 def test_linen_layers_fold_as_nnx_ones_do() -> None:
     two, twelve = captured("bert-test"), captured("bert-test", layers=6)
     assert sizes_of(two[1]) == sizes_of(twelve[1])
@@ -110,6 +112,7 @@ def test_linen_layers_fold_as_nnx_ones_do() -> None:
         assert_disequal(graph, dims)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["bert-test", "gpt-test"])
 def test_the_number_of_rows_does_not_grow_with_depth(name: str) -> None:
     few, many = (
@@ -250,7 +253,7 @@ def _step(step: str, w: Any, x: jax.Array) -> jax.Array:
     return x * jax.nn.softmax(x @ w)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_roles_of_random_functions_can_be_sharded(seed: int) -> None:
     function, shapes = random_function(seed)

@@ -37,7 +37,7 @@ def captured(name: str, **options: Any) -> Graph:
     return capture(adapt(abstract_model(job), job.loss_fn), job.batch_at(0, 16)).graph
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -61,6 +61,7 @@ def test_equal_layers_are_written_once(name: str, options: dict[str, Any]) -> No
     assert [t.id for t in found.graph.tensors] == list(range(len(found.graph.tensors)))
 
 
+@pytest.mark.full
 def test_what_is_written_once_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = captured("gpt-test", layers=6)
     machine = cluster("h100:4")
@@ -77,6 +78,7 @@ def test_what_is_written_once_costs_the_same(monkeypatch: pytest.MonkeyPatch) ->
     assert once.tally.best == pytest.approx(whole.tally.best, rel=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 def test_a_scan_is_found_by_what_it_slices(precision: str) -> None:
     job = models.job("llama-test", layers=5, embed=128)

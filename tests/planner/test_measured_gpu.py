@@ -39,6 +39,7 @@ def _check(row: dict[str, Any]) -> None:
     assert plan.memory.total_bytes == pytest.approx(row["measured_bytes"], rel=0.1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row['batch']}-{row['remat']}")
 def test_steps_of_a_small_gpt_as_measured(row: dict[str, Any]) -> None:

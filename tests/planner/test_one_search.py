@@ -189,6 +189,7 @@ def choices(layout: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(3)
 def test_a_plan_is_its_own_row(plans: tuple[Plan, Plan]) -> None:
     for plan in plans:
         row = own_row(plan)
@@ -219,6 +220,7 @@ def test_the_runner_up_differs_as_its_row_says(plans: tuple[Plan, Plan]) -> None
         assert f"runner-up: {other}" in plan.explain()
 
 
+@pytest.mark.sampled(3)
 def test_a_row_is_what_planning_it_alone_gives(
     asked: Question, plans: tuple[Plan, Plan]
 ) -> None:
@@ -279,6 +281,7 @@ def arrays_of(
         yield float(found.step[0]), fullest and fullest.terms
 
 
+@pytest.mark.sampled(3)
 def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
     asked: Question,
 ) -> None:
@@ -317,6 +320,7 @@ def test_what_memory_does_not_hold_after_all_leaves_a_gap() -> None:
     assert any(f"(gap {plan.beyond.gap:.2%})" in note for note in plan.notes)
 
 
+@pytest.mark.full
 def test_a_case_that_its_own_program_does_not_hold_is_looked_for_in_less_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

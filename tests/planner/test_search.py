@@ -165,6 +165,7 @@ def test_a_small_model_and_a_large_batch_are_data_parallel() -> None:
     assert abs(plain.step_seconds / plan.time.step_seconds - 1) < TIE
 
 
+@pytest.mark.full
 def test_parameters_that_do_not_fit_are_sharded() -> None:
     graph = gpt(30, HUGE)
     whole = sum(t.nbytes for t in graph.params)
@@ -179,6 +180,7 @@ def test_parameters_that_do_not_fit_are_sharded() -> None:
         plan_of(graph, mesh={"data": 8})
 
 
+@pytest.mark.full
 def test_optimizer_state_that_does_not_fit_is_sharded_first() -> None:
     # Parameters and gradients fit on each device, with Adam's moments they do not.
     graph = gpt(8, dataclasses.replace(HUGE, batch=512))
@@ -193,7 +195,7 @@ def test_a_batch_smaller_than_the_machine_leads_to_tensor() -> None:
     assert "blocks.*.down.kernel[0]" in sharded
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", [32, 64, 128])
 def test_tensor_stays_inside_the_node_where_activations_outweigh_weights(
     batch: int,
@@ -214,6 +216,7 @@ def test_micro_batches_are_taken_where_activations_do_not_fit() -> None:
     assert plan.memory.activations_bytes < free.memory.activations_bytes
 
 
+@pytest.mark.full
 def test_more_devices_are_not_predicted_slower() -> None:
     graph = gpt(8, dataclasses.replace(HUGE, batch=256))
     few, many = plan_of(graph, "h200:1x8"), plan_of(graph, "h200:2x8")

@@ -109,6 +109,7 @@ def test_many_at_once_are_one_each(table: Schedule, seed: int) -> None:
 # Closed forms.
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 16, 128])
@@ -119,6 +120,7 @@ def test_the_bubble_of_equal_stages(name: str, stages: int, micro_batches: int) 
     assert line.bubble == pytest.approx(expected)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("rounds", [1, 2, 8])
@@ -130,6 +132,7 @@ def test_the_bubble_of_interleaved_stages(
     assert line.bubble == pytest.approx(expected)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("more", PARTS)
 def test_the_bubble_of_zb_h1(stages: int, more: int) -> None:
@@ -141,6 +144,7 @@ def test_the_bubble_of_zb_h1(stages: int, more: int) -> None:
     assert table.rows[-1].tick + 1 == line.step_seconds
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(
     "times", [(1, 1, 1), (2, 3, 2), (1, 1.5, 0.25), (1, 2, 0), (1, 1, 3), (3, 1, 2)]

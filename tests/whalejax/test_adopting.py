@@ -70,6 +70,7 @@ def _raw(x: Any) -> Any:
     return np.asarray(jax.random.key_data(x) if keys else x)
 
 
+@pytest.mark.full
 def test_steps_of_one_layout_take_each_others_states(step: Any) -> None:
     state = trained(step)
     expected = step.eval(state, X)["loss"]
@@ -89,7 +90,7 @@ def test_steps_of_one_layout_take_each_others_states(step: Any) -> None:
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,6 +125,7 @@ def apart(model: Any, x: Any) -> Any:
     return ((h @ model["head"]) ** 2).mean()
 
 
+@pytest.mark.full
 def test_states_of_stages_apart_are_moved() -> None:
     model = {"first": MODEL["layers"][0], "head": MODEL["head"]}
 

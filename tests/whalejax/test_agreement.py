@@ -60,6 +60,7 @@ else:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "texts"),
     [

@@ -528,7 +528,7 @@ def test_the_work_grows_with_the_layers_and_no_faster() -> None:
     assert nine - one == 8 * (two - one)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_that_ran_on_one_device_first_keeps_its_marks(form: str) -> None:
     """JAX caches traces; the marks are in the cached traces too."""

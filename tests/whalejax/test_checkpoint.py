@@ -90,7 +90,7 @@ def test_the_saved_state_is_kept_and_goes_on_alike(
     assert host_leaves(restored) == host_leaves(state)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_restores_under_another_plan(
     trained: tuple[TrainStep, TrainState], tmp_path: Path, num_devices: int
@@ -125,6 +125,7 @@ class Noisy(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_random_keys_and_statistics_come_back(tmp_path: Path, impl: str) -> None:
     def loss(model: Noisy, batch: Any) -> jax.Array:

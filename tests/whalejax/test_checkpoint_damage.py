@@ -264,6 +264,7 @@ step.save(sys.argv[1] + "-again", state)
 """
 
 
+@pytest.mark.full
 def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
     """The system itself refuses, in the middle of what Orbax writes."""
     path = tmp_path / "run" / "a"

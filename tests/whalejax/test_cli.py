@@ -257,6 +257,7 @@ def test_an_interrupted_run(here: Path, capsys: Captured) -> None:
     assert capsys.readouterr().err == "whalejax: interrupted\n"
 
 
+@pytest.mark.full
 def test_sizes_of_axes_are_fixed_by_mesh(here: Path, capsys: Captured) -> None:
     words = ["plan", "gpt-test", "--set", "scan_layers=true", "--cluster", "h100:4"]
     assert main.main([*words, "--mesh", "stage=2", "tensor=2", "--json"]) == 0
@@ -543,6 +544,7 @@ def test_words_that_say_no_precision_are_named(
     assert message in refused([*PLAN_GPT, "--precision", *words], capsys)
 
 
+@pytest.mark.full
 def test_offload_takes_parameters(here: Path, capsys: Captured) -> None:
     words = "plan llama-test --set scan_layers=true --cluster h100:8 --batch 16".split()
     offload = ["--offload", "params", "optimizer", "-o", "plan.json"]

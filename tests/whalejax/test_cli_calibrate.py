@@ -51,6 +51,7 @@ def _no_timing(*_: object) -> Any:
     raise wh.WhaleError("too short to be timed: give more")
 
 
+@pytest.mark.full
 def test_kinds_that_are_measured_apart_are_written_into_one_file(
     here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

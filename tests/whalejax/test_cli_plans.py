@@ -171,6 +171,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+@pytest.mark.full
 def test_colour_is_for_terminals_that_want_it(two_plans: tuple[str, str]) -> None:
     def shown(code: list[str], **env: str) -> str:
         done = subprocess.run(
@@ -193,6 +194,7 @@ def test_colour_is_for_terminals_that_want_it(two_plans: tuple[str, str]) -> Non
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", bare)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("env", [{"COLUMNS": "0"}, {"PYTHONIOENCODING": "ascii"}])
 def test_odd_surroundings_leave_a_plan_to_read(
     env: dict[str, str], two_plans: tuple[str, str]
@@ -275,6 +277,7 @@ def test_shares_are_given_as_words(here: Path, capsys: Captured) -> None:
 # Options of a model.
 
 
+@pytest.mark.full
 def test_a_model_is_trained_with_the_options_of_its_plan(
     here: Path, capsys: Captured
 ) -> None:

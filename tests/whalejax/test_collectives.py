@@ -94,6 +94,7 @@ DATA: Final = (("data", 8),)
 FSDP: Final = (("fsdp", 8),)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_data_parallel_reduces_every_gradient_once(name: str) -> None:
     step = step_of(name, mesh=DATA)
@@ -115,6 +116,7 @@ def test_zero_gathers_every_parameter_once_after_the_update(zero: int) -> None:
     assert shapes_of(found.of("all-gather")) == owned
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_fsdp_gathers_parameters_and_no_activation(name: str) -> None:
     step = step_of(name, mesh=FSDP)
@@ -216,7 +218,7 @@ def test_split_head_stays_where_it_is() -> None:
     assert shapes_of(found.of("all-reduce")) == expected
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "head"), [("mlp", "head.w"), ("resnet", "classifier")]
 )
@@ -290,6 +292,7 @@ def test_no_bridge_between_split_parts_that_agree() -> None:
     assert shapes_of(found.of("all-reduce")) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("again", [jax.checkpoint, lambda f: f], ids=["again", ""])
 @pytest.mark.parametrize("taken", [True, False])
 def test_borders_in_a_branch_are_crossed_there(taken: bool, again: Any) -> None:
@@ -334,7 +337,7 @@ def test_borders_in_a_branch_are_crossed_there(taken: bool, again: Any) -> None:
         assert np.any(expected[name]) == taken
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -389,6 +392,7 @@ def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
     assert set(gathered) <= set(parameters(step)) | {(4, 48, 320)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_context_gathers_keys_and_values_and_nothing_else(name: str) -> None:
     step = step_of(name, mesh=(("data", 2), ("context", 4)), cluster=HERE)
@@ -404,6 +408,7 @@ def test_context_gathers_keys_and_values_and_nothing_else(name: str) -> None:
     assert predicted == sum(found.nbytes.values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_accumulation_leaves_the_batch_where_it_is(name: str) -> None:
     step = step_of(name, mesh=DATA, num_micro_batches=2)
@@ -427,6 +432,7 @@ def compiled_step(
     return wh.compile(plan, loss, params)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_what_the_model_computes_again_is_not_kept(axis: str) -> None:
     def loss(checkpointed: bool, params: Any, x: Any) -> jax.Array:

@@ -106,6 +106,7 @@ def compile_all(cases: list[Case]) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_collectives_become_what_the_planner_prices() -> None:
     cases: list[Case] = []
     wanted: list[str] = []
@@ -122,6 +123,7 @@ def test_collectives_become_what_the_planner_prices() -> None:
     assert {*wanted} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
+@pytest.mark.full
 def test_an_option_keeps_scatters_over_a_whole_torus_and_nothing_else() -> None:
     cases: list[Case] = []
     wanted: list[str] = []
@@ -137,6 +139,7 @@ def test_an_option_keeps_scatters_over_a_whole_torus_and_nothing_else() -> None:
     assert wanted[3] == "all-reduce"
 
 
+@pytest.mark.full
 def test_what_spans_a_torus_and_others_is_reduced_whole() -> None:
     machine = cluster("v5e:2x4x4")
     mesh = {"data": 2, "fsdp": 16}
@@ -158,6 +161,7 @@ def test_small_gathers_over_a_large_flat_torus_are_all_reduces() -> None:
     assert compile_all(cases) == wanted == ["all-reduce", "all-gather"]
 
 
+@pytest.mark.full
 def test_an_odd_number_of_tiles_is_reduced_whole() -> None:
     cases: list[Case] = [("v5e:4x8", 8, "", 1, tiles) for tiles in (1, 2, 3, 4)]
     assert compile_all(cases) == [

@@ -45,6 +45,7 @@ def unrolled(count: int, scale: Any, x: Any, w: Any, bias: Any, keys: Any) -> An
     return jnp.sum(x**2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_are_those_of_as_many_turns(masked: bool) -> None:
     turns = Turns(body=turn, num_consts=1, num_carries=1, most=LAYERS, masked=masked)

@@ -478,6 +478,7 @@ def test_the_chart_has_every_plan_that_was_weighed() -> None:
     ]
 
 
+@pytest.mark.full
 def test_the_chart_needs_no_network_and_leads_to_plans() -> None:
     chart = charted().chart()
     bundle = chart._repr_mimebundle_()

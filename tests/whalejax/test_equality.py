@@ -79,25 +79,24 @@ def records(request: pytest.FixtureRequest) -> Iterator[Records]:
     found.coming.close()
 
 
+SUBSETS: Final = (
+    (cases, cases.pairwise()),
+    (features, features.pairwise()),
+    (stages, stages.subset()),
+)
+
+
 @pytest.mark.parametrize(
     "case",
-    (
-        *(
-            pytest.param(
-                case,
-                id=case.id,
-                marks=[] if case in cases.default() else [pytest.mark.full],
-            )
-            for case in cases.pairwise()
-        ),
-        *(
-            pytest.param(
-                case, id=case.id, marks=[] if place % 3 == 0 else [pytest.mark.full]
-            )
-            for several in (features.pairwise(), stages.subset())
-            for place, case in enumerate(several)
-        ),
-    ),
+    [
+        pytest.param(
+            case,
+            id=case.id,
+            marks=[] if case in source.default() else [pytest.mark.full],
+        )
+        for source, several in SUBSETS
+        for case in several
+    ],
 )
 def test_equals_one_device(case: Case, records: Records) -> None:
     record = records.of(case)
@@ -136,9 +135,22 @@ def test_the_subset_makes_every_pair_that_the_matrix_makes() -> None:
     assert len(cases.pairwise()) < len(cases.full_matrix()) / 10
 
 
-def test_what_runs_by_default_makes_every_choice() -> None:
-    every = {one for case in cases.pairwise() for one in cases.choices(case)}
-    assert {one for case in cases.default() for one in cases.choices(case)} == every
+@pytest.mark.parametrize(
+    ("default", "several", "makes"),
+    [
+        (cases.default(), cases.pairwise(), cases.choices),
+        (features.default(), features.pairwise(), features.switched_on),
+        (stages.default(), stages.subset(), stages.kinds),
+    ],
+    ids=["cases", "features", "stages"],
+)
+def test_what_runs_by_default_makes_every_choice(
+    default: tuple[Case, ...],
+    several: tuple[Case, ...],
+    makes: Callable[[Case], frozenset[Any]],
+) -> None:
+    every = {one for case in several for one in makes(case)}
+    assert {one for case in default for one in makes(case)} == every
 
 
 def test_the_features_make_every_pair_on_every_number_of_devices() -> None:
@@ -285,7 +297,7 @@ def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
     return job, built, compiled(job, built, mesh={"tensor": 8}).plan
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "wrapper"),
@@ -313,6 +325,7 @@ def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> N
     assert plan.partition_specs() == plain.partition_specs()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_loss_equals_one_device(wrapper: str) -> None:
     one = _mlp()
@@ -408,7 +421,7 @@ def _layout(name: str) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion  # optax promotes its step count
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
@@ -442,7 +455,7 @@ def test_updates_equal_those_of_one_device(optimizer: str, layout: str) -> None:
     assert worst_leaf(numbers(state.params), numbers(params), one.paths)[0] < 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -481,7 +494,7 @@ def _exact(name: str) -> OneDevice:
 # The state: how it starts, where it lies, what is donated.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -53,6 +53,7 @@ def estimate() -> wh.Plan:
     return planned(mesh={"stage": 4})
 
 
+@pytest.mark.full
 def test_a_pipeline_is_said_in_full(estimate: wh.Plan) -> None:
     assert not estimate.runnable
     assert estimate.beyond is not None
@@ -100,6 +101,7 @@ def test_what_nothing_keeps_from_running_is_runnable() -> None:
     assert any("chosen among" in note for note in plan.notes)
 
 
+@pytest.mark.full
 def test_what_if_keeps_what_was_asked(estimate: wh.Plan) -> None:
     other = estimate.what_if(cluster="h100:2x8", mesh={"stage": 2})
     assert other.num_devices == 16
@@ -135,6 +137,7 @@ def test_what_if_refuses_what_is_no_answer(
         estimate.what_if(**changes)
 
 
+@pytest.mark.full
 def test_what_if_leaves_devices_idle_where_asked(estimate: wh.Plan) -> None:
     mesh = dict.fromkeys(("data", "fsdp", "expert", "context", "tensor"), 1)
     found = estimate.what_if(mesh={**mesh, "stage": 4}, allow_idle=True)
@@ -190,6 +193,7 @@ def pipelined(schedule: str) -> wh.Plan:
     return wh.plan(loss, {"layers": [w] * 8}, x, cluster="h100:8", runnable=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-ahead", "interleaved"])
 def test_a_pipeline_mark_is_obeyed(schedule: str) -> None:
     plan = pipelined(schedule)
@@ -255,6 +259,7 @@ def test_what_no_mesh_serves_is_said(options: dict[str, Any], words: str) -> Non
     assert words in str(caught.value)
 
 
+@pytest.mark.full
 def test_where_only_what_runs_serves_a_mesh_that_is_the_plan() -> None:
     job = models.job("gpt-test")
     given = job.loss_fn, abstract_model(job), job.batch_at(0, 4)
@@ -303,7 +308,7 @@ def test_a_parameter_that_nothing_reads_is_planned_too() -> None:
     assert len(plan.leaves) == 7
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "mesh"),
     [
@@ -360,6 +365,7 @@ def gpt(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "offload", "why"),
     [
@@ -398,6 +404,7 @@ def test_one_program_over_unlike_devices_is_an_estimate() -> None:
     assert any("one program runs on devices of one kind" in n for n in plan.notes)
 
 
+@pytest.mark.full
 def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> None:
     asked: dict[str, Any] = {"cluster": "h100:2+v100-32:2", "num_micro_batches": 12}
     plan, runs = (
@@ -429,7 +436,7 @@ def test_each_stage_is_held_to_the_memory_of_its_own_device() -> None:
     assert layers["h100"] > 8 * layers["v100-16"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:one of 2 stages")
 @pytest.mark.parametrize(
     ("cluster", "asked"),

@@ -133,6 +133,7 @@ def test_every_mesh_computes_what_one_device_does(
     assert shards == {"expert", "tensor"} & set(mesh)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_micro_batches_have_a_load_and_a_balance_of_their_own(routing: str) -> None:
     with jax.enable_x64(True):
@@ -160,6 +161,7 @@ def test_the_balance_of_a_part_of_the_batch_is_another(routing: str) -> None:
     assert error > 1e-6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_what_is_moved_is_what_is_planned(routing: str) -> None:
     job = job_of(routing, mlp=320)
@@ -185,6 +187,7 @@ def test_further_passes_exchange_tokens_as_the_first_does() -> None:
     assert exchanges("dropless") == 4 + 2 * 6
 
 
+@pytest.mark.full
 def test_the_plan_says_that_it_counts_every_pass() -> None:
     job = job_of("dropless", layers=2)
     plan = compiled(job, build(job), **on({"data": 8})).plan

@@ -279,7 +279,7 @@ def one_device(base: str) -> tuple[Any, Any, list[Any], list[float]]:
         return model, batch, jax.tree.map(np.asarray, lora), losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("base", "mesh", "options"),
     [
@@ -391,6 +391,7 @@ def check_against_one_device(
     return step
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trained", ["lora.*", "lora.3.*"])
 def test_stages_with_programs_of_their_own(trained: str) -> None:
     with jax.enable_x64(True):
@@ -444,6 +445,7 @@ def of_module(model: Any, batch: Any) -> Any:
     return (model(batch) ** 2).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantised", [False, True])
 def test_metadata_of_a_frozen_module_is_obeyed(quantised: bool) -> None:
     with jax.enable_x64(True):
@@ -476,6 +478,7 @@ def fused(model: Any, batch: Any) -> Any:
     return ((mixed @ model["out"]) ** 2).mean()
 
 
+@pytest.mark.full
 def test_a_frozen_kernel_of_several_products_is_cut_as_a_trained_one_is() -> None:
     with jax.enable_x64(True):
         shapes = {

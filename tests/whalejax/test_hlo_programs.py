@@ -384,6 +384,7 @@ def test_transfers_go_along_axes() -> None:
 # Products.
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_flops_of_a_convolution_are_those_that_ones_count(data: Any) -> None:

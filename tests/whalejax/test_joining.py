@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 
 import whalejax as wh
+from tests.flags import QUICK
 from tests.processes import ROOT, free_port
 from whalejax.distributed import init_distributed
 
@@ -77,7 +78,12 @@ def begin(*arguments: object) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        env={**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": QUICK,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -191,6 +197,7 @@ if case == "address":
 def windows(case: str) -> list[subprocess.Popen[str]]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     given = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    given["XLA_FLAGS"] = QUICK
     given["WHALEJAX_EXIT_SECONDS"] = "1" if case == "exit" else ""
     port = str(free_port())
     return [
@@ -205,6 +212,7 @@ def windows(case: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "statuses", "says"),
     [
@@ -276,6 +284,7 @@ def test_an_interrupt_at_the_exit_ends_a_process_by_its_signal() -> None:
     assert running[1].returncode == -signal.SIGINT
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_here_nothing_listens_for_other_machines_and_sigterm_ends() -> None:
     """Neither JAX's service nor Gloo; and JAX does not keep SIGTERM to itself."""
@@ -351,7 +360,7 @@ def test_clusters_that_jax_knows_say_who_is_who(
 ) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     port = port_for_jobs()
-    common = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    common = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
     gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     running = [
         subprocess.Popen(

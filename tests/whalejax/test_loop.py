@@ -206,6 +206,7 @@ def test_without_checkpoints_the_message_says_so() -> None:
         train_loop.train(step, fresh_state(step), poisoned, steps=9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [None, {"stage": 2}], ids=["spmd", "stages"])
 def test_parameters_spoilt_by_the_last_update_are_not_saved(
     tmp_path: Path, mesh: dict[str, int] | None

@@ -195,6 +195,7 @@ def _single(params: Any, h: Any, y: Any) -> Any:
     return _labels(params, h, y) + one
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("form", [_contrasted, _symmetric, _single])
 def test_odd_losses_keep_their_numbers(form: Function) -> None:

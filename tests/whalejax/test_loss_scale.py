@@ -73,7 +73,7 @@ def error(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
 @pytest.mark.parametrize(
     "options",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.flags import QUICK
 from tests.processes import ROOT, free_port
 from whalejax.distributed.heartbeat import Beat, Hearing
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -60,7 +61,12 @@ def launched(
     command = [sys.executable, "-m", "whalejax", "launch", "--logs", str(tmp_path)]
     done = subprocess.run(
         [*command, "--processes", "3", str(script), *words],
-        env={**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": QUICK,
+        },
         capture_output=True,
         text=True,
         timeout=240,
@@ -122,6 +128,7 @@ def test_without_a_launcher_the_others_name_it(kind: str, how: str, says: str) -
         **kept,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK,
         COORDINATOR: f"127.0.0.1:{port}",
         NUM_PROCESSES: "3",
     }

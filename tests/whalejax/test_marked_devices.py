@@ -194,7 +194,7 @@ def test_devices_that_contradict_each_other(
     assert text in str(caught.value)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "count", "options"),
     [

@@ -138,7 +138,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_rounds, "_LONGEST", 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("name", "size"), CASES)

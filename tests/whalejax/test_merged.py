@@ -107,7 +107,7 @@ CASES: Final[list[tuple[Loss, tuple[str, ...], list[dict[str, int]]]]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "names"),
     [*((loss, names) for loss, names, _ in CASES), (everything, ("in",))],

@@ -56,7 +56,6 @@ def counts(plan: wh.Plan) -> dict[str, int]:
     return {kind: int(n) for n, kind in re.findall(r"(\d+) on (\S+) \(", note)}
 
 
-@pytest.mark.smoke
 def test_stages_of_two_kinds_compute_what_one_device_does() -> None:
     """The kind that comes first holds the last stage."""
     with jax.enable_x64(True):
@@ -78,6 +77,7 @@ def test_stages_of_two_kinds_compute_what_one_device_does() -> None:
     assert again == found.plan
 
 
+@pytest.mark.full
 def test_the_plan_says_who_holds_what_and_what_that_gains() -> None:
     wide = job_of(layers=4, embed=512, mlp=2048, heads=8, sequence=128)
     plan = planned("p100-16:1+h100:1", wide)
@@ -434,7 +434,7 @@ def test_stages_hold_what_replicas_cannot() -> None:
     assert not any(c.fits and c.verdict == "chosen" for c in weighed)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_loop_that_leaves_stages_uneven_is_named(scan: bool) -> None:
     sizes = {"layers": 4, "embed": 512, "heads": 8, "sequence": 256}

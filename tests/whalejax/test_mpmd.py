@@ -174,6 +174,7 @@ class Noisy(nnx.Module):
         return self.third(self.drop(h))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # Flax
 def test_streams_of_random_numbers_and_statistics() -> None:
     def batch(step: int, count: int) -> Any:
@@ -253,6 +254,7 @@ def _pairs(a: Any, b: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(np.asarray(x), np.asarray(y)) for x, y in leaves]
 
 
+@pytest.mark.full
 def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) -> None:
     with jax.enable_x64(True):
         job = job_of("gpt-test", layers=2)

@@ -14,6 +14,7 @@ from typing import Final
 
 import pytest
 
+from tests.flags import QUICK
 from tests.processes import ROOT, finish, free_port, start
 from whalejax.lowering.pipeline_mpmd.channels import Aside
 
@@ -149,6 +150,7 @@ except wh.WhaleError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "texts"),
     [
@@ -258,11 +260,13 @@ step(state, {"x": np.ones((rows, 8), np.float32)})
 """
 
 
+@pytest.mark.full
 def test_an_error_in_one_process_ends_the_others() -> None:
     """It does not wait for the others to end, as they wait for it."""
     port = free_port()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    common = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
+    environment = {**kept, **common}
     running = [
         subprocess.Popen(
             [sys.executable, "-c", FAILS, str(port), str(index)],

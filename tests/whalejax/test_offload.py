@@ -83,7 +83,7 @@ def run(
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "layout"), crossed([*OPTIMIZERS], [*LAYOUTS]))
 def test_it_computes_the_same(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +106,7 @@ def hlo_loops(step: wh.TrainStep) -> int:
     return step.lower().as_text().count("stablehlo.while")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_state_that_is_needed_whole_stays(name: str) -> None:
     with pytest.raises(wh.WhaleError, match="no state that is updated element by elem"):
@@ -139,6 +139,7 @@ def test_it_communicates_what_it_did() -> None:
     assert plain.nbytes == moved.nbytes
 
 
+@pytest.mark.full
 def test_a_checkpoint_moves_between_memories(tmp_path: Path) -> None:
     job = models.job("mlp-test", annotated=False)
     steps = []
@@ -246,6 +247,7 @@ def test_it_is_chosen_where_nothing_else_fits() -> None:
         asked(full.memory.total_bytes - 0.5 * state, offload=())
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Path) -> None:
     plan = asked(80e9, offload="optimizer")
     plan.save(tmp_path / "plan.json")

@@ -142,6 +142,7 @@ def puts(step: wh.TrainStep) -> list[int]:
     return [*inside(jax.make_jaxpr(step._runner.advance)(*arguments), 1)]
 
 
+@pytest.mark.full
 def test_parameters_and_what_no_region_is_around_stay() -> None:
     job = models.job("llama-test", layers=3)
     one = compiled(
@@ -239,6 +240,7 @@ def linked(bytes_per_second: float) -> wh.Cluster:
     return dataclasses.replace(cluster, nodes=tuple(nodes))
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Path) -> None:
     plan = asked(remat="dots", offload="activations")
     plan.save(tmp_path / "plan.json")
@@ -285,6 +287,7 @@ def test_a_backend_without_host_memory_is_named() -> None:
     assert f"activations in host memory ({amount})" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_cluster_that_does_not_know_its_host() -> None:
     cpu = wh.cluster("cpu:8").with_memory(80 * 10**9)
     plan, there = (
@@ -303,6 +306,7 @@ def test_a_cluster_that_does_not_know_its_host() -> None:
 COMMAND: Final = "plan llama-test --set layers=3 --cluster h100:8 --batch 16".split()
 
 
+@pytest.mark.full
 def test_the_command_line_takes_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def one_device(name: str, parts: int) -> OneDevice:
     return on_one_device(models.job(model, **kinds, **changes), parts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -188,6 +189,7 @@ def asked(memory: float = 80e9, **options: Any) -> wh.Plan:
     )
 
 
+@pytest.mark.full
 def test_it_is_chosen_where_nothing_else_fits() -> None:
     full = asked(remat="full")
     assert full.offload == () and full.memory.host_bytes == 0

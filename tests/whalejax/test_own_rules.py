@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Loss, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion  # JAX's own odeint promotes
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_one_device(case: str) -> None:

@@ -88,6 +88,7 @@ def job() -> Job:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 4}])
 def test_axes_of_storage_are_gathered_for_use(mesh: dict[str, int]) -> None:
     with jax.enable_x64(True):
@@ -288,6 +289,7 @@ def test_layers_may_be_named_for_the_stages() -> None:
     assert any("stage" in note and "has size 1" in note for note in plan.notes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
     [

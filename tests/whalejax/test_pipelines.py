@@ -140,7 +140,6 @@ def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None
 
 
 @pytest.mark.full
-@pytest.mark.smoke
 def test_grouped_heads_seen_in_another_form() -> None:
     with jax.enable_x64(True):
         one = on_one_device(job_of("llama-test"), 2)
@@ -270,6 +269,7 @@ def test_scaled_losses() -> None:
     assert distance(*gradients) <= 0.05
 
 
+@pytest.mark.full
 def test_the_planner_chooses_the_micro_batches_and_says_so() -> None:
     job = models.job("gpt-test", scan_layers=True, layers=4)
     plan = wh.plan(

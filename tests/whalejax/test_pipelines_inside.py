@@ -138,7 +138,7 @@ def with_own_rule(model: Any, batch: Any) -> Any:
     return -chosen(logits.reshape(-1, VOCAB), batch.reshape(-1)).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loss", [picked, clipped, positions, last, scattering, best, with_own_rule]
 )
@@ -179,12 +179,13 @@ def straight_through(model: Any, batch: Any) -> Any:
     return (rounded(through(model, batch)) ** 2).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [noisy, summing, straight_through])
 def test_what_stands_around_the_layers(loss: Loss) -> None:
     assert outcome(loss, {"stage": 2}).error <= FLOAT64_TOLERANCE
 
 
+@pytest.mark.smoke
 def test_a_scalar_is_handed_on_and_no_slice() -> None:
     plan = outcome(summing, {"stage": 2}).plan
     (handed,) = (c for c in plan.collectives if c.what == "border")

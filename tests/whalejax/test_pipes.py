@@ -79,7 +79,7 @@ def compiled(plan: wh.Plan, job: Job) -> wh.TrainStep:
 @pytest.mark.parametrize(
     ("name", "cluster", "options"),
     [
-        pytest.param("gpt", UNLIKE, {"shares": (3, 5)}, marks=pytest.mark.smoke),
+        ("gpt", UNLIKE, {"shares": (3, 5)}),
         pytest.param(  # moving statistics
             "resnet", UNLIKE, {"shares": (3, 1)}, marks=pytest.mark.full
         ),
@@ -114,6 +114,7 @@ def large() -> Job:
     return models.job("gpt-test", batch_size=128, annotated=False, **sizes)
 
 
+@pytest.mark.full
 def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
     job, unlike = large(), "p100-16:1+t4:1+v100-32:2"
     plan = planned(job, unlike, num_micro_batches=8, mesh={"stage": 2, "data": 2})
@@ -132,6 +133,7 @@ def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
     assert plan.hash != even.hash
 
 
+@pytest.mark.full
 def test_the_smallest_devices_say_what_is_computed_again() -> None:
     sizes = {"embed": 1024, "mlp": 4096, "heads": 16, "sequence": 1024}
     job = models.job("gpt-test", batch_size=128, layers=4, annotated=False, **sizes)
@@ -286,6 +288,7 @@ def test_processes_with_stages_of_unlike_pipelines(count: int, tmp_path: Path) -
         assert sum(shares) == 8 and min(seconds) > 0
 
 
+@pytest.mark.full
 def test_gradients_are_not_held_beside_what_they_cross_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_default_holds_for_experts_that_no_mark_covers() -> None:
     assert set(plan.axis_sizes) <= {"data", "fsdp"}
 
 
+@pytest.mark.full
 def test_experts_split_and_the_rest_replicated_by_default() -> None:
     plan = planned("moe-test", default=wh.replicate(), mesh={"expert": 8})
     axes = {r.task_graph: dict(r.axes) for r in plan.compute}
@@ -240,6 +241,7 @@ def test_statistics_per_micro_batch_are_said_so() -> None:
     assert not any("per micro-batch" in note for note in whole.notes)
 
 
+@pytest.mark.full
 def test_a_model_without_statistics_has_no_such_note() -> None:
     plan = planned("gpt-test", num_micro_batches=2)
     assert not any("per micro-batch" in note for note in plan.notes)
@@ -262,6 +264,7 @@ def test_linen_statistics_are_found_too() -> None:
     assert any("BatchNorm_0" in note and NORM in note for note in plan.notes)
 
 
+@pytest.mark.full
 def test_synchronised_statistics_take_one_micro_batch() -> None:
     plan = planned("resnet-test", sync_batch_stats=True)
     assert plan.num_micro_batches == 1

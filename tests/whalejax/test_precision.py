@@ -149,6 +149,7 @@ def products(found: Captured) -> Counter[tuple[bool, str]]:
 # The program.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("stacked", [False, True])
 def test_products_of_named_task_graphs_alone_are_narrow(stacked: bool) -> None:
@@ -308,6 +309,7 @@ def test_stacked_parameters_are_cast_before_their_loop() -> None:
     assert [str(a.aval.dtype) for a in bias] == ["float32"]
 
 
+@pytest.mark.full
 def test_weights_that_are_not_trained_are_read_alike() -> None:
     def kinds(trainable: Any) -> Counter[str]:
         adapter = adapt(net(stacked=True), loss_fn, trainable=trainable)
@@ -463,6 +465,7 @@ def test_reference_models_are_as_near_as_one_device(
     assert worst_leaf(several, wanted, paths)[0] <= 1.5 * own
 
 
+@pytest.mark.full
 def test_an_overflow_is_skipped_and_counted() -> None:
     step = step_of(2, mesh={"fsdp": 2}, precision={"replicate": "f16"})
     # The norms make any input small, so a weight is large.
@@ -550,6 +553,7 @@ def test_narrow_values_take_less_memory_and_time() -> None:
     assert moved[1] < 0.6 * moved[0]
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Path) -> None:
     plan = asked(precision={"replicate": "bf16", "default": "f32"})
     assert (plan.precision, plan.precisions) == ("f32", (("replicate", "bf16"),))
@@ -573,6 +577,7 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     assert asked(precision={}).hash == asked().hash
 
 
+@pytest.mark.full
 def test_estimates_count_it() -> None:
     options = {"cluster": "h100:8", "mesh": None, "runnable": False, "remat": None}
     full, part = (asked(precision=p, **options) for p in ("f32", {"*": "bf16"}))

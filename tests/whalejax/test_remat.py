@@ -210,6 +210,7 @@ def reference() -> OneDevice:
     return on_one_device(job, model=nets())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 4, "tensor": 2}])
 @pytest.mark.parametrize("policy", ["dots", "named", "named:down", "full"])
 def test_it_equals_one_device(
@@ -267,6 +268,7 @@ def test_the_planner_takes_the_policy_that_costs_least() -> None:
     assert moved.time.step_seconds < again.time.step_seconds
 
 
+@pytest.mark.full
 def test_a_plan_remembers_it(tmp_path: Any) -> None:
     plan = asked(mesh={"fsdp": 8}, remat={"default": "dots"})
     assert plan.remat == (("default", "dots"),)
@@ -343,6 +345,7 @@ def test_a_name_that_the_model_does_not_give() -> None:
         wh.plan(unrolled, nets(), batches(), cluster="h100:8", remat="named:up,mid")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["gpt-test", pytest.param("moe-test", marks=pytest.mark.full)]
 )

@@ -73,7 +73,7 @@ def ran(loss: Any, model: Any, x: Any, **options: Any) -> tuple[wh.Plan, Any, An
     return plan, step(state, x)[1], evaluated
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -489,7 +489,7 @@ def weights_and_samples() -> tuple[Any, Any]:
     return np.asarray(jax.random.normal(keys[0], (8, 8))), x
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "count, weighted", [(1, False), (1, True), (2, False), (4, False), (4, True)]
 )
@@ -517,6 +517,7 @@ def test_one_micro_batch_reports_all_as_it_is() -> None:
             check_table(found, table, model, x)
 
 
+@pytest.mark.full
 def test_a_mean_that_may_be_another_number_is_noted() -> None:
     model, x = weights_and_samples()
     options = {"mesh": {"data": 2}, "num_micro_batches": 4}

@@ -43,7 +43,7 @@ def like(graph: Graph | None, other: Graph) -> Graph | None:
     return dataclasses.replace(graph, model_hash=other.model_hash)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -170,7 +170,7 @@ def answer(plan: wh.Plan) -> wh.Plan:
     return dataclasses.replace(plan, notes=(), candidates=plan.candidates[:1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -52,7 +52,7 @@ def evaluating() -> TrainStep:
     return wh.compile(plan, job.loss_fn, model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("runner", "options"),
     [
@@ -156,6 +156,7 @@ def by_kind(kind: str) -> tuple[Any, Any, str]:
     return of_linen, {"params": params}, "w.kernel"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["pytree", "linen", "nnx"])
 def test_what_was_trained_may_be_frozen_and_the_other_way_round(
     tmp_path: Path, kind: str

@@ -240,6 +240,7 @@ def test_another_model_is_no_damage(run: Path) -> None:
         resumed(step, train_loop.checkpoints(run))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_resumed_session_says_what_is_damaged(
     run: Path, capsys: pytest.CaptureFixture[str], quiet: bool

@@ -46,6 +46,7 @@ def sent(plan: wh.Plan) -> Counter[str]:
     return found
 
 
+@pytest.mark.full
 def test_what_is_gathered_without_it_goes_round() -> None:
     ring = asked(**RING)
     gather = asked(**{**RING, "attention": "gather"})
@@ -63,7 +64,6 @@ def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
     assert wh.Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.smoke
 def test_the_compiled_program_sends_what_was_planned() -> None:
     job = models.job("gpt-test", annotated=False)
     plan = asked(**RING)
@@ -178,6 +178,7 @@ def test_estimates_run_it_as_asked() -> None:
     assert plan.loss_chunks == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("attention", ["gather", "ring"])
 def test_a_sequence_that_does_not_divide_may_be_padded(attention: str) -> None:
     with pytest.raises(wh.PlanError) as error:
@@ -205,6 +206,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"context": 8}])

@@ -177,7 +177,7 @@ def assert_equal_after_two_steps(loss: Loss, **options: Any) -> wh.Plan:
     return plan
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_sequence_is_sharded_around_what_needs_it_whole(loss: Loss) -> None:
     plan = assert_equal_after_two_steps(loss, **CONTEXT)
@@ -220,7 +220,7 @@ def masked_heads_of_samples(params: Any, tokens: Array) -> Array:
     return cross_entropy(params, x, tokens)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "loss", [padding_mask, masked_heads, masked_heads_of_samples, first_cut_off]
 )

@@ -66,6 +66,7 @@ def test_the_family_is_whole() -> None:
         assert (f"lockstep, {kept}", "scan") in kinds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "strategy", "text"),
     [
@@ -94,6 +95,7 @@ def _planned(name: str) -> tuple[Case, wh.Plan]:
     return _case(name), _plan(_case(name))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -145,6 +147,7 @@ def test_gradients_apart_read_nothing_that_is_gone() -> None:
         assert not run_case(case, steps=1).problems
 
 
+@pytest.mark.full
 def test_two_pipelines_are_one() -> None:
     def loss(model: Any, batch: Any, marked: bool) -> Any:
         for layers in "ab", "cd":

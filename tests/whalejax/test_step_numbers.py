@@ -39,6 +39,7 @@ def step_for(loss: Any, model: Any, batch: Any = None, **options: Any) -> wh.Tra
 # Types.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_complex_gradients_keep_their_imaginary_part(parts: int) -> None:
     model = {"w": jnp.full((8, 4), 0.1 + 0.2j, jnp.complex64)}
@@ -53,6 +54,7 @@ def test_complex_gradients_keep_their_imaginary_part(parts: int) -> None:
     assert np.abs(np.imag(state.params["w"]) - 0.2).max() > 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_weight_beyond_the_narrow_type(dtype: str, parts: int) -> None:
@@ -133,6 +135,7 @@ class Tuned(nnx.Module):
         return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat, lambda f: f])
 def test_frozen_weights_keep_every_bit_in_bfloat16(transform: Any) -> None:
     def loss(model: Tuned, batch: Any) -> Any:
@@ -171,6 +174,7 @@ def test_a_leaf_without_samples_is_not_copied_for_each_micro_batch() -> None:
     assert temporaries[1] < temporaries[0] + table.nbytes
 
 
+@pytest.mark.full
 def test_a_step_and_the_model_it_was_made_from_are_let_go() -> None:
     model = {"w": jnp.ones((8, 4))}
     array = weakref.ref(model["w"])

@@ -98,6 +98,7 @@ def test_loss_falls_and_the_users_arrays_survive() -> None:
     np.testing.assert_array_equal(model["w"], MODEL["w"])
 
 
+@pytest.mark.full
 def test_metrics_of_a_weighted_loss_are_weighed_over_micro_batches() -> None:
     weights = np.arange(1, 17, dtype=np.float32)
 
@@ -219,6 +220,7 @@ def test_axis_names_must_map_to_our_axes() -> None:
         wh.plan(squares, MODEL, BATCH, cluster="h100:8", axis_names={"model": "tensr"})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("batch", "loss"),
     [

@@ -63,6 +63,7 @@ def test_unequal_stages_compute_what_one_device_does(
     assert found.error <= FLOAT64_TOLERANCE
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "mesh"),
@@ -79,6 +80,7 @@ def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None
     assert float(evaluated["loss"]) == pytest.approx(one.loss, rel=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [(1, 4), (4, 1)])
 def test_any_numbers_of_layers(layers: tuple[int, ...]) -> None:
     with jax.enable_x64(True):
@@ -138,6 +140,7 @@ def _assert_same(state: Any, other: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.full
 def test_memory_and_traffic_are_as_predicted() -> None:
     job = job_of(
         "gpt-test",

@@ -165,6 +165,7 @@ def dropping() -> Job:
     )
 
 
+@pytest.mark.full
 def test_weights_masks_counters_and_statistics() -> None:
     """Only a statistic that is no moving average differs: here a maximum."""
     job = dropping()

@@ -61,6 +61,7 @@ def bytes_on_devices(tree: Any) -> list[int]:
     return list(held.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shares, inner",
     [

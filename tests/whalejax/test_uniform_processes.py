@@ -125,6 +125,7 @@ def saved(path: Path) -> list[np.ndarray]:
         return [arrays[f"arr_{place}"] for place in range(len(arrays))]
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion
 @jax.enable_x64(True)
 @pytest.mark.parametrize("name", ["plain", pytest.param("gpt", marks=pytest.mark.full)])

@@ -110,6 +110,7 @@ def test_an_option_the_compiler_does_not_know_is_named() -> None:
         plan.verify(timeout_seconds=300)
 
 
+@pytest.mark.full
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.relaxed_promotion
@@ -194,6 +195,7 @@ def _too_large() -> wh.Plan:
 # This machine's compiler.
 
 
+@pytest.mark.full
 def test_the_local_compiler_answers_with_the_same_table() -> None:
     mesh = {"data": 2, "tensor": 4}
     # Where the sequence is shared out, XLA adds one number to another before it reduces
@@ -210,6 +212,7 @@ def test_the_local_compiler_answers_with_the_same_table() -> None:
     assert not found.unplanned
 
 
+@pytest.mark.full
 def test_a_plan_for_other_hardware_compiles_here_too() -> None:
     plan = planned("mlp-test", "v5e:2x2", batch=32)
     found = plan.verify("local", timeout_seconds=300)
@@ -457,6 +460,7 @@ def test_models_of_modules_that_nobody_else_can_import(
     assert cloudpickle.loads(sent)["loss"](3) == 6
 
 
+@pytest.mark.full
 def test_a_plan_that_the_compiler_refuses_gives_way_to_one_it_accepts() -> None:
     """By prediction the first choice fits to the byte; compiled it needs more."""
     first = planned("mlp-test", "cpu:4", mesh={"data": 4})

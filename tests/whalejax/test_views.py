@@ -119,6 +119,7 @@ def batch() -> dict[str, Array]:
 WAYS: Final = (by_split, by_slices, by_index, by_transpose)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", WAYS)
 def test_however_the_parts_are_picked_both_kernels_are_seen_in_parts(
     parts: Parts,
@@ -133,7 +134,7 @@ def test_however_the_parts_are_picked_both_kernels_are_seen_in_parts(
     assert shapes[BATCH, SEQ, 3 * INNER] == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [0, 3])
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_program_computes_the_same(layers: int, *, remat: bool) -> None:
@@ -254,6 +255,7 @@ def test_a_batch_cut_in_halves_is_still_one_dimension() -> None:
     assert {role.size for role in dims.batch} == {BATCH}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fsdp", [4, 8])
 def test_regrouped_weights_are_still_stored_in_shards(fsdp: int) -> None:
     """Also in more shards than their first part has."""

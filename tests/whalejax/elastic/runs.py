@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.flags import QUICK
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.processes import began_at
 from whalejax.elastic.supervisor.supervisor import FOLDER
@@ -75,6 +76,7 @@ class Run:
             **{k: v for k, v in os.environ.items() if not k.startswith("XLA_")},
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": QUICK,
         }
         with (self.folder / "supervisor.log").open("a") as log:
             self.supervisor = subprocess.Popen(

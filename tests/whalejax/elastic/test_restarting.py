@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import whalejax as wh
+from tests.flags import QUICK
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import ROOT, Run
 from whalejax.elastic.placing import placed
@@ -149,6 +150,7 @@ def test_a_script_goes_on_after_a_loss(tmp_path: Path) -> None:
         **{k: v for k, v in os.environ.items() if not k.startswith("XLA_")},
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK,
     }
     words = ["launch", "--processes", "1:2", "--logs", str(tmp_path)]
     script = Path(__file__).with_name("ordinary.py")

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.flags import QUICK
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
@@ -39,8 +40,12 @@ def processes(
         "key": KEY.hex(),
         "pull_seconds": 3.0,
     }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK,
+    }
     script = str(ROOT / "scripts" / "swarm_peer.py")
     found: list[subprocess.Popen[str]] = []
     try:

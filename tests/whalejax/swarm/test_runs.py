@@ -13,6 +13,7 @@ pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
 STEPS = 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_losses_are_those_of_one_process(clip: float | None) -> None:
     with swarm(jobs.cut(clip), steps=STEPS) as found:
