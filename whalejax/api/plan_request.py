@@ -175,7 +175,7 @@ class PlanQuestion:
         found = question.searched(programs, wanted)
         found = question.finished(found, programs, wanted)
         if self.beside_swarm:
-            notes = (*notes, *swarm_note(self._alone.again, found))
+            notes = [*notes, *swarm_note(self._alone.again, found)]
         found = dataclasses.replace(found, notes=(*found.notes, *notes))
         return self._accepted(found) if self.request.verified else found
 

@@ -111,8 +111,10 @@ def in_slabs(
 
 def _keeps_channels(equation: Any) -> bool:
     """A convolution, each of whose channels of the result is made of all others."""
-    params = equation.params
-    return equation.primitive.name == CONVOLUTION and params["feature_group_count"] == 1
+    if equation.primitive.name != CONVOLUTION:
+        return False
+    groups: int = equation.params["feature_group_count"]
+    return groups == 1
 
 
 def _shard_channels(
