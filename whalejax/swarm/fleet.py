@@ -7,6 +7,7 @@ failed, and which peers are to be left alone for a while.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -47,6 +48,7 @@ class Fleet:
         self._synced: dict[str, tuple[int, int]] = {}
         self._pauses: dict[tuple[str, int], tuple[float, float]] = {}
         self._partners: dict[str, set[str]] = {}
+        self._silent: dict[tuple[str, int], float] = {}
 
     def now(self) -> float:
         """Seconds."""
@@ -127,6 +129,10 @@ class Fleet:
         """A call failed; see ``StageWiring.failed``."""
         with self._lock:
             self._refresh()  # It may be one that was never asked.
+            if ban:
+                newest = [m.expires for m in self.members() if m.name == member.name]
+                key = member.name, member.incarnation
+                self._silent[key] = max(newest, default=member.expires)
             self._wirings[member.stage].failed(
                 member.name,
                 seconds,
@@ -189,10 +195,12 @@ class Fleet:
             self._pauses[key] = now + seconds, seconds
 
     def is_paused(self, member: Member) -> bool:
-        """Whether it is left alone still."""
+        """Whether it is left alone still, or has not been heard of since it failed."""
+        key = member.name, member.incarnation
         with self._lock:
-            until, _ = self._pauses.get((member.name, member.incarnation), (0.0, 0.0))
-            return self._clock() < until
+            until, _ = self._pauses.get(key, (-math.inf, 0.0))
+            silent = member.expires <= self._silent.get(key, -math.inf)
+            return silent or self._clock() < until
 
     def end_pause(self, member: Member) -> None:
         """A peer has done well: its next failure is its first."""

@@ -421,6 +421,19 @@ def test_a_peer_that_refuses_is_asked_again_after_growing_pauses() -> None:
     assert asked == [0.0, 1.0, 3.0, 7.0] and told.count("not synced") == 4
 
 
+def test_a_peer_that_does_not_answer_is_not_waited_for_at_the_next_step() -> None:
+    trainer, registry, clock, _ = newcomers(lambda *given, **more: has_state(), [0, 0])
+    member = trainer.fleet.members()[0]
+    trainer.fleet.failed(member, 1.0, 1.0, ban=True)
+    for now, expected in ((0.0, {"p1"}), (1.0, {"p0", "p1"})):
+        clock.now = now
+        if now:
+            registry.announce("p0", now, incarnation=1)
+        trainer._bring()
+        settled(trainer)
+        assert {m.name for m in trainer.fleet.synced()} == expected
+
+
 def test_of_two_that_begin_with_other_states_one_is_taken() -> None:
     both = threading.Barrier(2)
 
