@@ -81,7 +81,6 @@ def planned_bytes(plan: wh.Plan) -> Counter[str]:
         pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.full),
         pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.full),
         pytest.param({"data": 3}, marks=pytest.mark.full),
-        pytest.param({"data": 2, "fsdp": 2, "width": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -375,21 +375,20 @@ def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
 
 def _ratio(dot: Pair, squared: Pair, nonzero: Any) -> Pair:
     """A dot product over twice a squared norm; 0 where that is."""
-    double = [
-        jnp.where(nonzero, 2 * x, y) for x, y in zip(squared, (1, 0), strict=True)
-    ]
-    return _each(lambda x: jnp.where(nonzero, x, 0), _quotient(dot, tuple(double)))
+    high, low = squared
+    double = jnp.where(nonzero, 2 * high, 1), jnp.where(nonzero, 2 * low, 0)
+    return _each(lambda x: jnp.where(nonzero, x, 0), _quotient(dot, double))
 
 
 def _exponent_range(dtype: Any) -> tuple[int, int]:
     """Exponents of powers of two that are floats, and not denormal."""
-    info = jnp.finfo(dtype)
+    info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     return int(info.minexp), int(info.maxexp) - 1
 
 
 def _power(exponents: Any, dtype: Any) -> Any:
     """Two to some whole powers, exactly; they lie in ``_exponent_range``."""
-    info = jnp.finfo(dtype)
+    info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     bits = jnp.dtype(f"int{info.bits}")
     biased = exponents.astype(bits) + bits.type(info.maxexp - 1)
     return jax.lax.bitcast_convert_type(biased << bits.type(info.nmant), dtype)

@@ -70,7 +70,10 @@ def gradients_of(
     frozen = program.captured.frozen
 
     def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
-        sums, after = executor.gradients_of(own, *_given(shared, batch), first)
+        params, rest, rng, step, scale = shared
+        sums, after = executor.gradients_of(
+            own, params, rest, batch, rng, step, scale, first
+        )
         kept = enumerate(jax.tree.leaves(after))
         return sums, [x for i, x in kept if i not in frozen]
 
@@ -104,10 +107,10 @@ def losses_of(
     """
 
     def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
-        *given, _ = _given(shared, batch)
-        return executor.losses_of(own, *given, first)
+        params, rest, rng, step = shared
+        return executor.losses_of(own, params, rest, batch, rng, step, first)
 
-    shared = params, rest, rng, step, None
+    shared = params, rest, rng, step
     sums = _on_batches(program, of_rank, shared, batch)
     return _summed(program, _with_weights(program, sums))
 
@@ -228,12 +231,6 @@ def _with_weights(program: Program, sums: Sums) -> Sums:
     weight = sums.weight
     count = jnp.asarray(program.plan.num_micro_batches, weight.dtype)
     return dataclasses.replace(sums, weight=jnp.broadcast_to(count, weight.shape))
-
-
-def _given(shared: Any, batch: Sequence[Any]) -> tuple[Any, ...]:
-    """In the order in which the executor takes them."""
-    params, rest, rng, step, scale = shared
-    return params, rest, batch, rng, step, scale
 
 
 def _by_rank(leaf: Any, axis: int, ranks: int) -> Any:
