@@ -158,8 +158,12 @@ class CompilerProfile:
     reduces_at_end: bool = False
     gathers_first: bool = False
     narrow_products: bool = False
-    keeps_halos: bool = False
-    merges_regions: bool = False
+    keeps_halos: bool = dataclasses.field(
+        default=False, metadata={"unless_default": True}
+    )
+    merges_regions: bool = dataclasses.field(
+        default=False, metadata={"unless_default": True}
+    )
     lanes: int = 1
     scatters_whole_torus: bool = True
     scatters_beyond_torus: bool = True

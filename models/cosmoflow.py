@@ -27,6 +27,7 @@ import whalejax as wh
 from whalejax.models.common.batches import default_batch_size, regression_volumes
 from whalejax.models.common.layers import Array, widened
 from whalejax.models.common.names import change, pick
+from whalejax.models.common.volumes import check_extent, layer_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +64,6 @@ SIZES: Final[Mapping[str, CosmoFlowConfig]] = {
 }
 
 
-def _kinds(config: CosmoFlowConfig) -> dict[str, Any]:
-    return {
-        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
-        "param_dtype": jnp.dtype(config.param_dtype),
-    }
-
-
 class CosmoFlow(nnx.Module):
     """The whole model: volumes in, numbers out.
 
@@ -80,7 +74,7 @@ class CosmoFlow(nnx.Module):
 
     def __init__(self, config: CosmoFlowConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        kinds = {**_kinds(config), "rngs": rngs}
+        kinds = layer_options(config.dtype, config.param_dtype, rngs)
         inputs, convolutions, norms = config.inputs, [], []
         for outputs in config.channels:
             convolutions.append(nnx.Conv(inputs, outputs, (3, 3, 3), **kinds))
@@ -158,12 +152,9 @@ def job(
     """
     options = ("batch_size", "learning_rate", "seed")
     config = change(pick(size, SIZES, "CosmoFlow size"), changes, options=options)
-    halvings = 2 ** len(config.channels)
-    if config.extent < 1 or config.extent % halvings:
-        raise wh.WhaleError(
-            f"extent is {config.extent!r}; expected a multiple of {halvings}: "
-            f"{len(config.channels)} convolutions halve the volume each"
-        )
+    halvings = len(config.channels)
+    why = f"{halvings} convolutions halve the volume each"
+    check_extent(config.extent, halvings, why)
     return wh.Job(
         loss_fn=loss_fn,
         make_model=lambda key: make_model(config, key),

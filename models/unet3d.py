@@ -25,6 +25,7 @@ import whalejax as wh
 from whalejax.models.common.batches import default_batch_size, segmented_volumes
 from whalejax.models.common.layers import Array, cross_entropy
 from whalejax.models.common.names import change, pick
+from whalejax.models.common.volumes import check_extent, layer_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +59,13 @@ SIZES: Final[Mapping[str, UNet3DConfig]] = {
 }
 
 
-def _kinds(config: UNet3DConfig, rngs: nnx.Rngs) -> dict[str, Any]:
-    return {
-        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
-        "param_dtype": jnp.dtype(config.param_dtype),
-        "rngs": rngs,
-    }
-
-
 class Block(nnx.Module):
     """Two convolutions of three, each with a normalisation."""
 
     def __init__(
         self, config: UNet3DConfig, inputs: int, outputs: int, rngs: nnx.Rngs
     ) -> None:
-        kinds = _kinds(config, rngs)
+        kinds = layer_options(config.dtype, config.param_dtype, rngs)
         self.convolutions = nnx.List(
             [
                 nnx.Conv(before, outputs, (3, 3, 3), use_bias=False, **kinds)
@@ -105,7 +98,7 @@ class UNet3D(nnx.Module):
 
     def __init__(self, config: UNet3DConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        kinds = _kinds(config, rngs)
+        kinds = layer_options(config.dtype, config.param_dtype, rngs)
         widths = config.channels
         inputs, down = config.inputs, []
         for outputs in widths:
@@ -180,12 +173,9 @@ def job(
     """
     options = ("batch_size", "learning_rate", "seed")
     config = change(pick(size, SIZES, "3-D U-Net size"), changes, options=options)
-    halvings = 2 ** (len(config.channels) - 1)
-    if config.extent < 1 or config.extent % halvings:
-        raise wh.WhaleError(
-            f"extent is {config.extent!r}; expected a multiple of {halvings}: "
-            f"{len(config.channels)} resolutions halve the volume between them"
-        )
+    resolutions = len(config.channels)
+    why = f"{resolutions} resolutions halve the volume between them"
+    check_extent(config.extent, resolutions - 1, why)
     return wh.Job(
         loss_fn=loss_fn,
         make_model=lambda key: make_model(config, key),

@@ -9,12 +9,16 @@ with samples 64 times as large as the 128³ that were trained on before.
 The last line is one JSON object:
 
     memory_ratio      a device's temporaries over (1/p + halo) of one device's
-    halo_bytes_exact  1 where predicted and compiled bytes at borders are the same
+    memory_ratio_tpu  the same of what the TPU compiler takes beyond arguments at most,
+                      for a U-Net on volumes of twice the extent; none without libtpu
+    halo_bytes_exact  1 where predicted and compiled bytes at borders are the same: of
+                      both models, and of convolutions and poolings in loops, in
+                      checkpointed regions, in groups, and beside fsdp and tensor
     max_rel_diff      of gradients, by tensor, against one device
     bytes_read        of a file by one of eight processes, as a part of 1/p
     cosmoflow_512_*   the plan's mesh, bytes on a device and seconds of a step
 
-    python scripts/bench_spatial.py [--extent 32]
+    python scripts/bench_spatial.py [--extent 32] [--no-tpu]
 """
 
 from __future__ import annotations
@@ -33,13 +37,16 @@ from paired import eight_devices
 eight_devices()
 
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import hlo, jobs, models  # noqa: E402
 from whalejax.models import cosmoflow  # noqa: E402
+from whalejax.verification.targets import NoCompiler  # noqa: E402
 
 
 SPACE: Final = {"depth": 2, "height": 2, "width": 2}
@@ -52,11 +59,17 @@ def main() -> None:
     """Measure, and print one line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--extent", type=int, default=32, help="of a volume, in voxels")
+    parser.add_argument("--no-tpu", action="store_true", help="compile for CPU alone")
     arguments = parser.parse_args()
     found = [of_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")]
     report = {
         "memory_ratio": max(one["memory_ratio"] for one in found),
-        "halo_bytes_exact": min(one["halo_bytes_exact"] for one in found),
+        "memory_ratio_tpu": None
+        if arguments.no_tpu
+        else memory_ratio_tpu(2 * arguments.extent),
+        "halo_bytes_exact": min(
+            *(one["halo_bytes_exact"] for one in found), *map(case_exact, CASES)
+        ),
         "max_rel_diff": max(one["max_rel_diff"] for one in found),
         "bytes_read": bytes_read(arguments.extent),
         **cosmoflow_512(),
@@ -129,6 +142,97 @@ def of_model(name: str, extent: int) -> dict[str, Any]:
         "halo_bytes_exact": exact,
         "max_rel_diff": float(f"{difference(*after):.2g}"),
     }
+
+
+def memory_ratio_tpu(extent: int) -> float | None:
+    """Memory beyond arguments on each of eight v5e over (1/p + halo) of one's."""
+    job, found = job_of("unet3d", extent), []
+    for cluster, mesh in (("v5e:1x1", {}), ("v5e:2x4", SPACE)):
+        try:
+            compiled = planned(job, cluster, mesh).verify()
+        except NoCompiler as error:
+            print(error)
+            return None
+        by_name = {one.name: one.compiled or 0 for one in compiled.memory}
+        found.append(by_name["peak"] - by_name["arguments"])
+    print(
+        f"unet3d on TPU v5e, {extent}³: {found[0] / 2**20:.1f} MiB beyond arguments "
+        f"on one device, {found[1] / 2**20:.1f} MiB on each of eight"
+    )
+    return round(found[1] / found[0] / share(extent), 3)
+
+
+def convolved(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
+    """A convolution of images."""
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (1, 1),
+        "SAME",
+        feature_group_count=groups,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def layer(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A convolution in groups, a plain one and a pooling."""
+    x = jnp.tanh(convolved(x, kernel[:, :, :1], x.shape[-1]))
+    return nnx.max_pool(jnp.tanh(convolved(x, kernel)), (3, 3), (1, 1), "SAME")
+
+
+def in_loop(x: jax.Array, kernels: jax.Array) -> jax.Array:
+    """One layer after the other, in a scan."""
+    return jax.lax.scan(lambda c, k: (layer(c, k), None), x, kernels)[0]
+
+
+def in_regions(x: jax.Array, kernels: jax.Array) -> jax.Array:
+    """One after the other, each computed again in the backward pass."""
+    for kernel in kernels:
+        x = jax.checkpoint(layer)(x, kernel)
+    return x
+
+
+def in_turn(x: jax.Array, kernels: jax.Array) -> jax.Array:
+    """Plain convolutions one after the other."""
+    return convolved(jnp.tanh(convolved(x, kernels[0])), kernels[1])
+
+
+CASES: Final = (
+    (in_loop, {"height": 2}),
+    (in_regions, {"height": 2}),
+    (jax.checkpoint(in_loop), {"height": 2, "width": 2}),
+    (in_loop, {"data": 2, "height": 2}),
+    (in_loop, {"fsdp": 2, "height": 2}),
+    (in_turn, {"data": 2, "height": 2, "tensor": 2}),
+)
+"""Layers and the meshes that they are compiled on."""
+
+
+def case_exact(case: tuple[Any, dict[str, int]]) -> int:
+    """Whether the halos of one case are the predicted ones."""
+    net, mesh = case
+    devices = math.prod(mesh.values())
+    kernels = jnp.ones((2, 3, 3, 4, 4))
+    plan = wh.plan(
+        loss := lambda p, batch: jnp.mean(net(batch["x"], p) ** 2),
+        kernels,
+        {"x": jax.ShapeDtypeStruct((4, 16, 16, 4), "float32")},
+        optimizer=kept_gradient(),
+        cluster=f"cpu:{devices}",
+        mesh=mesh,
+        **FIXED,
+    )
+    step = wh.compile(
+        plan,
+        loss,
+        kernels,
+        optimizer=kept_gradient(),
+        devices=jax.devices()[:devices],
+    )
+    predicted = halo_bytes(plan)
+    compiled = permuted_bytes(step.lower().compile().as_text())
+    print(f"{getattr(net, '__name__', net)} on {mesh}: {predicted} B, {compiled} B")
+    return int(predicted == compiled)
 
 
 def halo_bytes(plan: wh.Plan) -> int:

@@ -19,7 +19,7 @@ from whalejax.capture import capture
 from whalejax.models import job as model_job
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.windows import Window, hops
+from whalejax.planner.model.windows import Window
 from whalejax.planner.search.enumerate import Search, ranked
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import decided_on
@@ -113,7 +113,3 @@ def test_halos_are_those_counted_by_hand(span: int, stride: int, parts: int) -> 
     found = window.halo(size, size // stride, parts)
     assert found == by_hand(window, size, size // stride, parts)
     assert found == (low, max(0, span - low - stride))
-
-
-def test_a_halo_wider_than_a_part_takes_hops() -> None:
-    assert hops(5, 4) == (2, 3) and hops(4, 4) == (1, 4)

@@ -111,10 +111,8 @@ def in_slabs(
 
 def _keeps_channels(equation: Any) -> bool:
     """A convolution, each of whose channels of the result is made of all others."""
-    if equation.primitive.name != CONVOLUTION:
-        return False
-    groups: int = equation.params["feature_group_count"]
-    return groups == 1
+    convolves = equation.primitive.name == CONVOLUTION
+    return convolves and bool(equation.params["feature_group_count"] == 1)
 
 
 def _shard_channels(

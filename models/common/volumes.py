@@ -1,0 +1,47 @@
+"""What networks over volumes share: types of their layers, and checks of extents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+import whalejax as wh
+
+
+def layer_options(
+    dtype: str | None, param_dtype: str, rngs: nnx.Rngs
+) -> dict[str, Any]:
+    """Arguments that every layer of Flax NNX takes.
+
+    Args:
+        dtype: compute dtype; follows the parameters where None.
+        param_dtype: dtype of the parameters.
+        rngs: random keys of the parameters.
+    """
+    return {
+        "dtype": None if dtype is None else jnp.dtype(dtype),
+        "param_dtype": jnp.dtype(param_dtype),
+        "rngs": rngs,
+    }
+
+
+def check_extent(extent: int, halvings: int, why: str) -> None:
+    """Refuse a volume that cannot be halved so often.
+
+    Args:
+        extent: of the volume, in voxels.
+        halvings: how often it is halved.
+        why: what halves it, for the error.
+
+    Raises:
+        WhaleError: the extent is no multiple of 2 to the power of ``halvings``.
+
+    >>> check_extent(16, 2, "two poolings halve it")
+    """
+    parts = 2**halvings
+    if extent < 1 or extent % parts:
+        raise wh.WhaleError(
+            f"extent is {extent!r}; expected a multiple of {parts}: {why}"
+        )
