@@ -45,7 +45,7 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draw fewer examples where tests marked ``full`` are left out."""
-    if "not full" in config.getoption("markexpr"):
+    if "not full" in str(config.getoption("markexpr")):
         hypothesis.settings.load_profile("brief")
 
 
