@@ -44,7 +44,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         whole=features.covering, makes=features.meetings, subset=features.pairwise
     ),
     "default features": Family(
-        whole=features.pairwise, makes=features.switched_on, subset=features.default
+        whole=features.plain, makes=features.switched_on, subset=features.default
     ),
     "stages": Family(whole=stages.whole, makes=stages.meetings, subset=stages.subset),
     "default stages": Family(

@@ -195,9 +195,18 @@ def pairwise() -> tuple[Case, ...]:
     return pinned("features", _sensible(), lambda case: case.id)
 
 
+def plain() -> tuple[Case, ...]:
+    """Those of ``pairwise`` without ring attention and chunks, which take longest."""
+    return tuple(
+        case
+        for case in pairwise()
+        if case.strategy.attention != "ring" and case.strategy.loss_chunks == 1
+    )
+
+
 def switched_on(case: Case) -> frozenset[Any]:
-    """Every feature of a case, by itself."""
-    return frozenset(features(case).items())
+    """What is in host memory, narrow or computed again; strategies have the rest."""
+    return frozenset([*case.offload, case.precision, case.remat])
 
 
 @functools.cache

@@ -84,13 +84,16 @@ for line, text in json.load(sys.stdin):
 
 
 LONG: Final = (
+    "checkpoints",
     "coming-from",
+    "elastic",
     "examples",
     "flax",
     "mixed",
     "notebooks",
     "pipelines",
     "spatial",
+    "swarm-planning",
     "taxonomy",
     "verify",
 )

@@ -195,6 +195,7 @@ def test_the_rest_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert said.endswith("; the others went on. It said:\n  [1] boom\n")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("number", "status"),

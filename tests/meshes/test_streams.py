@@ -64,6 +64,7 @@ def full(*, buffered: bool) -> Iterator[None]:
             standard_streams.drop_stdout()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:os.fork")
 @BUFFERED
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

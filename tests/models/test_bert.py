@@ -97,6 +97,7 @@ def test_samples_drop_independently(variables: Any) -> None:
     assert (found[0] != found[1]).any()
 
 
+@pytest.mark.full
 def test_logical_names_stand_on_the_kernels(variables: Any) -> None:
     config = replace(TEST, logical_names=True)
     boxed = jax.jit(lambda key: bert.make_model(config, key))(

@@ -20,6 +20,7 @@ def inputs() -> jax.Array:
     return jax.random.normal(jax.random.key(0), (3, 5, 16))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("factor", [2, 4])
 def test_less_is_sent_and_the_width_comes_back(
@@ -39,6 +40,7 @@ def test_maxout_sends_the_largest_of_each_group() -> None:
     assert np.allclose(border.compress(inputs()), expected, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_all_parameters_are_trained_through_eight_bits(
     layer: type[Bottleneck | Maxout],

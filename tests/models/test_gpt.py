@@ -78,6 +78,7 @@ def test_scanned_layers_compute_the_same(
     assert_close(loss_and_gradients(scanned), (loss, stacked(gradients)))
 
 
+@pytest.mark.full
 def test_remat_changes_no_loss_and_no_gradient(expected: tuple[Any, Any]) -> None:
     assert_close(loss_and_gradients(make(replace(TEST, remat=True))), expected)
 

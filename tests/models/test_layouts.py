@@ -39,6 +39,7 @@ def _job(name: str) -> wh.Job:
     return models.job(name, batch_size=8, annotated=False, **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(NAMES[0], marks=pytest.mark.full), *NAMES[1:]]
 )

@@ -62,6 +62,7 @@ def test_evaluation_uses_the_remembered_statistics(batch: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
+@pytest.mark.full
 def test_shapes_of_the_real_size() -> None:
     config = resnet.SIZES["resnet50"]
     model = nnx.eval_shape(lambda: resnet.ResNet(config, rngs=nnx.Rngs(0)))

@@ -88,6 +88,7 @@ def test_padded_inputs_are_never_seen(name: str) -> None:
     assert (before != logits(name, changed)).any(axis=(1, 2)).all()
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("place", [0, 7, 23])
 def test_later_targets_are_not_seen(name: str, place: int) -> None:

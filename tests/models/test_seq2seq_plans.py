@@ -53,7 +53,7 @@ def sharded(plan: wh.Plan) -> set[str]:
     return {axis for leaf in plan.leaves for dim in leaf.param_spec for axis in dim}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [*NAMES, pytest.param("m6-10b", marks=pytest.mark.full)]
 )

@@ -54,6 +54,7 @@ def test_every_display_has_a_file() -> None:
     assert set(made()) == {path.stem for path in FOLDER.glob("*.txt")}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [n for n in sorted(PLANS)])
 @pytest.mark.parametrize("width", [20, 40, 79, 200])
 def test_no_line_is_wider_than_the_terminal(name: str, width: int) -> None:

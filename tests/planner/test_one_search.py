@@ -308,6 +308,7 @@ def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
     assert compared and known
 
 
+@pytest.mark.full
 def test_what_memory_does_not_hold_after_all_leaves_a_gap() -> None:
     tight = {"memory": 5e7, "mesh": {"stage": 2}, "remat": ()}
     asked = question("gpt-test", "h100:4", 64, options=GPT, **tight)

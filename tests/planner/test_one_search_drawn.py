@@ -122,6 +122,7 @@ def _of(layout: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @settings(
     max_examples=3,
     deadline=None,

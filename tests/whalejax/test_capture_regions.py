@@ -152,6 +152,7 @@ def custom(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return wrapped
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_a_mark_is_seen_through(form: str, ran_before: bool) -> None:

@@ -152,6 +152,7 @@ def test_what_if_of_a_runnable_plan_is_runnable() -> None:
     assert plan.what_if(zero=1).runnable
 
 
+@pytest.mark.full
 def test_unlike_devices_take_unlike_shares() -> None:
     job, model, batch = llama()
     plan = wh.plan(

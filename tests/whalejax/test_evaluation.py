@@ -108,7 +108,7 @@ def check_evaluations(step: wh.TrainStep, state: Any) -> None:
         assert int(found["right"]) == right[:count].sum()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, options, runner",
     [

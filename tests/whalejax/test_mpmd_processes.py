@@ -96,6 +96,7 @@ print(json.dumps(found), flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule, where, count, cluster",
     [

@@ -120,7 +120,7 @@ def test_one_micro_batch() -> None:
     assert found.error <= FLOAT64_TOLERANCE
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mesh"),
     crossed(["1f1b", "gpipe"], [{"stage": 4}, {"stage": 2, "data": 2}]),

@@ -284,6 +284,7 @@ def test_models_without_statistics_do_not_mind_synchronising_them() -> None:
 # Precision.
 
 
+@pytest.mark.full
 def test_bf16_keeps_masters_and_halves_activations() -> None:
     options: dict[str, Any] = {"mesh": {"data": 8}, "zero": 0, "num_micro_batches": 1}
     # Wide enough that its products are not as short in both types.

@@ -324,6 +324,7 @@ def test_weights_that_are_not_trained_are_read_alike() -> None:
     assert kinds(None)["tanh bfloat16"] == 1
 
 
+@pytest.mark.full
 def test_attention_and_logits_are_found_in_it() -> None:
     for stacked in (False, True):
         found = narrowed({"*": "bf16"}, stacked=stacked)

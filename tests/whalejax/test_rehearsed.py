@@ -181,6 +181,7 @@ def test_a_rehearsal_is_of_stages() -> None:
         step.rehearse()
 
 
+@pytest.mark.full
 def test_stages_are_verified_one_by_one() -> None:
     plan = planned("1f1b")
     found = plan.verify("local")

@@ -147,7 +147,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_once_a_step(expected: Any, way: str) -> None:
     (loss, options), (losses, state) = WAYS[way], expected
