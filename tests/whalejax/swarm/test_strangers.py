@@ -149,7 +149,8 @@ def test_sums_that_overflow_are_neither_applied_nor_kept() -> None:
         for peer in found.peers[1:3]:
             Wrong(peer, huge)
         with pytest.raises(
-            WhaleError, match=r"step 0, stage 1: .*the sum of the gradients.*not applied"
+            WhaleError,
+            match=r"step 0, stage 1: .*the sum of the gradients.*not applied",
         ):
             found.run()
         assert not kept and found.serving.trainer.step == 0
