@@ -263,7 +263,7 @@ class _Alone:
         return own[None]
 
     @staticmethod
-    def here(every: Any) -> Any:
+    def local(every: Any) -> Any:
         return every
 
 
@@ -271,15 +271,17 @@ def _butterfly(stacked: Any) -> Any:
     """Adasum by exchanging whole tensors with the partner of each level."""
     columns = stacked.shape[1] // COLUMN
     part = Part(slices=1, here=1, numbers=stacked.shape[1], columns=columns)
-    alone: Any = _Alone(packing=adasum._Packing(parts=(part,), ranks=1))
+    packing = adasum._Packing(parts=(part,), ranks=1)
+    alone: Any = _Alone(packing=packing)
 
     def local(x: Any) -> Any:
         own, level = x.reshape(COLUMN, columns), 1
         while level < RANKS:
             swap = [(r, r ^ level) for r in range(RANKS)]
             other = jax.lax.ppermute(own, "data", swap)
-            rows = jnp.stack([own, other]), None
-            own, level = adasum._level(rows, alone)[0][0], level * 2
+            rows = adasum._Rows.of(jnp.stack([own, other]), packing)
+            own = adasum._level(rows, alone).values(packing)[0].reshape(own.shape)
+            level *= 2
         return own.reshape(-1)
 
     spec = PartitionSpec("data")
