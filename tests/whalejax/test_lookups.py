@@ -181,7 +181,9 @@ def test_in_parts_as_whole(case: str) -> None:
 
 
 def test_where_one_axis_is_left_the_compiler_does_it() -> None:
-    mesh = jax.sharding.AbstractMesh((2, 4, 1), ("stage", "data", "tensor"))
+    kinds = AxisType.Manual, AxisType.Auto, AxisType.Auto
+    names = "stage", "data", "tensor"
+    mesh = jax.sharding.AbstractMesh((2, 4, 1), names, axis_types=kinds)
     with jax.disable_jit():
         traced, _ = _compat.open_jaxpr(jax.make_jaxpr(jnp.sort)(MATRIX))
     (equation,) = [e for e in traced.eqns if e.primitive.name == "sort"]
