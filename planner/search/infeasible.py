@@ -182,11 +182,12 @@ def _uneven_windows(search: Search) -> str:
         f"{row.kind}{f' at {row.scope}' if row.scope else ''}: {window.uneven}"
         for row, window in search.uneven_windows(mesh)
     ]
+    which = f" {'; '.join(dict.fromkeys(found))}." if found else ""
     return (
         "XLA computes convolutions wrongly where their space and the channels of their "
-        "kernel are sharded, so that each device computes its own part there. "
-        f"{'; '.join(dict.fromkeys(found))}. Leave tensor out (fsdp shards what "
-        "weights take of memory), or the spatial axes"
+        f"kernel are sharded, so that each device computes its own part there.{which} "
+        "Leave tensor out (fsdp shards what weights take of memory), or the spatial "
+        "axes"
     )
 
 

@@ -35,7 +35,7 @@ from whalejax.swarm.simulator import DEADLINE_FACTOR, Setting, StageCost, simula
 LATENCY_SECONDS: Final = 0.02  # one way, between homes on one continent
 BUSY: Final = 0.9  # part of the time below which a link is said to bound a peer
 SLOW_BYTES_PER_SECOND: Final = 125e6
-"""A link below which plans say what a swarm would take."""
+"""Plans over links of less say what a swarm would take."""
 _FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
 MOST_CALLS: Final = 20_000  # of a simulated step; larger ones have a closed form
 QUEUE: Final = 2  # micro-batches under way for each peer
@@ -116,7 +116,7 @@ def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
         ),
         default=math.inf,
     )
-    if rate > SLOW_BYTES_PER_SECOND:
+    if rate >= SLOW_BYTES_PER_SECOND:
         return ()
     text = f"{8 * rate / 1e6:.6g}Mb/s"
     try:

@@ -2,8 +2,8 @@
 
 Tensors are pulled from whoever made them; what was computed stays until the step is
 over on all stages. Gradients of a micro-batch are kept apart until the trainer assigns
-them, and are then added in the order of the micro-batches, each peer a part of every
-array, so that all mates hold the same sum whoever computed what.
+them. Then each peer adds up those that it holds, and adds one part of every array of
+these sums in the order of the peers, so that all mates hold the same sum.
 """
 
 from __future__ import annotations

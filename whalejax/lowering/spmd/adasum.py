@@ -128,6 +128,14 @@ class _Packing:
         widths = [part.columns for part in self.parts for _ in range(part.here)]
         return np.repeat(np.arange(len(widths)), widths)
 
+    def by_column(self, each: Sequence[Any]) -> list[Any]:
+        """Values of tensors, (group, tensor), as those of columns, (group, 1, column).
+
+        Args:
+            each: several of them.
+        """
+        return [x[:, self.tensor_of][:, None] for x in each]
+
     def by_tensor(self, columns: Any) -> list[Any]:
         """(…, column) numbers as (…, tensor, column), of as many columns each."""
         found, first = [], 0
@@ -183,15 +191,16 @@ class _Rows:
         """The same with the largest number of each tensor on this device near one."""
         largest = jnp.abs(self.high).max(1)
         found = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
-        most = jnp.concatenate(found, -1)
-        _, exponents = jnp.frexp(most)
-        finite = jnp.where((most > 0) & jnp.isfinite(most), exponents, 0)
-        return self.scaled(-finite, packing)
+        # Zeros are scaled too, which leaves them zero. A second reader of the maxima
+        # would make XLA on CPU search for them again for each number.
+        return self.scaled(-_exponents(jnp.concatenate(found, -1)), packing)
 
     def scaled(self, shifts: Any, packing: _Packing) -> _Rows:
         """The same with so many less in the exponents, (group, tensor)."""
-        by = shifts[:, packing.tensor_of][:, None]
-        high, low = _each(lambda x: _shifted(x, by), self.pair)
+        half = shifts >> 1  # a power of two that is no float is a product of two
+        powers = [_power(x, self.high.dtype) for x in (half, shifts - half)]
+        first, second = packing.by_column(powers)
+        high, low = _each(lambda x: x * first * second, self.pair)
         return _Rows(high=high, low=low, exponents=self.exponents - shifts)
 
     def values(self, packing: _Packing) -> Any:
@@ -297,16 +306,14 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
         for x, e in zip(pair, common, strict=True)
     )
     p, q = (
-        tuple(partial.local(x)[:, packing.tensor_of][:, None] for x in ratio)
-        for ratio in ratios
+        tuple(packing.by_column([partial.local(x) for x in ratio])) for ratio in ratios
     )
     top = jnp.maximum(*common)
     terms = []
     for x, y, ratio, e in ((a, b, p, common[0]), (b, a, q, common[1])):
         removed = _multiplied(ratio, y.pair)
         left = _added(_with_low(x.pair), _each(jnp.negative, removed))
-        shifts = jnp.clip(e - top, least, 0)[:, packing.tensor_of][:, None]
-        weight = _power(shifts, dtype)
+        (weight,) = packing.by_column([_power(jnp.clip(e - top, least, 0), dtype)])
         terms.append(_each(functools.partial(jnp.multiply, weight), left))
     high, low = _added(*terms)
     rest = rows.taken(slice(end, None))
@@ -394,10 +401,15 @@ def _power(exponents: Any, dtype: Any) -> Any:
     return jax.lax.bitcast_convert_type(biased << bits.type(info.nmant), dtype)
 
 
-def _shifted(x: Any, exponents: Any) -> Any:
-    """Numbers times two to some powers, which need not be floats themselves."""
-    half = exponents // 2
-    return x * _power(half, x.dtype) * _power(exponents - half, x.dtype)
+def _exponents(x: Any) -> Any:
+    """Of the least power of two above each number that is not negative, by its bits.
+
+    What is below the least normal number, and zero, is taken as half of it.
+    """
+    info: Any = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call]
+    bits = jnp.dtype(f"int{info.bits}")
+    biased = jax.lax.bitcast_convert_type(x, bits) >> bits.type(info.nmant)
+    return biased.astype(jnp.int32) - jnp.int32(info.maxexp - 2)
 
 
 # Numbers as pairs of floats (Dekker, "A floating-point technique for extending the
