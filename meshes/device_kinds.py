@@ -17,7 +17,14 @@ from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import Efficiency, constants, pace_of, shape_share
 from whalejax.meshes.points import FILLED as FILLED
-from whalejax.meshes.points import ITEM_BYTES, NARROW, Curve, least_seconds
+from whalejax.meshes.points import (
+    IN_A_STEP,
+    ITEM_BYTES,
+    NARROW,
+    Curve,
+    least_seconds,
+    wide_rates,
+)
 from whalejax.meshes.points import BandwidthPoint as BandwidthPoint
 from whalejax.meshes.points import MatmulPoint as MatmulPoint
 from whalejax.meshes.points import Source as Source
@@ -121,6 +128,7 @@ class DeviceKind:
         init=False, repr=False, compare=False, hash=False
     )
     _product_seconds: float = field(init=False, repr=False, compare=False, hash=False)
+    _wide: dict[str, Curve] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -132,10 +140,16 @@ class DeviceKind:
         curves = {key: Curve(points) for key, points in measured.items()}
         object.__setattr__(self, "_matmul", curves)
         least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
-        object.__setattr__(
-            self, "_product_seconds", max(0.0, least - self.op_overhead_seconds)
-        )
+        least = max(0.0, least - self.launch_seconds)
+        object.__setattr__(self, "_product_seconds", least)
+        wide = wide_rates(self.matmul_points, self._product_seconds)
+        curves = {dtype: Curve(points) for dtype, points in wide.items()}
+        object.__setattr__(self, "_wide", curves)
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
+        if self._measured_gpu:
+            # Between two uses of an array a step moves more than a cache holds.
+            most = self.memory_bytes_per_second
+            moved = [(nbytes, min(rate, most)) for nbytes, rate in moved]
         object.__setattr__(self, "_memory", Curve(moved) if moved else None)
         object.__setattr__(self, "_efficiency", {})
 
@@ -254,25 +268,30 @@ class DeviceKind:
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
             _check_amount(name, side, above_zero=True)
         dtype = self.multiplies_in(dtype)
-        found = self._filled(dtype, m, k, n, batch)
         if not self._product_seconds:
-            return found
-        alone = self._narrow(dtype, m, k, n)
-        narrow = (np.minimum(np.minimum(m, k), n) <= NARROW) & (np.asarray(batch) <= 1)
-        found = np.where(narrow, alone, found)
+            return self._filled(dtype, m, k, n, batch)
+        found = self._least_and_roof(dtype, m, k, n, batch)
+        if (dtype, True) in self._matmul:
+            narrow = np.minimum(np.minimum(m, k), n) <= NARROW
+            measured = narrow & (np.asarray(batch) > 1)
+            found = np.where(measured, self._filled(dtype, m, k, n, batch), found)
         return found if np.ndim(found) else float(found)
 
-    def _narrow(self, dtype: str, m: Any, k: Any, n: Any) -> Any:
-        """FLOP/s of a narrow product: what any one takes, and its bytes or its FLOPs.
+    def _least_and_roof(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
+        """FLOP/s by what any product takes, and its bytes or its FLOPs.
 
-        A short product that was measured says what any takes, and no rate; that is the
-        largest that was seen.
+        A short product that was measured says what any takes, and no rate, and a narrow
+        one says what memory does: rates are those of the others.
         """
-        rates = [p.flops_per_second for p in self.matmul_points if p.dtype == dtype]
-        flops, size = 2.0 * m * k * n, ITEM_BYTES.get(dtype, 4)
-        moved = size * (m * k + k * n + m * n) / self.memory_bytes_per_second
-        multiplied = flops / max(rates, default=self.peak_flops(dtype))
-        return flops / (self._product_seconds + np.maximum(moved, multiplied))
+        flops = 2.0 * m * k * n * batch
+        size = ITEM_BYTES.get(dtype, 4)
+        moved = size * (m * k + k * n + m * n) * batch / self.memory_bytes_per_second
+        if dtype in self._wide:
+            rate = self._wide[dtype].at(effective_size(m, k, n))
+        else:
+            rates = [p.flops_per_second for p in self.matmul_points if p.dtype == dtype]
+            rate = max(rates, default=self.peak_flops(dtype))
+        return flops / (self._product_seconds + np.maximum(moved, flops / rate))
 
     def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
         """FLOP/s of a product by its size, narrow ones filled up with zeros."""
@@ -314,7 +333,9 @@ class DeviceKind:
         """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
         The bound by memory is not in it: take the larger of this and
-        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``.
+        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``. On a GPU
+        that was measured it is the time within a step: longer than that of a product
+        alone, which ``matmul_flops_per_second`` gives.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -325,7 +346,16 @@ class DeviceKind:
         """
         _check_amount("count", count, above_zero=True)
         rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
-        return 2.0 * m * k * n * count / rate
+        return 2.0 * m * k * n * count / rate * self._longer
+
+    @property
+    def _longer(self) -> float:
+        """Times as long as it was measured alone that a kernel takes in a step."""
+        return IN_A_STEP if self._measured_gpu else 1.0
+
+    @property
+    def _measured_gpu(self) -> bool:
+        return self.platform == "gpu" and bool(self.matmul_points)
 
     @property
     def least_product_seconds(self) -> float:
@@ -342,10 +372,17 @@ class DeviceKind:
 
     @property
     def launch_seconds(self) -> float:
-        """Fixed cost of one operation of a compiled program."""
-        if not self.curve:
-            return self.op_overhead_seconds
-        return constants().platforms[self.curve].kernel_seconds
+        """Fixed cost of one operation of a compiled program.
+
+        Of a GPU that was measured, at least what kernels of training steps were fitted
+        to cost: one after another of its own kind starts sooner.
+        """
+        if self.curve:
+            return constants().platforms[self.curve].kernel_seconds
+        if self._measured_gpu:
+            fitted = constants().platforms["gpu"].kernel_seconds
+            return max(fitted, self.op_overhead_seconds)
+        return self.op_overhead_seconds
 
     def fresh_seconds(self, nbytes: float) -> float:
         """Seconds that the first touch of so many newly allocated bytes costs.
@@ -397,7 +434,7 @@ class DeviceKind:
             seconds = moved_bytes / self._memory.at(moved_bytes)
         if self.transcendentals_per_second is not None:
             seconds += transcendentals / self.transcendentals_per_second
-        return seconds
+        return seconds * self._longer
 
 
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:

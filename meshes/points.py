@@ -93,6 +93,11 @@ NARROW = 128
 ITEM_BYTES = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1, "f4": 0.5}
 """Of an element of a product."""
 
+IN_A_STEP = 1.24
+"""Times as long as alone that a kernel of a GPU takes within a training step: power
+bounds clocks, and arrays lie as the program left them. Fitted to five steps of GPTs on
+an H200 whose kernels were measured alone (``measured/h200.json``)."""
+
 HARDLY_MORE = 2.0
 """Times that of the shortest product: where none took more, nothing is known of it."""
 
@@ -106,6 +111,29 @@ def least_seconds(points: Sequence[MatmulPoint]) -> float:
     each = [2.0 * p.m * p.k * p.n * p.batch / p.flops_per_second for p in points]
     least = min(each, default=0.0)
     return least if any(t >= HARDLY_MORE * least for t in each) and least else 0.0
+
+
+def wide_rates(
+    points: Sequence[MatmulPoint], least: float
+) -> dict[str, list[tuple[float, float]]]:
+    """FLOP/s by type and effective size, of products that say something of a rate.
+
+    Those that are wide, alone, and took well longer than any product takes.
+
+    Args:
+        points: that were measured.
+        least: seconds of each that are not counted in the rates.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    long = HARDLY_MORE * least_seconds(points)
+    for p in points:
+        flops = 2.0 * p.m * p.k * p.n
+        seconds = flops / p.flops_per_second
+        if p.batch > 1 or min(p.m, p.k, p.n) <= NARROW or seconds < long:
+            continue
+        size = float(effective_size(p.m, p.k, p.n))
+        found.setdefault(p.dtype, []).append((size, flops / (seconds - least)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,28 +7,36 @@ device's peak memory never goes down again. On accelerators the GPTs have 125 mi
 
     python scripts/bench_device.py [--models gpt-small,resnet50] [--batches 1,4]
                                    [--remat none,full] [--steps 5] [--rows FILE.json]
-                                   [--seconds 480] [--seed 0]
+                                   [--seconds 480] [--seed 0] [--jobs 3]
     python scripts/bench_device.py --topology h100:1
 
 Cases run in an order drawn with --seed, and none is begun after --seconds; how many
-were left out is said. With --topology nothing is run and nothing timed: the real
-compiler of hardware that need not be here says what memory it needs (``whalejax verify
---setup-gpu`` once, or the extra tpu-compile). Memory that was measured is what the
-device says it held at most; where a device does not say, as a CPU, what its compiler
-says. --rows writes down all rows. The last line is one JSON object: time_mean,
-time_max, memory_mean and memory_max (errors relative to what was measured), false_fits
-(predicted to fit, and did not), left_out (cases that --seconds did not reach).
+were left out is said. --jobs of them are imported, planned and traced at a time; what
+uses the device, autotuning included, one alone. With --topology nothing is run and
+nothing timed: the real compiler of hardware that need not be here says what memory it
+needs (``whalejax verify --setup-gpu`` once, or the extra tpu-compile). Memory that was
+measured is what the device says it held at most; where a device does not say, as a CPU,
+what its compiler says. --rows writes down all rows. The last line is one JSON object:
+time_mean, time_max, memory_mean and memory_max (errors relative to what was measured),
+false_fits (predicted to fit, and did not), left_out (cases that --seconds did not
+reach).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -186,8 +194,10 @@ def measured_row(case: argparse.Namespace) -> Row:
         batch=batch,
         devices=[device],
     )
+    step.lower()
     try:
-        seconds = _timed(step, job, batch, case.steps)
+        with _alone(case.lock):
+            seconds = _timed(step, job, batch, case.steps)
     except jax.errors.JaxRuntimeError as error:
         if FULL_MEMORY not in str(error):
             raise
@@ -197,6 +207,15 @@ def measured_row(case: argparse.Namespace) -> Row:
         stats = step.lower().compile().memory_analysis()
         nbytes = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return Row(**row, measured_seconds=seconds, measured_bytes=int(nbytes))
+
+
+@contextmanager
+def _alone(lock: str) -> Iterator[None]:
+    """While no other case holds the lock, a file's path."""
+    with open(lock or os.devnull, "w", encoding="utf-8") as file:
+        if lock:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _timed(step: Any, job: Any, batch: Any, steps: int) -> float:
@@ -272,8 +291,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--topology", default="", metavar="h100:1")
     parser.add_argument("--rows", type=Path, metavar="FILE.json")
+    parser.add_argument("--lock", default="", help=argparse.SUPPRESS)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -286,18 +307,30 @@ def main() -> None:
     started = time.perf_counter()
     rows: list[Row] = []
     options = ["--steps", str(arguments.steps), "--topology", arguments.topology]
-    left_out = 0
-    for case in cases(arguments):
+    environment = dict(os.environ)
+    if arguments.jobs > 1:
+        # Processes that wait for their turn must leave the device's memory free.
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+    def done(case: list[str]) -> bool:
+        """Whether there was time for it; its row is printed and kept."""
         if time.perf_counter() - started > arguments.seconds:
-            left_out += 1
-            continue
+            return False
         command = [sys.executable, __file__, "--one", *case, *options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(Row(**json.loads(done.stdout.splitlines()[-1])))
+        said = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=environment
+        )
+        rows.append(Row(**json.loads(said.stdout.splitlines()[-1])))
         print(rows[-1], flush=True)
         if arguments.rows:
             text = json.dumps([asdict(row) for row in rows], indent=1)
             arguments.rows.write_text(text + "\n", encoding="utf-8")
+        return True
+
+    with tempfile.TemporaryDirectory() as folder:
+        options += ["--lock", str(Path(folder) / "device")]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            left_out = list(pool.map(done, cases(arguments))).count(False)
     print(json.dumps({**results(rows), "left_out": left_out}))
 
 

@@ -86,9 +86,7 @@ class Views:
         self.own_kernels = [op.kernel for op in graph.ops]
         self.kernels = self.own_kernels
         if fuses:
-            flow = Dataflow(
-                graph=graph, maker=self.maker, readers=self.readers, again=self.again
-            )
+            flow = Dataflow(graph=graph, maker=self.maker, readers=self.readers)
             self.kernels = normalization_kernels(flow)
         self.slots = [self._slot(t, dims.layouts[t]) for t in range(count)]
         self.present = [self._present(i) for i in range(len(graph.ops))]

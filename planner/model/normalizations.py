@@ -2,11 +2,10 @@
 
 XLA for GPUs computes a reduction over a row and the operations that read both its
 result and the row itself in one kernel: the row is read once, however many passes over
-it the program writes down. That holds where the backward pass computes them again: what
-it reads instead has to be written, and the kernel falls apart. Measured with three
-GPTs on an H200 (2026-11-26, five steps): as kernels, steps under remat "dots" are
-predicted 17 % short to 1 % long (20 to 42 % long as separate operations); without
-remat, 6 % short to 11 % long as separate operations (7 to 35 % short as kernels).
+it the program writes down. So it is with and without remat: the programs that JAX
+0.10.2 compiles for an H100 of GPTs with 12 and 24 layers hold one kernel of a softmax
+forward and one backward in each layer, and a gpt-small of 16 samples takes 68 ms
+without remat, which as separate operations would be 92 ms.
 
 The operations of such kernels are found here; which compilers make them says
 ``meshes.CompilerProfile``.
@@ -33,13 +32,11 @@ class Dataflow:
         graph: the operations.
         maker: by tensor, the operation that makes it, or None.
         readers: by tensor, the operations that read it, and as which operand.
-        again: by operation, whether the backward pass runs it again.
     """
 
     graph: Graph
     maker: Sequence[int | None]
     readers: Sequence[Sequence[tuple[int, int]]]
-    again: Sequence[bool]
 
 
 def normalization_kernels(flow: Dataflow) -> list[int | None]:
@@ -58,7 +55,7 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
     found = _Kernels(flow=flow, group=list(range(len(flow.graph.ops))))
     for index, op in enumerate(flow.graph.ops):
         single = op.kernel is None and len(op.results) == 1
-        if single and op.kind.startswith("reduce") and flow.again[index]:
+        if single and op.kind.startswith("reduce"):
             found.add(index, op)
     return found.numbers()
 
@@ -150,7 +147,7 @@ class _Kernels:
 
     def _passes(self, index: int) -> bool:
         op = self.flow.graph.ops[index]
-        if op.kernel is not None or len(op.results) != 1 or not self.flow.again[index]:
+        if op.kernel is not None or len(op.results) != 1:
             return False
         return op.elementwise or op.reshape or op.kind == "broadcast_in_dim"
 

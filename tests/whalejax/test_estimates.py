@@ -430,6 +430,7 @@ def test_micro_batches_are_those_of_all_replicas_whether_they_run_or_not() -> No
 @pytest.mark.filterwarnings("ignore:one of 2 stages")
 def test_each_stage_is_held_to_the_memory_of_its_own_device() -> None:
     asked: dict[str, Any] = {"mesh": {"stage": 2}, "remat": "none", "offload": ()}
+    asked["num_micro_batches"] = 4
     plan = gpt("h100:1+v100-16:1", 8, name="gpt-xl", **asked)
     # Together they hold what neither holds alone; most layers lie on the larger one.
     assert not plan.runnable and plan.stages is not None
