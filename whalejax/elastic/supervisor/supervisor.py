@@ -104,6 +104,8 @@ def _shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str
                 f"no checkpoint after step {fields['step']}, and the run goes on: "
                 f"{fields['why']}"
             )
+        case "unfit":
+            return f"{fields['count']} processes have no plan: {fields['why']}"
         case "short":
             return (
                 f"{len(fields['members'])} members are left, of at least "
