@@ -492,9 +492,15 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "num_micro_batches": None,
             "precision": "f32",
             "seed": 0,
+            "mesh": None,
         },
         legal={
             "save": ("none text", "no checkpoints, or a folder of any name"),
+            "mesh": (
+                "none dict entry function class",
+                "a whole replica in each process, sizes of any axes, or what gives "
+                "them for a number of devices, which wh.plan checks",
+            ),
             "batch": ("none", "the job's own"),
             "num_micro_batches": ("none", "the largest that divides the batch"),
             "precision": ("dict", "no TaskGraph has one of its own"),

@@ -25,7 +25,7 @@ def refusal(asked: Any) -> str:
     >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
     ('', '', 'sizes of at least 1, or -1 for the one a')
     """
-    if callable(asked) or asked == AUTO:
+    if callable(asked) or (isinstance(asked, str) and asked == AUTO):
         return ""
     if not isinstance(asked, Mapping) or not all(isinstance(k, str) for k in asked):
         return (

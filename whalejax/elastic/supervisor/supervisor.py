@@ -8,6 +8,7 @@ back, and they do not stop for it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -150,6 +151,27 @@ def _tell_user(text: str) -> None:
             print(f"whalejax: {text}", file=sys.stderr, flush=True)
 
 
+def _write_pointer(path: Path, said: Mapping[str, str]) -> None:
+    """Write what helps to find a run; it goes on where a full disk does not take it.
+
+    Raises:
+        OSError: for another reason than a full disk.
+    """
+    draft = path.with_name(f".{path.name}")
+    try:
+        draft.write_text(json.dumps(said))
+        draft.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        _tell_user(
+            f"{path} cannot be written ({error.strerror}); the run goes on, and "
+            "whalejax status does not find it by that"
+        )
+
+
 def _remove_unfinished(folder: Path) -> None:
     """Remove what was being written or removed by members that were killed then."""
     with contextlib.suppress(OSError):
@@ -284,9 +306,8 @@ class Supervisor:
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
-        draft = self._folder / f".{ADDRESS}"
-        draft.write_text(json.dumps({"address": joined_address(*self._address)}))
-        draft.replace(self._folder / ADDRESS)
+        address = {"address": joined_address(*self._address)}
+        _write_pointer(self._folder / ADDRESS, address)
         for end in (self._wakes, self._woken):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._events)
@@ -504,8 +525,8 @@ class Supervisor:
             return ""
         try:
             self._held.enter_context(FolderLock(Path(save)))
-            pointer = Path(save) / f"{FOLDER}.json"
-            pointer.write_text(json.dumps({"folder": str(self._folder.absolute())}))
+            folder = {"folder": str(self._folder.absolute())}
+            _write_pointer(Path(save) / f"{FOLDER}.json", folder)
         except WhaleError as error:
             return str(error)
         except OSError as error:
