@@ -106,7 +106,8 @@ class SpreadPrograms:
         batch = self._job.batch_at(step, self.size)
         if jax.process_count() == 1:
             return batch
-        leaves, tree = jax.tree.flatten(batch)
+        leaves = jax.tree.leaves(batch)
+        tree: Any = jax.tree.structure(batch)
         rows = self.step.batch_rows()
         return tree.unflatten(
             leaf if axis is None else np.take(np.asarray(leaf), rows, axis)
