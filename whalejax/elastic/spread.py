@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,9 @@ import jax
 
 from whalejax.cli import train_loop
 from whalejax.distributed.init_distributed import init_distributed
+from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control
+from whalejax.elastic.copying import Copying
 from whalejax.elastic.member import Training
 from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.elastic.placing import connection, placed
@@ -32,11 +35,14 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
+from whalejax.runtime.resume import agreed_checkpoints
 from whalejax.runtime.state import TrainState
 
 
 _TERMINATED_STATUS: Final = 143
 _KEEP_SECONDS: Final = 300.0
+_STOPS: Final = "stops"
+_COPIES: Final = "copies"
 _FLUSH_SECONDS: Final = 5.0
 _MOST_WORDS: Final = 2000
 
@@ -65,6 +71,7 @@ class SpreadMember:
         self._make, self._training, self._facts = programs, training, facts
         self._supervised = supervised
         self._control: Control | None = None
+        self._copying: Copying | None = None
         self._programs: SpreadPrograms
         self._changed = threading.Condition()
         self._asked = -1
@@ -84,7 +91,7 @@ class SpreadMember:
             self._phase(COMPILING)
             self._plan()
             self._phase(RESTORING)
-            state, source = self._programs.begun(self._training.save)
+            state, source = self._begun()
             done = int(state.step)
             self._post_first("recovered", step=done, source=source)
             yield from self._steps(state, done)
@@ -95,11 +102,13 @@ class SpreadMember:
             if control is not None:
                 control.step = done
                 self._phase(WAITING)  # Steps are between the processes.
-                if self._is_to_stop():
-                    self._stop(state, done)
+                self._agree(state, done)
+            began = time.monotonic()
             state, metrics = self._programs.step(state, self._programs.batch(done))
             loss = float(metrics["loss"])
             done += 1
+            if self._copying is not None:
+                self._copying.took(time.monotonic() - began)
             self._committed(done, loss)
             if done % self._training.save_every == 0 or done == self._training.steps:
                 self._save(state, done)
@@ -147,6 +156,29 @@ class SpreadMember:
             self._control.post("unfit", count=jax.process_count(), why=why)
             while True:  # The supervisor ends it, and starts as many as there fit.
                 self._wait()
+
+    def _begun(self) -> tuple[TrainState, str]:
+        """The newest state that there is, and where it was found."""
+        save, control = self._training.save, self._control
+        if control is None or self._training.copy_every == 0:
+            return self._programs.begun(save)
+        self._copying = Copying(
+            self._programs.step,
+            Path(os.environ[KEY_FILE]).parent,
+            control.generation,
+            every=self._training.copy_every,
+            mtbf=self._training.mtbf,
+            tell=self._not_copied,
+        )
+        paths = agreed_checkpoints(save) if save is not None else []
+        saved = int(paths[0].name.removeprefix("step_")) if paths else 0
+        state = self._copying.newest(saved)
+        if state is not None:
+            return state, f"copies in memory, of step {int(state.step)}"
+        return self._programs.begun(save)
+
+    def _not_copied(self, done: int, why: str) -> None:
+        self._post_first("not_copied", step=done, why=why[:_MOST_WORDS])
 
     def _plan_ahead(self) -> None:
         """Find out, beside the steps, for which next numbers there is no plan."""
@@ -200,20 +232,30 @@ class SpreadMember:
             self._changed.notify_all()
         return True
 
-    def _is_to_stop(self) -> bool:
-        """Whether a process was asked to stop, which all of them find alike."""
+    def _agree(self, state: TrainState, done: int) -> None:
+        """Stop or copy, where a process was asked to or the first finds it due."""
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
             self._control.post("leaving", why="it was told to end (SIGTERM)")
-        mine = "stops" if self._asked >= 0 or self._leaves else ""
-        return any(told_by_all(mine, "whether to stop"))
+        due = self._copying is not None and self._copying.is_due(done)
+        mine = _COPIES if due else ""
+        if self._asked >= 0 or self._leaves:
+            mine = _STOPS
+        said = told_by_all(mine, "whether to stop")
+        if _STOPS in said:
+            self._stop(state, done)
+        elif said[0] == _COPIES and self._copying is not None:
+            self._copying.copy(state, done)
 
     def _stop(self, state: TrainState, done: int) -> None:
         """Save, say so, and wait to be ended or let go."""
         assert self._control is not None
         if done and self._training.save is not None:
             self._save(state, done)
+        if done and self._copying is not None:
+            self._copying.copy(state, done)
+            self._copying.wait()
         told = -1
         with self._changed:
             self._stopped = True

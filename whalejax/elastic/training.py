@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from whalejax.api.losses import Job
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
-from whalejax.meshes.checks import Arguments
+from whalejax.meshes.checks import Arguments, is_number
 from whalejax.runtime.state import TrainState
+
+
+_LONGEST_SECONDS: Final = 10**10
 
 
 def train_elastic(
@@ -26,6 +29,8 @@ def train_elastic(
     precision: str | Mapping[str, str] = "f32",
     seed: int = 0,
     mesh: Mapping[str, int] | Callable[[int], Mapping[str, int]] | str | None = None,
+    copy_every: int | None = None,
+    mtbf: float = 3600.0,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train a job with whoever is there, under ``whalejax launch --processes MIN:MAX``.
 
@@ -53,9 +58,13 @@ def train_elastic(
             ``{"fsdp": -1, "tensor": 2}`` where -1 takes all that is left; or a
             function that gives them for a number of devices. The processes meet by
             the platform's collectives and begin anew, with another plan, when they
-            change: from their newest checkpoint where one was lost, without losing a
-            step where one is told to end or others come. A number of processes for
-            which there is no plan is not used, and the reason is in the journal.
+            change: from their newest state where one was lost, without losing a step
+            where one is told to end or others come. A number of processes for which
+            there is no plan is not used, and the reason is in the journal.
+        copy_every: with ``mesh``, steps between copies of the shards in the memory of
+            the machine, which outlive the processes and are read before a checkpoint
+            is; the best number by Daly's formula if left out, none are made if 0.
+        mtbf: mean seconds between failures, for that formula.
 
     Yields:
         The state after each step from where this process joined, and its metrics:
@@ -83,12 +92,19 @@ def train_elastic(
     problems.whole("seed", seed)
     if mesh is not None and (expected := refusal(mesh)):
         problems.refuse("mesh", mesh, expected)
+    problems.whole("copy_every", copy_every, least=0, none=True)
+    if not is_number(mtbf) or not 0 < mtbf < _LONGEST_SECONDS:
+        problems.refuse(
+            "mtbf", mtbf, f"seconds, more than 0 and below {_LONGEST_SECONDS}"
+        )
     problems.raise_if_any()
     training = Training(
         steps=steps,
         save=None if save is None else Path(save),
         save_every=save_every,
         keep=keep,
+        copy_every=copy_every,
+        mtbf=float(mtbf),
     )
     settings: dict[str, Any] = {
         "batch": batch,

@@ -50,6 +50,7 @@ def main() -> None:
             save_every=options["save_every"],
             num_micro_batches=options["micro_batches"],
             mesh=MESHES[options["mesh"]],
+            copy_every=options.get("copy_every", 0),
         ):
             said = {
                 "step": int(state.step),

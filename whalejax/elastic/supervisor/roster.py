@@ -192,6 +192,9 @@ class Roster(RunEnds):
         self._record("recovered", name=member.name, step=step, source=source)
         self.pace.begun(step, now)
 
+    def _not_copied(self, now: float, member: Member, step: int, why: str) -> None:
+        self._record("not_copied", name=member.name, step=step, why=why)
+
     def _not_saved(self, now: float, member: Member, step: int, why: str) -> None:
         self._record("not_saved", name=member.name, step=step, why=why)
 

@@ -40,6 +40,7 @@ from whalejax.elastic.supervisor.member_record import (
     WriteEvent,
 )
 from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.settings import Settings
 from whalejax.elastic.wire.acceptor import Acceptor
@@ -105,6 +106,8 @@ def _shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str
                 f"no checkpoint after step {fields['step']}, and the run goes on: "
                 f"{fields['why']}"
             )
+        case "not_copied":
+            return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
             return f"{fields['count']} processes have no plan: {fields['why']}"
         case "short":
@@ -229,6 +232,7 @@ class Supervisor:
             assert self._end is not None
             if self._save is not None:
                 _remove_unfinished(self._save)
+            remove_copies(self._folder)
             _tell_user(self._end.text)
             return self._end.status
 
@@ -266,6 +270,7 @@ class Supervisor:
         else:
             host, port = self._address
             told = {"host": host, "port": port, "machine": machine()}
+            remove_copies(self._folder)  # Of a run that nobody could end in order.
             self._journal.write("opened", told)
             if self._run.command:
                 self._membership.begin(time.monotonic())
