@@ -130,7 +130,7 @@ def _spread(
 
     facts = {k: str(settings[k]) for k in ("batch", "precision", "seed")}
     facts["asked micro-batches"] = str(settings["micro_batches"])
-    if not callable(mesh):
+    if isinstance(mesh, Mapping | str):
         facts["mesh"] = str(mesh)
     member = SpreadMember(
         lambda: SpreadPrograms(job, mesh=mesh, **settings),

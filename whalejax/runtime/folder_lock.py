@@ -88,13 +88,13 @@ class FolderLock:
         """Write down who holds the folder; a full disk takes nothing of the lock.
 
         What an earlier run has left is written over before it is cut to length, which
-        needs no space.
+        needs no space. A folder that is new is refused: nothing could be saved there.
         """
         text = json.dumps(_who()).encode()
         try:
             os.pwrite(self._opened, text, 0)
         except OSError as error:
-            if error.errno not in _FULL or not self._is_locked:
+            if error.errno not in _FULL or self._is_new or not self._is_locked:
                 raise
             text = b""
         os.ftruncate(self._opened, len(text))
