@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic import job as example
-from tests.whalejax.elastic.test_spread import within
+from tests.whalejax.elastic.test_spread import in_order, within
 from whalejax.elastic import copies, copying
 from whalejax.elastic.copies import BadCopies, Copied, Copies, read_copies, whole_sets
 from whalejax.elastic.copying import Copying
@@ -152,7 +152,8 @@ def test_a_loss_costs_no_more_than_the_steps_since_a_copy(tmp_path: Path) -> Non
         save_every=1000,
         copy_every=1,
     )
-    assert counts == [3, 2]
+    assert in_order([3, 2], counts)
     told = [e["source"] for e in events if e["event"] == "recovered"]
-    assert told[0] == "a new state" and told[1].startswith("copies in memory, of step")
+    assert told[0] == "a new state" and len(told) >= 2
+    assert all(source.startswith("copies in memory, of step") for source in told[1:])
     assert not memory_folder(tmp_path / "elastic").exists()
