@@ -113,11 +113,17 @@ def main() -> None:
         _work(arguments)
         return
     from whalejax.distributed.cgroup_quota import why_no_quota
-    from whalejax.distributed.launcher import free_port
+    from whalejax.distributed.reserved_port import reserve_port
 
     if problem := why_no_quota():
         sys.exit(problem)
-    command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
+    command = [
+        sys.executable,
+        *sys.argv,
+        "--port",
+        str(reserve_port("127.0.0.1")),
+        "--process",
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     running = [

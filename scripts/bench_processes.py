@@ -65,9 +65,15 @@ def main() -> None:
         return
     if not arguments.default_malloc:
         keep_memory()
-    from whalejax.distributed.launcher import free_port
+    from whalejax.distributed.reserved_port import reserve_port
 
-    command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
+    command = [
+        sys.executable,
+        *sys.argv,
+        "--port",
+        str(reserve_port("127.0.0.1")),
+        "--process",
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     running = [

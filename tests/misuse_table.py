@@ -492,9 +492,19 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "num_micro_batches": None,
             "precision": "f32",
             "seed": 0,
+            "mesh": None,
+            "copy_every": None,
+            "mtbf": 60.0,
         },
         legal={
             "save": ("none text", "no checkpoints, or a folder of any name"),
+            "copy_every": ("none zero", "the best number, or no copies"),
+            "mtbf": ("half", "any positive number of seconds"),
+            "mesh": (
+                "none dict entry function class",
+                "a whole replica in each process, sizes of any axes, or what gives "
+                "them for a number of devices, which wh.plan checks",
+            ),
             "batch": ("none", "the job's own"),
             "num_micro_batches": ("none", "the largest that divides the batch"),
             "precision": ("dict", "no TaskGraph has one of its own"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.flags import QUICK
+from whalejax.distributed.reserved_port import reserve_port
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -54,7 +55,9 @@ def start(
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": QUICK,
     }
-    known = str(count), str(free_port()), str(devices), *map(str, arguments)
+    # Held, so that no other program gets it before the first of them listens there.
+    port = reserve_port("127.0.0.1")
+    known = str(count), str(port), str(devices), *map(str, arguments)
     return [
         subprocess.Popen(
             [sys.executable, "-c", START + program, str(index), *known],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -524,3 +525,26 @@ def test_the_first_process_says_which_checkpoints_there_are(
         seen_by(patch, 1, json.dumps([[], "it cannot be listed"]))
         with pytest.raises(WhaleError, match="it cannot be listed"):
             resume.agreed_checkpoints(tmp_path)
+
+
+def test_a_full_disk_takes_nothing_of_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(opened: int, data: bytes, place: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_lock.os, "pwrite", full)
+        with FolderLock(tmp_path):
+            with pytest.raises(WhaleError, match="is in use by another run"):
+                FolderLock(tmp_path).__enter__()
+        # Where nothing but the text can hold the folder, it is refused.
+        patched.setattr(folder_lock.fcntl, "flock", unsupported)
+        with pytest.raises(WhaleError, match="No space left on device"):
+            FolderLock(tmp_path).__enter__()
+    with FolderLock(tmp_path):
+        assert folder_lock.is_held(tmp_path)
+
+
+def unsupported(opened: int, how: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

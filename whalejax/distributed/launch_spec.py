@@ -29,6 +29,7 @@ from whalejax.distributed.launch_env import (
     joined_address,
     split_address,
 )
+from whalejax.distributed.reserved_port import HELD_PORT, is_held, reserve_port
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -144,14 +145,25 @@ class Launch:
     def coordinator(self) -> str:
         """Where process 0 listens, ``"host:port"``.
 
+        A port of this machine is held by this process until ``release_port``: one that
+        is merely free can be another program's by the time that process 0 listens.
+
         Raises:
-            WhaleError: it is to be here, and the port is in use.
+            WhaleError: it is to be here, and the port is in use, or none is free.
         """
         if not self.is_local():
             return joined_address(self.hosts[0], self.port or PORT)
         if self.port is not None:
             _check_free(self.port)
-        return f"127.0.0.1:{self.port or free_port()}"
+        try:
+            port = reserve_port("127.0.0.1", self.port or 0)
+        except OSError as error:
+            raise WhaleError(
+                "no port of this machine can be held for process 0 to listen at "
+                f"({error.strerror or error}). Give another --port, or stop what "
+                "holds so many"
+            ) from error
+        return f"127.0.0.1:{port}"
 
     def listens(self, coordinator: str) -> str:
         """What can be reached from where while the processes run."""
@@ -172,7 +184,10 @@ class Launch:
 
     def environment_of(self, rank: int, coordinator: str) -> dict[str, str]:
         """What tells a process who is who."""
+        port = split_address(coordinator)[1]
+        held = {HELD_PORT: str(port)} if is_held(port) else {}
         return {
+            **held,
             COORDINATOR: coordinator,
             NUM_PROCESSES: str(self.processes),
             PROCESS_ID: str(rank),
@@ -237,11 +252,3 @@ def _check_free(port: int) -> None:
                 f"({error.strerror}). Leave it out for a free one, give another, or "
                 "stop what holds it"
             ) from error
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

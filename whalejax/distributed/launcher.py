@@ -13,10 +13,11 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 
+from whalejax.distributed.launch_env import split_address
 from whalejax.distributed.launch_spec import Launch as Launch
-from whalejax.distributed.launch_spec import free_port as free_port
 from whalejax.distributed.launch_spec import is_here as is_here
 from whalejax.distributed.process_group import ProcessGroup
+from whalejax.distributed.reserved_port import release_port
 from whalejax.distributed.standard_streams import hold_standard_streams
 from whalejax.meshes.errors import WhaleError
 
@@ -42,14 +43,16 @@ def run(launch: Launch) -> int:
         WhaleError: a log or a process cannot be made, or the port is in use.
     """
     hold_standard_streams()
-    coordinator, given = launch.coordinator(), launch.shared_environment()
+    given = launch.shared_environment()
     try:
         launch.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WhaleError(
             f"--logs {launch.logs}: {error.strerror}. Name a folder that can be made"
         ) from error
+    coordinator = launch.coordinator()
     with _terminated(), contextlib.ExitStack() as stack:
+        stack.callback(release_port, split_address(coordinator)[1])
         group = ProcessGroup(launch, stack)
         try:
             group.start(coordinator, given)

@@ -53,6 +53,7 @@ class Control:
         name: under which it goes; empty before it is admitted.
         goodput: of the run, as the supervisor last said.
         phase, step, done: what its beats tell; set by the member.
+        generation: that began last, of a process that was placed in one.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Control:
         self.key = load_key(Path(key_file))
         self.name, self.goodput = "", 1.0
         self.phase, self.step, self.done = "starting", -1, 0
+        self.generation = 0
         self._registers = registers
         self._seconds = supervisor_seconds
         self._channel: Channel | None = None

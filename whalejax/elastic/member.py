@@ -57,12 +57,17 @@ class Training:
         steps: of the whole run.
         save: folder of checkpoints, or None.
         save_every, keep: steps between checkpoints, and how many stay.
+        copy_every: steps between copies in memory, of a model over several processes;
+            None finds the best number, 0 makes none.
+        mtbf: seconds between failures, for that.
     """
 
     steps: int
     save: Path | None
     save_every: int
     keep: int
+    copy_every: int | None = None
+    mtbf: float = 3600.0
 
 
 class _Regroup(Exception):

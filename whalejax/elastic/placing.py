@@ -13,8 +13,8 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.distributed.launch_env import (
     KEY_FILE,
@@ -27,19 +27,39 @@ from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.phases import STOPPED, WAITING
 
 
+if TYPE_CHECKING:
+    from whalejax.elastic.control import Control
+    from whalejax.elastic.wire.framing import Message
+
+
 _FLUSH_SECONDS: Final = 5.0
 
-_held: list[object] = []
+_held: list[Control] = []
 """The connection, which lasts as long as the process does."""
+
+
+def connection() -> Control:
+    """The connection to the supervisor of a process that was placed."""
+    return _held[-1]
 
 
 def placed(
     environment: Mapping[str, str] = os.environ,
+    *,
+    told: Mapping[str, Any] | None = None,
+    hears: Callable[[Message], bool] = lambda said: False,
 ) -> tuple[str, int, int] | None:
     """Coordinator, number of processes and rank; None without a supervisor.
 
     It returns when a generation begins. Until the process ends, a thread of its own
     beats, and ends it when the supervisor says so.
+
+    Args:
+        environment: of the process.
+        told: what it introduces itself with beside its address: ``steps``, ``save``,
+            ``micro_batches`` and further ``facts``.
+        hears: is given, in that thread, what the supervisor says once the generation
+            has begun; whether it has dealt with it.
 
     Raises:
         WhaleError: no supervisor answers, or it refuses this process.
@@ -54,16 +74,11 @@ def placed(
     # For the coordinator of a generation in which this is the first process.
     port = reserve_port(host)
 
+    more = {"micro_batches": 0, "steps": 0, "save": "", "facts": {}, **(told or {})}
+    more["facts"] = {**_facts(), **more["facts"]}
+
     def registers() -> dict[str, Any]:
-        return {
-            "host": host,
-            "port": port,
-            "generation": 0,
-            "micro_batches": 0,
-            "steps": 0,
-            "save": "",
-            "facts": _facts(),
-        }
+        return {"host": host, "port": port, "generation": 0, **more}
 
     control = Control(address, environment.get(KEY_FILE, ""), registers)
     control.open()
@@ -76,10 +91,10 @@ def placed(
         if said.kind == "begin":
             break
         _obey(control, said)
-    control.phase = WAITING
+    control.phase, control.generation = WAITING, said.fields["generation"]
     _held.append(control)
     atexit.register(_finished, control)
-    threading.Thread(target=_listen, args=(control,), daemon=True).start()
+    threading.Thread(target=_listen, args=(control, hears), daemon=True).start()
     names = [m[0] for m in said.fields["members"]]
     _, first_host, first_port = said.fields["members"][0]
     coordinator, rank = (
@@ -148,7 +163,7 @@ def _finished(control: Any) -> None:
     control.flush(_FLUSH_SECONDS)
 
 
-def _listen(control: Any) -> None:
+def _listen(control: Any, hears: Callable[[Message], bool]) -> None:
     from whalejax.meshes.errors import WhaleError
 
     while True:
@@ -156,5 +171,5 @@ def _listen(control: Any) -> None:
             said = control.wait()
         except WhaleError:
             return  # Without a supervisor the script goes on to its end.
-        if said is not None:
+        if said is not None and not hears(said):
             _obey(control, said)

@@ -29,6 +29,8 @@ _UNSUPPORTED: Final = frozenset(
     (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 )
 
+_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+
 
 class FolderLock:
     """Holds a folder while a block runs; its parents are made.
@@ -51,7 +53,7 @@ class FolderLock:
         """
         self.folder = folder
         self._opened = -1
-        self._is_new = False
+        self._is_new = self._is_locked = False
 
     def __enter__(self) -> FolderLock:
         """Take the folder.
@@ -64,9 +66,7 @@ class FolderLock:
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._opened = self._taken()
-            text = json.dumps(_who()).encode()
-            os.ftruncate(self._opened, 0)
-            os.pwrite(self._opened, text, 0)
+            self._say_who()
         except OSError as error:
             self._give_up()
             raise WhaleError(
@@ -83,6 +83,21 @@ class FolderLock:
         traceback: TracebackType | None,
     ) -> None:
         self._give_up()
+
+    def _say_who(self) -> None:
+        """Write down who holds the folder; a full disk takes nothing of the lock.
+
+        What an earlier run has left is written over before it is cut to length, which
+        needs no space. A folder that is new is refused: nothing could be saved there.
+        """
+        text = json.dumps(_who()).encode()
+        try:
+            os.pwrite(self._opened, text, 0)
+        except OSError as error:
+            if error.errno not in _FULL or self._is_new or not self._is_locked:
+                raise
+            text = b""
+        os.ftruncate(self._opened, len(text))
 
     def _give_up(self) -> None:
         """Let the folder go, if it is held."""
@@ -115,6 +130,7 @@ class FolderLock:
                 return self._without_locks(path, holder)
             # Between opening and locking, the one before may have removed the file.
             if _is_at(opened, path):
+                self._is_locked = True
                 return opened
             os.close(opened)
 

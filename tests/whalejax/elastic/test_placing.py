@@ -12,10 +12,17 @@ import pytest
 from tests.whalejax.elastic.test_supervisor import live
 from whalejax.distributed.json_lines import listener
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.distributed.reserved_port import is_reserved, reserve_port
+from whalejax.distributed.launch_spec import Launch
+from whalejax.distributed.reserved_port import (
+    HELD_PORT,
+    is_reserved,
+    release_port,
+    reserve_port,
+)
 from whalejax.elastic import placing
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.meshes.errors import WhaleError
 
 
 def taken(port: int) -> bool:
@@ -48,6 +55,32 @@ def test_a_port_that_is_not_reserved_is_not_shared() -> None:
         assert not is_reserved(port)
         with pytest.raises(OSError, match="in use"):
             listener("127.0.0.1", port)
+
+
+def test_the_launcher_holds_the_port_of_its_first_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch = Launch(command=("python",), processes=2)
+    where = launch.coordinator()
+    port = split_address(where)[1]
+    assert taken(port)  # Whoever asks for a free one meanwhile gets another.
+    given = launch.environment_of(0, where)
+    release_port(port)
+    release_port(port)
+    assert given[HELD_PORT] == str(port) and not taken(port)
+    assert HELD_PORT not in launch.environment_of(0, "127.0.0.1:1")
+    # A process that is told so listens at a port which another one holds.
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            listener("127.0.0.1", port)
+        monkeypatch.setenv(HELD_PORT, str(port))
+        with listener("127.0.0.1", port) as found:
+            assert found.getsockname()[1] == port
+        with pytest.raises(WhaleError, match=f"--port is {port}, which cannot be"):
+            Launch(command=("python",), processes=2, port=port).coordinator()
 
 
 def test_the_port_that_a_process_announces_is_its_own(

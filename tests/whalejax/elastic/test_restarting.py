@@ -28,7 +28,7 @@ from whalejax.meshes.errors import WhaleError
 pytestmark = pytest.mark.relaxed_promotion
 
 
-def register(port: int) -> Message:
+def register(port: int, mode: str = COLLECTIVES) -> Message:
     fields = {
         "name": "",
         "machine": "here",
@@ -40,7 +40,7 @@ def register(port: int) -> Message:
         "micro_batches": 0,
         "steps": 0,
         "save": "",
-        "facts": {MODE: COLLECTIVES, "jax": "1"},
+        "facts": {MODE: mode, "jax": "1"},
         "token": str(port),
     }
     return Message(kind="register", fields=fields)
@@ -49,8 +49,17 @@ def register(port: int) -> Message:
 class Scripts:
     """Processes that a membership believes in."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self.membership = Membership(Settings(least=least, most=most))
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        *,
+        mode: str = COLLECTIVES,
+        gather_seconds: float = 60.0,
+    ) -> None:
+        self.mode, self.step, self.answers = mode, -1, True
+        settings = Settings(least=least, most=most, gather_seconds=gather_seconds)
+        self.membership = Membership(settings)
         self.count = 0
         self.kills: list[str] = []
         self.begun: list[list[str]] = []
@@ -76,15 +85,22 @@ class Scripts:
     def answer(self, now: float, name: str, message: Message) -> None:
         if message.kind == "begin" and name == message.fields["members"][0][0]:
             self.begun.append([m[0] for m in message.fields["members"]])
-        if message.kind == "prepare":
-            told = {"generation": message.fields["generation"], "step": -1, "held": []}
+        if message.kind == "prepare" and self.answers:
+            generation = message.fields["generation"]
+            told = {"generation": generation, "step": self.step, "held": []}
             self.membership.heard(now, name, Message(kind="prepared", fields=told))
+
+    def started(self) -> list[str]:
+        """Processes that were started and have not joined."""
+        there = self.membership.members.values()
+        return [m.name for m in there if m.status == "starting"]
 
     def join(self, now: float, *names: str) -> None:
         for name in names:
             number = int(name[1:])
             slot = self.membership.members[name].slot
-            assert not self.membership.register(now, register(number), name, slot)
+            told = register(number, self.mode)
+            assert not self.membership.register(now, told, name, slot)
             self.membership.heard(now, name, Message(kind="ready", fields={}))
             self.do(now)
 

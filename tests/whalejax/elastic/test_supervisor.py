@@ -32,7 +32,7 @@ from whalejax.elastic.wire.connection import Channel, dial
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import FolderLock
+from whalejax.runtime.folder_lock import FolderLock, is_held
 
 
 class Live:
@@ -380,3 +380,20 @@ def test_events_wait_for_space_in_order(
     lines.close()
     found = journal.read(tmp_path / "events.jsonl")
     assert [said["event"] for said in found] == ["one", "two", "three"]
+
+
+def test_a_full_disk_keeps_no_member_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save = tmp_path / "save"
+    with live(tmp_path) as there:
+        monkeypatch.setattr(Path, "write_text", full)
+        assert there.supervisor._lock_save(str(save)) == ""
+        assert is_held(save)
+        monkeypatch.undo()
+    said = capsys.readouterr().err
+    assert f"{save / 'elastic.json'} cannot be written (No space" in said
+    assert "the run goes on" in said

@@ -39,7 +39,8 @@ class Generations(Losing):
     def _all_leave(self) -> bool:
         """Everybody who has the state was told to leave, and nobody can take it."""
         there = [m for m in self._taking_part() if m.status == "active"]
-        if self.restarts or not there or self._candidates():
+        alone = self.restarts and not self.stops
+        if alone or not there or self._candidates():
             return False
         return all(m.leaving for m in there)
 
@@ -52,20 +53,30 @@ class Generations(Losing):
         fresh = [m.name for m in there if m.status == "ready"]
         return (took + fresh)[: self.settings.most]
 
+    def _fitting(self, found: list[str]) -> list[str]:
+        """As many of those that could take part as there is a plan for.
+
+        Fewer than the least number where there is none: the run waits for others.
+        """
+        count = len(found)
+        while count in self.unfit:
+            count -= 1
+        return found[:count]
+
     def _gather(self, now: float) -> None:
-        settings, found = self.settings, self._candidates()
+        settings, found = self.settings, self._fitting(self._candidates())
         if self._short_since is None:
             self._short_since = now
         waited = now - self._short_since
         self._release_stopped(now)
-        coming = any(m.status in ("starting", "registered") for m in self._there())
+        coming = self._are_coming()
         if len(found) >= settings.least or (found and self._is_finishing()):
             if (
                 len(found) == settings.most
                 or self._is_finishing()
                 or (self._formed and not self.restarts)
                 or not (coming or self.failures.due)
-                or waited > settings.gather_seconds
+                or (waited > settings.gather_seconds and len(found) >= self._expected)
             ):
                 self._change(now, -1)
             return
@@ -88,8 +99,42 @@ class Generations(Losing):
             if stopped and member.released_at is None and member.step <= newest:
                 self._release(now, member)
 
+    def _watch_world(self, now: float) -> None:
+        """Stop a world at a step where members are to leave it or could enlarge it."""
+        there = self._taking_part()
+        if len(there) < len(self.active) or self._is_finishing():
+            return
+        if not self.pace.moves:
+            return  # It has done nothing yet.
+        fresh = [m for m in self._there() if m.status == "ready" and not m.leaving]
+        found = self._fitting(self._candidates())
+        enough = len(found) > len(there)
+        if enough and len(found) < self.settings.most:
+            # Those that start may come along: one stop does for all of them.
+            coming = self._are_coming() or bool(self.failures.due)
+            waited = now - min(m.since for m in fresh)
+            enough = not coming or waited > self.settings.gather_seconds
+        if enough or any(m.leaving for m in there):
+            self._ask(now, [m.name for m in there], -1, phase="preparing")
+
+    def _unfit(self, now: float, member: Member, count: int, why: str) -> None:
+        """No plan was found for a number of members."""
+        if count not in self.unfit:
+            self.unfit[count] = why
+            self._record("unfit", count=count, why=why)
+        if self.phase in ("draining", "ending"):
+            return
+        sizes = range(self.settings.least, self.settings.most + 1)
+        if all(size in self.unfit for size in sizes):
+            text = f"there is no plan for {sizes[0]} to {sizes[-1]} processes: {why}"
+            self._end(now, Ending.FAILED, f"{text}{self._where()}")
+        elif self.phase == "running" and len(self.active) == count:
+            self._restart_world(now)
+
     def _watch(self, now: float) -> None:
         if self.restarts:
+            if self.stops:
+                self._watch_world(now)
             return
         there = {m.name: m for m in self._taking_part()}
         if any(name not in there for name in self.active):
@@ -158,7 +203,7 @@ class Generations(Losing):
         """
         if self.phase == "ending":
             return
-        found = self._candidates()
+        found = self._fitting(self._candidates())
         leaving = [m.name for m in self._taking_part() if m.status == "active"]
         leaving = [n for n in leaving if n not in found and self.members[n].leaving]
         target = ranks(self.active, found) + leaving
@@ -187,6 +232,8 @@ class Generations(Losing):
         self._say(name, "prepare", generation=self.generation, after=self._after)
 
     def _await_prepared(self, now: float) -> None:
+        if self.stops and (self._is_finishing() or self._well):
+            return  # They came to their last step before they heard of it.
         there = {m.name: m for m in self._there()}
         asked = [name for name in self._target if name in there]
         asked = [name for name in asked if there[name].status != "left"]
@@ -220,6 +267,12 @@ class Generations(Losing):
     def _form(self, now: float) -> None:
         """All have stopped: begin the generation."""
         asked = [self.members[name] for name in self._target]
+        if self.stops and any(m.status == "active" for m in asked):
+            # They cannot change the world they are in. As many are waited for as there
+            # are now, or it could be smaller afterwards.
+            self._expected = len(self._fitting(self._candidates()))
+            self._restart_world(now)
+            return
         step = max(m.step for m in asked)
         holds = any(m.step == step and not m.leaving for m in asked)
         if step < 0 or holds:
@@ -240,7 +293,7 @@ class Generations(Losing):
         count, names = self.micro_batches, [m.name for m in members]
         self.active, self.phase, self._target, self._after = names, "running", [], -1
         self._step, self._formed, self._well = step, True, set()
-        self._short_since = None
+        self._short_since, self._expected = None, 0
         self.pace.begun(step, now)
         self._record(
             "begun",
@@ -278,7 +331,8 @@ class Generations(Losing):
         there = [m for m in self._taking_part() if m.status == "active"]
         # What members that have not come back yet hold is not known.
         newest = max([self.pace.step, *(m.step for m in there)])
-        if self.restarts or not there or newest < 0:
+        alone = self.restarts and not (self.stops and self.phase != "gathering")
+        if alone or not there or newest < 0:
             text = f"the run was told to end before its first step{self._where()}"
             if self.restarts and self._formed:
                 text = "the run was told to end"

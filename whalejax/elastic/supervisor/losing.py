@@ -36,7 +36,8 @@ class Losing(Roster):
             self._check_budget(now)
         if member.slot is not None:
             self.failures.due[member.slot] = now + self.failures.hold(now, member.slot)
-        if self.restarts and self.phase == "running" and member.name in self.active:
+        together = ("running", "preparing") if self.stops else ("running",)
+        if self.restarts and self.phase in together and member.name in self.active:
             self._restart_world(now)
 
     def _restart_world(self, now: float) -> None:
@@ -69,4 +70,5 @@ class Losing(Roster):
         for slot, due in [*self.failures.due.items()]:
             if due <= now:
                 del self.failures.due[slot]
+                self._starting.add(slot)
                 self._effects.append(Start(slot=slot))

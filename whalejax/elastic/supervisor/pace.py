@@ -49,6 +49,11 @@ class StepPace:
             self._first = step, now
 
     @property
+    def moves(self) -> bool:
+        """A step was committed in this generation."""
+        return self._counts
+
+    @property
     def median(self) -> float:
         """Seconds of a step; 0 where none was measured."""
         return statistics.median(self._took) if self._took else 0.0

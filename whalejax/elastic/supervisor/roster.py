@@ -38,6 +38,7 @@ class Roster(RunEnds):
             pid: its number.
             began: when it began, by which a later supervisor knows it.
         """
+        self._starting.discard(slot)
         self.members[name] = Member(
             name=name, slot=slot, pid=pid, began=began, since=now, heard_at=now
         )
@@ -52,6 +53,7 @@ class Roster(RunEnds):
             slot: that it would have filled.
             why: as the system said.
         """
+        self._starting.discard(slot)
         self._record("not_started", slot=slot, why=why)
         self.failures.due[slot] = now + max(
             self.settings.hold_seconds, self.failures.hold(now, slot)
@@ -184,6 +186,14 @@ class Roster(RunEnds):
     def _saved(self, now: float, member: Member, step: int, path: str) -> None:
         self.checkpoint = path
         self._record("saved", name=member.name, step=step, path=path)
+
+    def _recovered(self, now: float, member: Member, step: int, source: str) -> None:
+        """It took its state from somewhere: copies in memory, a checkpoint, or none."""
+        self._record("recovered", name=member.name, step=step, source=source)
+        self.pace.begun(step, now)
+
+    def _not_copied(self, now: float, member: Member, step: int, why: str) -> None:
+        self._record("not_copied", name=member.name, step=step, why=why)
 
     def _not_saved(self, now: float, member: Member, step: int, why: str) -> None:
         self._record("not_saved", name=member.name, step=step, why=why)

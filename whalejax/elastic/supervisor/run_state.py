@@ -20,6 +20,10 @@ COLLECTIVES = "collectives in generations"
 """The fact of members that meet by the platform's collectives: one that is lost ends
 the generation for all, and they start again from a checkpoint."""
 
+AT_STEPS = "collectives in generations, stopping at steps"
+"""The same of members that stop together behind a step where they are asked to, having
+saved their state."""
+
 
 class RunState:
     """The members of a run, by what they and the journal told.
@@ -36,6 +40,8 @@ class RunState:
         micro_batches: of a step.
         checkpoint: the newest that was written.
         restarts: a loss ends all members, which start again from a checkpoint.
+        stops: such members can be stopped at a step, with their state saved.
+        unfit: numbers of members that no plan was found for, and why.
         over: how the run has ended; None before.
     """
 
@@ -49,7 +55,8 @@ class RunState:
         self.steps = self.micro_batches = 0
         self.failures = Failures(settings)
         self.checkpoint = ""
-        self.restarts = False
+        self.restarts = self.stops = False
+        self.unfit: dict[int, str] = {}
         self.over: Over | None = None
         self._facts: Mapping[str, str] = {}
         self._formed = self._draining = False
@@ -59,6 +66,8 @@ class RunState:
         self._asked_at = 0.0
         self._short_since: float | None = None
         self._well: set[str] = set()
+        self._starting: set[int] = set()
+        self._expected = 0
         self._suspected_at: float | None = None
         self._suspects: Counter[str] = Counter()
         self._reconnected = 0
@@ -79,7 +88,8 @@ class RunState:
         if facts:
             self.steps = int(facts["steps"])
             self.micro_batches = int(facts["micro-batches"])
-        self.restarts = facts.get(MODE) == COLLECTIVES
+        self.stops = facts.get(MODE) == AT_STEPS
+        self.restarts = self.stops or facts.get(MODE) == COLLECTIVES
 
     def history(self) -> History:
         """What a journal must tell of this run by now."""
@@ -176,6 +186,11 @@ class RunState:
         """Members of the generation that are there."""
         found = [self.members[name] for name in self.active]
         return [m for m in found if m.is_there]
+
+    def _are_coming(self) -> bool:
+        """Processes start that may take part."""
+        there = any(m.status in ("starting", "registered") for m in self._there())
+        return there or bool(self._starting)
 
     def _is_finishing(self) -> bool:
         return any(m.status == "finished" for m in self.members.values())

@@ -8,6 +8,7 @@ back, and they do not stop for it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -39,6 +40,7 @@ from whalejax.elastic.supervisor.member_record import (
     WriteEvent,
 )
 from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.settings import Settings
 from whalejax.elastic.wire.acceptor import Acceptor
@@ -104,6 +106,10 @@ def _shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str
                 f"no checkpoint after step {fields['step']}, and the run goes on: "
                 f"{fields['why']}"
             )
+        case "not_copied":
+            return f"no copies in memory, and the run goes on: {fields['why']}"
+        case "unfit":
+            return f"{fields['count']} processes have no plan: {fields['why']}"
         case "short":
             return (
                 f"{len(fields['members'])} members are left, of at least "
@@ -146,6 +152,27 @@ def _tell_user(text: str) -> None:
     if text:
         with contextlib.suppress(OSError, ValueError):
             print(f"whalejax: {text}", file=sys.stderr, flush=True)
+
+
+def _write_pointer(path: Path, said: Mapping[str, str]) -> None:
+    """Write what helps to find a run; it goes on where a full disk does not take it.
+
+    Raises:
+        OSError: for another reason than a full disk.
+    """
+    draft = path.with_name(f".{path.name}")
+    try:
+        draft.write_text(json.dumps(said))
+        draft.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        _tell_user(
+            f"{path} cannot be written ({error.strerror}); the run goes on, and "
+            "whalejax status does not find it by that"
+        )
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -205,6 +232,7 @@ class Supervisor:
             assert self._end is not None
             if self._save is not None:
                 _remove_unfinished(self._save)
+            remove_copies(self._folder)
             _tell_user(self._end.text)
             return self._end.status
 
@@ -242,6 +270,7 @@ class Supervisor:
         else:
             host, port = self._address
             told = {"host": host, "port": port, "machine": machine()}
+            remove_copies(self._folder)  # Of a run that nobody could end in order.
             self._journal.write("opened", told)
             if self._run.command:
                 self._membership.begin(time.monotonic())
@@ -282,9 +311,8 @@ class Supervisor:
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
-        draft = self._folder / f".{ADDRESS}"
-        draft.write_text(json.dumps({"address": joined_address(*self._address)}))
-        draft.replace(self._folder / ADDRESS)
+        address = {"address": joined_address(*self._address)}
+        _write_pointer(self._folder / ADDRESS, address)
         for end in (self._wakes, self._woken):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._events)
@@ -502,8 +530,8 @@ class Supervisor:
             return ""
         try:
             self._held.enter_context(FolderLock(Path(save)))
-            pointer = Path(save) / f"{FOLDER}.json"
-            pointer.write_text(json.dumps({"folder": str(self._folder.absolute())}))
+            folder = {"folder": str(self._folder.absolute())}
+            _write_pointer(Path(save) / f"{FOLDER}.json", folder)
         except WhaleError as error:
             return str(error)
         except OSError as error:

@@ -113,6 +113,9 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
     "saved": {**_REPORT, "step": _is_int, "path": _is_text},
     "not_saved": {**_REPORT, "step": _is_int, "why": _is_text},
     "failed": {**_REPORT, "why": _is_text},
+    "unfit": {**_REPORT, "count": _is_int, "why": _is_text},
+    "not_copied": {**_REPORT, "step": _is_int, "why": _is_text},
+    "recovered": {**_REPORT, "step": _is_int, "source": _is_text},
 }
 """What members say, with a check of each field."""
 

@@ -1,0 +1,291 @@
+"""Copies of shards in the memory of the machine, which outlive the processes.
+
+A model over several processes is held whole by none of them, and a process that is lost
+ends them all. Each keeps its shards as a file of a memory file system, beside its steps
+and more often than a checkpoint is worth writing; those who begin anew, as many as
+there are, take what they need of the newest set that is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from whalejax.adapters.leaves import is_key
+from whalejax.lowering.global_arrays import impl_of, wrapped
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.checkpoint import _leaves
+from whalejax.runtime.state import TrainState
+
+
+_NAME: Final = re.compile(r"(\d+)-(\d+)-(\d+)of(\d+)")
+_SETS_KEPT: Final = 2
+_HEADER_BYTES: Final = 8
+_LONGEST_HEADER: Final = 1 << 28
+
+Box = tuple[tuple[int, int], ...]
+
+
+class BadCopies(WhaleError):
+    """Copies that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Copied:
+    """A set of copies, one of each process.
+
+    Attributes:
+        step: of the state.
+        generation: that made it.
+        count: of processes.
+    """
+
+    step: int
+    generation: int
+    count: int
+
+    def files(self, folder: Path) -> list[Path]:
+        """Of all processes, by rank."""
+        return [
+            folder / f"{self.step}-{self.generation}-{rank}of{self.count}"
+            for rank in range(self.count)
+        ]
+
+
+def whole_sets(folder: Path) -> list[Copied]:
+    """Sets of which no file is missing, the newest first."""
+    found: dict[Copied, int] = {}
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match:
+                step, generation, _, count = map(int, match.groups())
+                one = Copied(step=step, generation=generation, count=count)
+                found[one] = found.get(one, 0) + 1
+    return sorted((s for s, n in found.items() if n == s.count), reverse=True)
+
+
+class Copies:
+    """Writes this process's shards, one set at a time, in a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder, which only its owner may read.
+
+        Raises:
+            BadCopies: it cannot be made, or is somebody else's.
+        """
+        self.folder = folder
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            there = folder.lstat()
+        except OSError as error:
+            raise BadCopies(
+                f"{folder} cannot be made ({error.strerror or error})"
+            ) from error
+        if there.st_uid != os.getuid() or there.st_mode & 0o077 or folder.is_symlink():
+            raise BadCopies(f"{folder} is not this user's alone. Remove it")
+
+    def begin(self, state: TrainState, plan: Any, copied: Copied, rank: int) -> None:
+        """Copy this process's shards to its host; they are written beside the steps.
+
+        Args:
+            state: is kept.
+            plan: what it was made for.
+            copied: the set.
+            rank: of this process.
+        """
+        self.wait()
+        pieces: list[tuple[dict[str, Any], np.ndarray]] = []
+        for leaf, array in _leaves(state, plan):
+            raw = jax.random.key_data(array) if is_key(array) else array
+            for shard in raw.addressable_shards:
+                if shard.replica_id == 0:
+                    box = box_of(shard.index, raw.shape)
+                    about = {"leaf": [*leaf.place], "form": leaf.form, "box": box}
+                    pieces.append((about, np.array(shard.data, copy=True)))
+        path = copied.files(self.folder)[rank]
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(path, pieces, state.samples, rank == 0),
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """A set is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until what was begun is written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def problem(self) -> str:
+        """Why the last set was not written, once; else nothing."""
+        found, self._error = self._error, ""
+        return found
+
+    def _write(
+        self,
+        path: Path,
+        pieces: Sequence[tuple[dict[str, Any], np.ndarray]],
+        samples: int | None,
+        removes: bool,
+    ) -> None:
+        draft, place, table = path.with_name(f".{path.name}"), 0, []
+        for about, array in pieces:
+            sha = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+            table.append({**about, "place": place, "sha256": sha})
+            place += array.nbytes
+        header = json.dumps({"samples": samples, "pieces": table}).encode()
+        try:
+            with draft.open("wb") as file:
+                file.write(len(header).to_bytes(_HEADER_BYTES, "little") + header)
+                for _, array in pieces:
+                    file.write(np.ascontiguousarray(array).data)
+            draft.replace(path)
+            if removes:
+                self._remove_old()
+        except OSError as error:
+            self._error = error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def _remove_old(self) -> None:
+        """Remove what is older than the sets that are kept."""
+        kept = whole_sets(self.folder)[:_SETS_KEPT]
+        for path in self.folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and len(kept) == _SETS_KEPT and int(match[1]) < kept[-1].step:
+                path.unlink(missing_ok=True)
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Where a shard begins and ends in each dimension.
+
+    >>> box_of((slice(None), slice(2, 4)), (3, 8))
+    ((0, 3), (2, 4))
+    """
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def read_copies(
+    folder: Path, copied: Copied, abstract: TrainState, plan: Any
+) -> TrainState:
+    """A state in this process's layout, of the copies of all processes.
+
+    Args:
+        folder: of the copies.
+        copied: a whole set.
+        abstract: the state as ``jax.ShapeDtypeStruct`` with layouts.
+        plan: what it is made for.
+
+    Raises:
+        BadCopies: they are another state's, or not as they were written.
+    """
+    try:
+        files = [_read_header(path) for path in copied.files(folder)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadCopies(f"copies of step {copied.step} cannot be read: {error}") from (
+            error
+        )
+    pieces: dict[tuple[str, ...], list[tuple[Mapping[str, Any], np.ndarray]]] = {}
+    for header, data in files:
+        for piece in header["pieces"]:
+            pieces.setdefault(tuple(piece["leaf"]), []).append((piece, data))
+    values = []
+    for leaf, aval in _leaves(abstract, plan):
+        found = pieces.get(leaf.place, [])
+        if any(piece["form"] != leaf.form for piece, _ in found):
+            raise BadCopies(f"{leaf.name} of step {copied.step} is not {leaf.form}")
+        values.append(_placed(aval, _filler(found, leaf.name)))
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(abstract), values)
+    if int(state.step) != copied.step:
+        raise BadCopies(f"copies of step {copied.step} hold step {int(state.step)}")
+    return dataclasses.replace(state, samples=files[0][0]["samples"])
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], np.ndarray]:
+    whole = np.memmap(path, np.uint8, "r")
+    size = int.from_bytes(whole[:_HEADER_BYTES].tobytes(), "little")
+    if not 0 < size < min(whole.size, _LONGEST_HEADER):
+        raise ValueError(f"{path.name} has no table")
+    end = _HEADER_BYTES + size
+    return json.loads(whole[_HEADER_BYTES:end].tobytes()), whole[end:]
+
+
+def _inside(
+    pairs: Sequence[tuple[int, int]], box: Sequence[tuple[int, int]]
+) -> tuple[slice, ...]:
+    """A part of a leaf, counted from where a box that holds it begins."""
+    both = zip(pairs, box, strict=True)
+    return tuple(slice(x - a, y - a) for (x, y), (a, _) in both)
+
+
+Filler = Callable[[Box, np.dtype], np.ndarray]
+
+
+def _filler(found: Sequence[tuple[Mapping[str, Any], np.ndarray]], name: str) -> Filler:
+    """What gives any part of a leaf, from the pieces that it was copied in."""
+
+    def fill(box: Box, dtype: np.dtype) -> np.ndarray:
+        part = np.empty([end - begin for begin, end in box], dtype)
+        filled = 0
+        for piece, data in found:
+            theirs = piece["box"]
+            pairs = [
+                (max(a, c), min(b, d))
+                for (a, b), (c, d) in zip(box, theirs, strict=True)
+            ]
+            if any(begin >= end for begin, end in pairs):
+                continue
+            shape = [end - begin for begin, end in theirs]
+            size = int(np.prod(shape)) * dtype.itemsize
+            raw = np.array(data[piece["place"] : piece["place"] + size])
+            if hashlib.sha256(raw.data).hexdigest() != piece["sha256"]:
+                raise BadCopies(f"a copy of {name} is not as it was written")
+            values = raw.view(dtype).reshape(shape)
+            part[_inside(pairs, box)] = values[_inside(pairs, theirs)]
+            filled += int(np.prod([y - x for x, y in pairs]))
+        if filled != part.size:
+            raise BadCopies(f"of {name}, {part.size - filled} numbers were not copied")
+        return part
+
+    return fill
+
+
+def _placed(aval: Any, fill: Filler) -> Any:
+    """An array of which each device gets its part."""
+    key = is_key(aval)
+    raw = jax.eval_shape(jax.random.key_data, aval) if key else aval
+    dtype, sharding = np.dtype(raw.dtype), aval.sharding
+    known: dict[Box, np.ndarray] = {}
+    arrays = []
+    for device, index in sharding.addressable_devices_indices_map(raw.shape).items():
+        box = box_of(index or (slice(None),) * len(raw.shape), raw.shape)
+        if box not in known:
+            known[box] = fill(box, dtype)
+        one = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        # A buffer of its own: a step is given it to use up.
+        arrays.append(jax.device_put(known[box], one, may_alias=False))
+    found = jax.make_array_from_single_device_arrays(
+        raw.shape, sharding, arrays, dtype=dtype
+    )
+    return wrapped(found, impl_of(aval)) if key else found

@@ -1,0 +1,74 @@
+"""The mesh that a user asks for, at whatever number of devices there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from whalejax.meshes.checks import is_whole
+from whalejax.planner.errors import PlanError
+
+
+AUTO: Final = "auto"
+"""The planner chooses all of the mesh."""
+
+REST: Final = -1
+"""The size of an axis that takes the devices which the others leave."""
+
+Asked = Mapping[str, int] | Callable[[int], Mapping[str, int]] | str
+
+
+def refusal(asked: Any) -> str:
+    """What is expected in place of an argument ``mesh``; nothing where it can be used.
+
+    >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
+    ('', '', 'sizes of at least 1, or -1 for the one a')
+    """
+    if callable(asked) or (isinstance(asked, str) and asked == AUTO):
+        return ""
+    if not isinstance(asked, Mapping) or not all(isinstance(k, str) for k in asked):
+        return (
+            "'auto', sizes of mesh axes such as {'fsdp': -1}, a function that gives "
+            "them for a number of devices, or None"
+        )
+    sizes = list(asked.values())
+    if not all(is_whole(x, 1) or x == REST for x in sizes):
+        return "sizes of at least 1, or -1 for the one axis that takes all that is left"
+    if sizes.count(REST) > 1:
+        return "at most one axis of size -1, which takes all that is left"
+    return ""
+
+
+def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
+    """Sizes of mesh axes as ``wh.plan`` takes them; None leaves them to the planner.
+
+    Args:
+        asked: as the user gave it.
+        devices: that there are.
+
+    Raises:
+        PlanError: what is asked for does not fit on so many devices.
+
+    >>> mesh_of({"fsdp": -1, "tensor": 2}, 8), mesh_of("auto", 8)
+    ({'fsdp': 4, 'tensor': 2}, None)
+    """
+    if isinstance(asked, str):
+        return None
+    sizes: Any = asked(devices) if callable(asked) else asked
+    expected = refusal(sizes)
+    if expected or not isinstance(sizes, Mapping):
+        raise PlanError(
+            f"mesh gave {sizes!r:.100} for {devices} devices; expected "
+            f"{expected or 'sizes of mesh axes'}"
+        )
+    known = math.prod(x for x in sizes.values() if x != REST)
+    whole = REST not in sizes.values()
+    if (whole and known != devices) or devices % known:
+        raise PlanError(
+            f"mesh is {dict(sizes)}, whose sizes make {known}, and there are {devices} "
+            f"devices, {'not as many' if whole else 'no multiple of that'}. Another "
+            "number of processes is taken where one fits; give -1 as the size of an "
+            "axis that may grow and shrink, or a function of the number of devices"
+        )
+    return {k: devices // known if x == REST else x for k, x in sizes.items()}

@@ -1,0 +1,350 @@
+"""One model over all processes of a generation, which start again when they change.
+
+Its shards lie on the devices of several processes, which meet by the platform's
+collectives: one that is lost ends the generation for all. The supervisor starts them
+again, as many as there are, and they plan anew. Where it asks them to stop, because
+others came or one is to leave, they do so together behind a step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from whalejax.cli import train_loop
+from whalejax.distributed.init_distributed import init_distributed
+from whalejax.distributed.launch_env import KEY_FILE
+from whalejax.elastic.control import Control
+from whalejax.elastic.copying import Copying
+from whalejax.elastic.member import Training
+from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
+from whalejax.elastic.placing import connection, placed
+from whalejax.elastic.spread_programs import SpreadPrograms
+from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
+from whalejax.elastic.wire.framing import Message
+from whalejax.meshes.errors import WhaleError, warn
+from whalejax.planner.errors import PlanError
+from whalejax.runtime.checkpoint_files import fail_together, told_by_all
+from whalejax.runtime.resume import agreed_checkpoints
+from whalejax.runtime.state import TrainState
+
+
+_TERMINATED_STATUS: Final = 143
+_KEEP_SECONDS: Final = 300.0
+_STOPS: Final = "stops"
+_COPIES: Final = "copies"
+_FLUSH_SECONDS: Final = 5.0
+_MOST_WORDS: Final = 2000
+
+Steps = Iterator[tuple[TrainState, dict[str, Any]]]
+
+
+class SpreadMember:
+    """A process of a model that lies on several."""
+
+    def __init__(
+        self,
+        programs: Callable[[], SpreadPrograms],
+        training: Training,
+        facts: dict[str, str],
+        *,
+        supervised: bool,
+    ) -> None:
+        """Join nothing yet.
+
+        Args:
+            programs: plans and traces, once the devices of all are known.
+            training: how far, and where it is saved.
+            facts: what all must have in common, told before anything is planned.
+            supervised: a supervisor says who takes part.
+        """
+        self._make, self._training, self._facts = programs, training, facts
+        self._supervised = supervised
+        self._control: Control | None = None
+        self._copying: Copying | None = None
+        self._programs: SpreadPrograms
+        self._changed = threading.Condition()
+        self._asked = -1
+        self._leaves = self._told_leaving = self._stopped = False
+        self._planned_ahead = False
+        self._status: int | None = None
+
+    def run(self) -> Steps:
+        """The states and metrics of steps, from the one where this process began.
+
+        Raises:
+            WhaleError: there is no plan, or the run cannot go on.
+            SystemExit: it was told to end.
+        """
+        self._join()
+        with self._notice():
+            self._phase(COMPILING)
+            self._plan()
+            self._phase(RESTORING)
+            state, source = self._begun()
+            done = int(state.step)
+            self._post_first("recovered", step=done, source=source)
+            yield from self._steps(state, done)
+
+    def _steps(self, state: TrainState, done: int) -> Steps:
+        control = self._control
+        while done < self._training.steps:
+            if control is not None:
+                control.step = done
+                self._phase(WAITING)  # Steps are between the processes.
+                self._agree(state, done)
+            began = time.monotonic()
+            state, metrics = self._programs.step(state, self._programs.batch(done))
+            loss = float(metrics["loss"])
+            done += 1
+            if self._copying is not None:
+                self._copying.took(time.monotonic() - began)
+            self._committed(done, loss)
+            if done % self._training.save_every == 0 or done == self._training.steps:
+                self._save(state, done)
+            self._phase(BETWEEN)
+            yield (
+                state,
+                {
+                    **metrics,
+                    "generation": 0 if control is None else control.generation,
+                    "goodput": 1.0 if control is None else control.goodput,
+                },
+            )
+        self._phase(WAITING)
+
+    # Beginning.
+
+    def _join(self) -> None:
+        if not self._supervised:
+            return
+        if jax.distributed.is_initialized():
+            raise WhaleError(
+                "wh.train_elastic was given mesh=, and joins the processes itself: "
+                "wh.init_distributed, or jax.distributed.initialize, was called "
+                "before. Leave that out"
+            )
+        training = self._training
+        told = {
+            "steps": training.steps,
+            "save": str(training.save.absolute()) if training.save else "",
+            "facts": {**self._facts, MODE: AT_STEPS},
+        }
+        place = placed(told=told, hears=self._hears)
+        assert place is not None
+        self._control = connection()
+        init_distributed(*place)
+
+    def _plan(self) -> None:
+        try:
+            self._programs = self._make()
+        except PlanError as error:
+            if self._control is None:
+                raise
+            why = str(error)[:_MOST_WORDS]
+            print(f"whalejax: {why}", file=sys.stderr, flush=True)
+            self._control.post("unfit", count=jax.process_count(), why=why)
+            while True:  # The supervisor ends it, and starts as many as there fit.
+                self._wait()
+
+    def _begun(self) -> tuple[TrainState, str]:
+        """The newest state that there is, and where it was found."""
+        save, control = self._training.save, self._control
+        if control is None or self._training.copy_every == 0:
+            return self._programs.begun(save)
+        self._copying = Copying(
+            self._programs.step,
+            Path(os.environ[KEY_FILE]).parent,
+            control.generation,
+            every=self._training.copy_every,
+            mtbf=self._training.mtbf,
+            tell=self._not_copied,
+        )
+        paths = agreed_checkpoints(save) if save is not None else []
+        saved = int(paths[0].name.removeprefix("step_")) if paths else 0
+        state = self._copying.newest(saved)
+        if state is not None:
+            return state, f"copies in memory, of step {int(state.step)}"
+        return self._programs.begun(save)
+
+    def _not_copied(self, done: int, why: str) -> None:
+        self._post_first("not_copied", step=done, why=why[:_MOST_WORDS])
+
+    def _plan_ahead(self) -> None:
+        """Find out, beside the steps, for which next numbers there is no plan."""
+        assert self._control is not None
+        for count in (jax.process_count() - 1, jax.process_count() + 1):
+            if count < 1:
+                continue
+            try:
+                self._programs.plan_for(count)
+            except PlanError as error:
+                why = str(error)[:_MOST_WORDS]
+                self._control.post("unfit", count=count, why=why)
+            except Exception as error:
+                # Nothing depends on it: the processes plan again when they begin.
+                warn(f"no plan was made ahead for {count} processes: {error}")
+
+    def _committed(self, done: int, loss: float) -> None:
+        if self._control is None:
+            return
+        self._control.step = done
+        if jax.process_index() == 0:
+            self._control.post(
+                "committed",
+                generation=self._control.generation,
+                step=done,
+                loss=loss,
+                seconds=0.0,
+                parts={self._control.name: [[0, self._programs.count]]},
+            )
+            if not self._planned_ahead:
+                self._planned_ahead = True
+                threading.Thread(target=self._plan_ahead, daemon=True).start()
+
+    # Stopping.
+
+    def _hears(self, said: Message) -> bool:
+        """What the supervisor says, in a thread of its own."""
+        with self._changed:
+            match said.kind:
+                case "prepare":
+                    self._asked = said.fields["generation"]
+                case "stop" | "over":
+                    well = said.fields["well"]
+                    self._status = _TERMINATED_STATUS if well else 1
+                    if not self._stopped:
+                        text = f"whalejax: {said.fields['why']}\n"
+                        with contextlib.suppress(OSError):
+                            os.write(2, text.encode())
+                        # Its steps may wait for a process that is gone.
+                        os._exit(self._status)
+            self._changed.notify_all()
+        return True
+
+    def _agree(self, state: TrainState, done: int) -> None:
+        """Stop or copy, where a process was asked to or the first finds it due."""
+        assert self._control is not None
+        if self._leaves and not self._told_leaving:
+            self._told_leaving = True
+            self._control.post("leaving", why="it was told to end (SIGTERM)")
+        due = self._copying is not None and self._copying.is_due(done)
+        mine = _COPIES if due else ""
+        if self._asked >= 0 or self._leaves:
+            mine = _STOPS
+        said = told_by_all(mine, "whether to stop")
+        if _STOPS in said:
+            self._stop(state, done)
+        elif said[0] == _COPIES and self._copying is not None:
+            self._copying.copy(state, done)
+
+    def _stop(self, state: TrainState, done: int) -> None:
+        """Save, say so, and wait to be ended or let go."""
+        assert self._control is not None
+        if done and self._training.save is not None:
+            self._save(state, done)
+        if done and self._copying is not None:
+            self._copying.copy(state, done)
+            self._copying.wait()
+        told = -1
+        with self._changed:
+            self._stopped = True
+        while self._status is None:
+            asked = self._asked
+            if asked > told:
+                told = asked
+                self._control.post("prepared", generation=asked, step=done, held=[])
+            self._wait()
+        self._control.flush(_FLUSH_SECONDS)
+        raise SystemExit(self._status)
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._changed.wait(1.0)
+
+    @contextlib.contextmanager
+    def _notice(self) -> Iterator[None]:
+        """SIGTERM is a notice: all stop behind a step, and none is lost."""
+        if not self._supervised or (
+            threading.current_thread() is not threading.main_thread()
+        ):
+            yield
+            return
+
+        def told(number: int, _: object) -> None:
+            self._leaves = True
+
+        before = signal.signal(signal.SIGTERM, told)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    # Saving.
+
+    def _save(self, state: TrainState, done: int) -> None:
+        """Write a checkpoint; one that cannot be written ends nothing."""
+        folder = self._training.save
+        if folder is None:
+            return
+        self._phase(SAVING)
+        path = folder / f"step_{done:06d}"
+        if any(told_by_all("there" if path.exists() else "", "checkpoints there")):
+            return
+        try:
+            self._programs.save(path, state, lambda: self._approve(done))
+        except WhaleError as error:
+            self._not_saved(done, str(error))
+            return
+        self._post_first("saved", step=done, path=str(path))
+        if jax.process_index() == 0:
+            try:
+                remove_old(folder, self._training.keep)
+            except OSError as error:
+                warn(f"old checkpoints stay in {folder}: {error}")
+
+    def _not_saved(self, done: int, why: str) -> None:
+        self._post_first("not_saved", step=done, why=why[:_MOST_WORDS])
+        if self._control is None:
+            warn(f"no checkpoint was written after step {done}: {why}")
+
+    def _approve(self, done: int) -> None:
+        """A process that was given up puts no checkpoint in another's place."""
+        error = ""
+        if self._control is not None and jax.process_index() == 0:
+            if not self._control.may_keep(done, seconds=_KEEP_SECONDS):
+                error = "the supervisor gave this process up, or is gone"
+        fail_together(error, f"step {done} kept")
+
+    def _post_first(self, kind: str, **fields: Any) -> None:
+        """Tell the supervisor what holds of all, once."""
+        if self._control is not None and jax.process_index() == 0:
+            self._control.post(kind, **fields)
+
+    def _phase(self, phase: str) -> None:
+        if self._control is not None:
+            self._control.phase = phase
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove checkpoints but for the newest ones.
+
+    Args:
+        folder: of checkpoints.
+        keep: how many stay.
+    """
+    for path in train_loop.checkpoints(folder)[keep:]:
+        # Renamed first: half a checkpoint must never bear a checkpoint's name.
+        gone = path.with_name(f"{path.name}.deleted")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

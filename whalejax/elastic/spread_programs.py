@@ -1,0 +1,151 @@
+"""A job as one model over all processes of a generation: its plan, step and batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax import jobs
+from whalejax.api.losses import Job
+from whalejax.elastic.mesh_sizes import Asked, mesh_of
+from whalejax.elastic.programs import most_micro_batches
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.adopt_state import to_save
+from whalejax.runtime.checkpoint import save
+from whalejax.runtime.resume import agreed_checkpoints, resumed
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import compile as compile_step
+
+
+class SpreadPrograms:
+    """A job, planned and compiled for the processes that are there.
+
+    Attributes:
+        size: samples of a global batch.
+        count: micro-batches of a step, the same at every number of processes: random
+            keys and statistics depend on it.
+        plan: for these processes.
+        step: it, compiled.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        mesh: Asked,
+        batch: int | None,
+        micro_batches: int | None,
+        precision: Any,
+        seed: int,
+    ) -> None:
+        """Plan and trace; compile nothing yet.
+
+        Args:
+            job: what is trained.
+            mesh: sizes of its axes, or how they come of a number of devices.
+            batch: samples of the global batch; the job's own number if left out.
+            micro_batches: of a step; 1 if left out, or as many as
+                ``most_micro_batches`` says where ``mesh`` has stages.
+            precision: as for ``wh.plan``.
+            seed: of the run.
+
+        Raises:
+            PlanError: there is no plan for the devices of these processes.
+        """
+        self._job, self._mesh, self._seed = job, mesh, seed
+        first = jobs.first_batch(job, batch)
+        self.size = batch or job.batch_size or 0
+        staged = isinstance(mesh, Mapping) and STAGE in mesh
+        self.count = micro_batches or (most_micro_batches(self.size) if staged else 1)
+        model = jobs.abstract_model(job)
+        here = jax.process_count()
+        self.plan = jobs.make_plan(
+            job,
+            model,
+            first,
+            cluster_of(here),
+            precision=precision,
+            num_micro_batches=self.count,
+            mesh=mesh_of(mesh, here * jax.local_device_count()),
+        )
+        self.step = compile_step(
+            self.plan, job.loss_fn, model, optimizer=job.optimizer, batch=first
+        )
+
+    def plan_for(self, processes: int) -> Plan:
+        """The plan for another number of processes; nothing is traced or compiled.
+
+        Raises:
+            PlanError: there is none.
+        """
+        sizes = mesh_of(self._mesh, processes * jax.local_device_count())
+        return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
+
+    def begun(self, folder: Path | None) -> tuple[TrainState, str]:
+        """The newest whole checkpoint, or a new state; and which, for the journal.
+
+        Args:
+            folder: of checkpoints; None has none. All processes call this.
+        """
+        found = resumed(self.step, agreed_checkpoints(folder)) if folder else None
+        if found is not None:
+            return found.state, found.checkpoint.name
+        key = jax.random.key(self._seed)
+        return self.step.init(self._job.make_model, rng=key), "a new state"
+
+    def batch(self, step: int) -> Any:
+        """This process's part of the global batch of a step, counted from 0."""
+        batch = self._job.batch_at(step, self.size)
+        if jax.process_count() == 1:
+            return batch
+        leaves = jax.tree.leaves(batch)
+        tree: Any = jax.tree.structure(batch)
+        rows = self.step.batch_rows()
+        return tree.unflatten(
+            leaf if axis is None else np.take(np.asarray(leaf), rows, axis)
+            for leaf, axis in zip(leaves, self.step.batch_axes, strict=True)
+        )
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint; all processes call this.
+
+        Args:
+            path: where.
+            state: is kept.
+            before_it_appears: raises where it may not, in all of them.
+        """
+        whole = to_save(state, self.step.abstract_state(), trains=True)
+        size = self.step._batch_size
+        save(path, whole, self.plan, size, before_it_appears=before_it_appears)
+
+
+def cluster_of(processes: int) -> Cluster:
+    """What so many processes run on, each with as many devices as this one.
+
+    Processors of hosts are not measured: all processes must come to the same plan.
+
+    Args:
+        processes: how many.
+    """
+    each = jax.local_device_count()
+    if jax.local_devices()[0].platform == "cpu":
+        return parse_cluster(f"cpu:{processes * each}")
+    if processes == jax.process_count():
+        return _detected()
+    kind = _detected().nodes[0].kind
+    return parse_cluster(f"{kind}:{processes}x{each}")
+
+
+@functools.cache
+def _detected() -> Cluster:
+    return Cluster.detect()
