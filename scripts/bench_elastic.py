@@ -66,9 +66,9 @@ START: Final = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 words, folder, settings = json.loads(sys.argv[1])
-sys.exit(supervise(words, Path(folder), Settings(**settings), seconds=60.0))
+sys.exit(supervise(words, Path(folder), SupervisorSettings(**settings), seconds=60.0))
 """
 
 

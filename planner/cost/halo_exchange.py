@@ -23,7 +23,7 @@ from whalejax.planner.model.windows import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class HaloExchange:
     """One strip that every device sends to a neighbour.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backward:
+class BackwardHalo:
     """What the backward pass of an operation needs.
 
     Attributes:
@@ -80,8 +80,8 @@ def exchanges(
     extents: Sequence[tuple[int, ...]],
     kept: Sequence[Any],
     repeats: Repeats,
-    backward: Backward,
-) -> Iterator[Exchange]:
+    backward: BackwardHalo,
+) -> Iterator[HaloExchange]:
     """The exchanges of one operation.
 
     Args:
@@ -123,7 +123,7 @@ def exchanges(
         yield from _strips(behind, kept[1] / width, "backward", 1)
 
 
-def _again(repeats: Repeats, backward: Backward) -> int:
+def _again(repeats: Repeats, backward: BackwardHalo) -> int:
     """How often the backward pass exchanges the operand once more."""
     if not backward.local and not backward.keeps:
         return repeats.runs_again + backward.kernel
@@ -136,11 +136,11 @@ def _again(repeats: Repeats, backward: Backward) -> int:
 
 def _strips(
     sides: Sequence[_Side], nbytes: Any, phase: str, times: int
-) -> Iterator[Exchange]:
+) -> Iterator[HaloExchange]:
     for side in sides:
         for halo in (side.below, side.above) if times else ():
             if halo:
-                yield Exchange(
+                yield HaloExchange(
                     axis=side.axis,
                     phase=phase,
                     payload_bytes=nbytes / side.own * halo,

@@ -26,7 +26,7 @@ from whalejax.planner.cost.collectives import (
     collective_seconds,
     runs_as,
 )
-from whalejax.planner.cost.halo_exchange import Backward, exchanges
+from whalejax.planner.cost.halo_exchange import BackwardHalo, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
@@ -412,7 +412,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
     extents = [tuple(map(math.prod, slot.sizes)) for slot in (image, result)]
     kept = [local_bytes(slot, hits, s) for slot in (image, result)]
     compiler, kernel = s.cluster.compiler, row.kind == CONVOLUTION
-    backward = Backward(
+    backward = BackwardHalo(
         kernel=kernel and row.operands[1].differentiable,
         image=image.differentiable,
         local=written_out(row.windows, s.shape),

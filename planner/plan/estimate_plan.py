@@ -52,7 +52,7 @@ from whalejax.planner.terms import (
 )
 
 
-class Estimate:
+class EstimatedPlan:
     """One case in words and numbers.
 
     Args:
@@ -257,7 +257,7 @@ def _hosted(search: WideSearch) -> Hosted:
 
 
 def estimated_plan(
-    graph: Graph, best: Estimate, precision: str, batch: Sequence[BatchLeaf]
+    graph: Graph, best: EstimatedPlan, precision: str, batch: Sequence[BatchLeaf]
 ) -> Plan:
     """A case written down as a plan; candidates are left to the caller.
 
@@ -304,7 +304,7 @@ def estimated_plan(
 
 
 def _leaves(
-    search: WideSearch, graph: Graph, facts: LeafFacts, best: Estimate
+    search: WideSearch, graph: Graph, facts: LeafFacts, best: EstimatedPlan
 ) -> Iterator[LeafPlan]:
     """The plan of every parameter; equal layers' from those that were written once."""
     layouts = lay_out(facts, best.tables, best.mesh, best.zero)
@@ -321,7 +321,7 @@ def _leaves(
         yield dataclasses.replace(leaf, path=tensor.path)
 
 
-def _on_stages(search: WideSearch, best: Estimate, leaf: LeafPlan) -> LeafPlan:
+def _on_stages(search: WideSearch, best: EstimatedPlan, leaf: LeafPlan) -> LeafPlan:
     """Stacked layers lie in parts on the stages: by their first dimension."""
     layers = search.model.layers
     chain = search.served[0].chain
@@ -340,7 +340,7 @@ def _on_stages(search: WideSearch, best: Estimate, leaf: LeafPlan) -> LeafPlan:
     )
 
 
-def _collectives(search: WideSearch, best: Estimate) -> Iterator[Collective]:
+def _collectives(search: WideSearch, best: EstimatedPlan) -> Iterator[Collective]:
     """What one stage communicates in a micro-batch, and once in a step; folded."""
     cells, cell = search.model.cells, best.cell
     stages = best.mesh["stage"]
@@ -374,7 +374,7 @@ def _collectives(search: WideSearch, best: Estimate) -> Iterator[Collective]:
             )
 
 
-def _notes(search: WideSearch, best: Estimate) -> Iterator[str]:
+def _notes(search: WideSearch, best: EstimatedPlan) -> Iterator[str]:
     yield "an estimate: no executor of this version runs it; wh.compile refuses it"
     if best.why_not:
         yield f"it does not run because: {'; '.join(best.why_not)}"

@@ -24,7 +24,7 @@ from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.build import KEPT_CANDIDATES, verdict_of
 from whalejax.planner.plan.estimate_plan import (
-    Estimate,
+    EstimatedPlan,
     estimated_plan,
     hosts_params,
     hosts_state,
@@ -107,7 +107,7 @@ def decide_any(
     return _joined(graph, plan, found, beyond, gain, precision, batch)
 
 
-def _fixed(request: Request, one: Estimate) -> Request:
+def _fixed(request: Request, one: EstimatedPlan) -> Request:
     """What is asked, with everything fixed as in a case."""
     return dataclasses.replace(
         request,
@@ -173,7 +173,7 @@ class _EstimateSearch:
         self.known = math.inf
         self.searches: list[WideSearch] = []
         self.others: list[WideSearch] = []
-        self.short: list[tuple[Estimate, float]] = []
+        self.short: list[tuple[EstimatedPlan, float]] = []
 
     @property
     def covered(self) -> int:
@@ -209,7 +209,7 @@ class _EstimateSearch:
             if graph is not None:
                 self.spaces.of(graph, self.cluster, self.request, program)
 
-    def run(self, plan: Plan | None) -> list[Estimate]:
+    def run(self, plan: Plan | None) -> list[EstimatedPlan]:
         """The best cases that fit and are faster than a plan, the fastest first.
 
         Args:
@@ -217,12 +217,12 @@ class _EstimateSearch:
         """
         self.plan = plan
         self.known = math.inf if plan is None else plan.time.step_seconds
-        found: list[Estimate] = []
+        found: list[EstimatedPlan] = []
         known = self.known
         for program in self._programs():
             found += self._of_program(program, known)
             known = min([known, *(one.case.step_seconds for one in found)])
-        each: dict[str, Estimate] = {}
+        each: dict[str, EstimatedPlan] = {}
         for one in sorted(found, key=lambda e: e.case.step_seconds):
             if one.case.step_seconds < self.known:
                 each.setdefault(one.layout, one)
@@ -277,20 +277,20 @@ class _EstimateSearch:
 
     def _of_program(
         self, program: ProgramOptions, known_seconds: float
-    ) -> list[Estimate]:
+    ) -> list[EstimatedPlan]:
         """The best cases of one program that fit.
 
         Where arrays sum up less memory than liveness finds, cases are looked for that
         leave so much more of it.
         """
-        room, found = 1.0, list[Estimate]()
+        room, found = 1.0, list[EstimatedPlan]()
         for _ in range(MOST_SEARCHES):
             given = program, self.request, known_seconds, _not_covered
             search = self._search(*given, room=room)
             if search is None:
                 break
             (self.others if room < 1 else self.searches).append(search)
-            estimates = [Estimate(search, c, program) for c in search.run()]
+            estimates = [EstimatedPlan(search, c, program) for c in search.run()]
             before = len(self.short)
             found = [
                 one
@@ -303,7 +303,7 @@ class _EstimateSearch:
             room = min(room * LESS_MEMORY, 1 / lack)
         return found
 
-    def _with_exact_memory(self, estimate: Estimate) -> list[Estimate]:
+    def _with_exact_memory(self, estimate: EstimatedPlan) -> list[EstimatedPlan]:
         """A case on its own program, with memory by liveness; none if that lacks some.
 
         Where it lacks, how much is remembered.
@@ -311,7 +311,7 @@ class _EstimateSearch:
         found = []
         for one in self._on_its_own_program(estimate):
             case = one.search.remembered(one.case)
-            again = Estimate(one.search, case, one.program)
+            again = EstimatedPlan(one.search, case, one.program)
             if case.weighed.fits[case.row]:
                 found.append(again)
             else:
@@ -319,7 +319,7 @@ class _EstimateSearch:
                 self.short.append((again, more))
         return found
 
-    def _on_its_own_program(self, estimate: Estimate) -> list[Estimate]:
+    def _on_its_own_program(self, estimate: EstimatedPlan) -> list[EstimatedPlan]:
         """A case priced on the program that computes again what it says.
 
         A search prices policies of remat on the program without: what is computed again
@@ -347,8 +347,8 @@ class _EstimateSearch:
         if not cases:
             nearest = search.nearest(case.placement)
             more = nearest.memory_bytes / max(1.0, case.memory_bytes)
-            self.short.append((Estimate(search, nearest, program), more))
-        return [Estimate(search, one, program) for one in cases]
+            self.short.append((EstimatedPlan(search, nearest, program), more))
+        return [EstimatedPlan(search, one, program) for one in cases]
 
     def problem(self, runs: PlanError | None) -> PlanError:
         """Why there is no plan.
@@ -412,7 +412,7 @@ def _like(
 def _joined(
     graph: Graph,
     plan: Plan | None,
-    found: Sequence[Estimate],
+    found: Sequence[EstimatedPlan],
     beyond: _EstimateSearch,
     gain: Callable[[Plan], list[str]],
     precision: str,
@@ -529,10 +529,10 @@ def _nothing_fits(search: WideSearch, runs: PlanError | None) -> PlanError:
         )
     if not any(case.lacks) and runs is not None:
         return runs
-    return _memory_error(Estimate(search, case, ProgramOptions()))
+    return _memory_error(EstimatedPlan(search, case, ProgramOptions()))
 
 
-def _memory_error(chosen: Estimate) -> PlanError:
+def _memory_error(chosen: EstimatedPlan) -> PlanError:
     """Says what the nearest case lacks."""
     search, case = chosen.search, chosen.case
     lacks, host = case.lacks

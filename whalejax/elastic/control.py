@@ -41,7 +41,7 @@ _SILENT_BEATS: Final = 24
 _FIRST_BEAT_SECONDS: Final = 1.0
 
 
-class Stopped(WhaleError):
+class RunStopped(WhaleError):
     """The supervisor has ended this member's part in the run."""
 
 
@@ -187,7 +187,7 @@ class Control:
                 channel = dial(self._address, self.key, seconds=min(left, 10.0))
                 self._admitted(channel)
                 return
-            except Stopped:
+            except RunStopped:
                 raise
             except WireError as error:
                 hopeless = isinstance(error, WrongKey | OtherProtocol)
@@ -221,7 +221,7 @@ class Control:
             said = checked(channel.receive(seconds=30.0), TO_MEMBER)
             if said.kind in ("refused", "over"):
                 channel.close()
-                raise Stopped(
+                raise RunStopped(
                     f"the supervisor refused this member: {said.fields['why']}"
                 )
             if said.kind == "welcome":

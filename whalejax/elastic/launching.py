@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
 from whalejax.elastic import outcome
-from whalejax.elastic.supervisor.settings import Settings, least_and_most
+from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -65,7 +65,7 @@ def launch_elastic(command: LaunchCommand) -> int:
                 f"--remote-shell is {command.remote_shell}; MIN:MAX starts processes "
                 "of this machine only. Leave it out"
             )
-    settings = Settings(least=least, most=most, spares=command.spares)
+    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     words = (sys.executable, str(command.script), *command.arguments)
     status = supervise(
         words,
@@ -111,7 +111,7 @@ def train_elastically(command: TrainCommand) -> int:
                 )
     assert command.save is not None
     words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
-    settings = Settings(least=least, most=most, spares=command.spares)
+    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     began = time.monotonic()
     status = supervise(words, command.save, settings, quiet=command.quiet)
     outcome.print_trained(command, status, time.monotonic() - began)
@@ -126,7 +126,7 @@ def told(command: TrainCommand) -> str:
 def supervise(
     words: Sequence[str],
     folder: Path,
-    settings: Settings,
+    settings: SupervisorSettings,
     *,
     port: int | None = None,
     seconds: float = 300.0,
@@ -243,7 +243,7 @@ def main(words: Sequence[str]) -> int:
     run = Supervised(
         command=tuple(given["command"]),
         folder=Path(given["folder"]),
-        settings=Settings(**given["settings"]),
+        settings=SupervisorSettings(**given["settings"]),
         port=given["port"],
         exit_seconds=given["exit_seconds"],
         pulse=given["pulse"],

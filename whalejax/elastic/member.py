@@ -20,7 +20,7 @@ from typing import Any
 
 from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.assignment import Node
-from whalejax.elastic.control import Control, Stopped
+from whalejax.elastic.control import Control, RunStopped
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.phases import (
@@ -36,7 +36,7 @@ from whalejax.elastic.phases import (
     STOPPED,
     WAITING,
 )
-from whalejax.elastic.programs import Buffers, Programs
+from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.runtime.state import TrainState
@@ -78,7 +78,7 @@ class Member:
     """Takes part in a run until its last step."""
 
     def __init__(
-        self, programs: Programs, training: Training, address: str, key_file: str
+        self, programs: ReplicaPrograms, training: Training, address: str, key_file: str
     ) -> None:
         """Connect to nothing yet.
 
@@ -226,7 +226,7 @@ class Member:
             case "over":
                 if said.fields["well"]:
                     raise SystemExit(_DRAINED_STATUS)
-                raise Stopped(f"{self._control.name}: {said.fields['why']}")
+                raise RunStopped(f"{self._control.name}: {said.fields['why']}")
             case "done":
                 self._done = True
 
@@ -238,7 +238,7 @@ class Member:
             self._saver.wait()
         if said.fields["well"]:
             raise SystemExit(_TERMINATED_STATUS)
-        raise Stopped(said.fields["why"])
+        raise RunStopped(said.fields["why"])
 
     def _stop_at_boundary(self) -> None:
         self._look()

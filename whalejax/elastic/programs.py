@@ -46,7 +46,7 @@ PIECE_BYTES: Final = 1 << 24
 Buffers = list[np.ndarray]
 
 
-class Programs:
+class ReplicaPrograms:
     """A job as one replica that runs some of the micro-batches of each step.
 
     Attributes:

@@ -77,7 +77,7 @@ def train_elastic(
     """
     from whalejax.elastic.member import Member, Training
     from whalejax.elastic.mesh_sizes import refusal
-    from whalejax.elastic.programs import Programs
+    from whalejax.elastic.programs import ReplicaPrograms
 
     problems = Arguments("wh.train_elastic")
     if not isinstance(job, Job):
@@ -114,7 +114,7 @@ def train_elastic(
     }
     if mesh is not None:
         return _spread(job, training, settings, mesh)
-    programs = Programs(job, **settings)
+    programs = ReplicaPrograms(job, **settings)
     address = os.environ.get(SUPERVISOR)
     if address is None:
         return _alone(programs, training)

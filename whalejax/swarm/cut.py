@@ -38,7 +38,7 @@ from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.multihost.fingerprints import fingerprint
-from whalejax.lowering.pipeline_mpmd.stage_trace import Facts, Place, place_of
+from whalejax.lowering.pipeline_mpmd.stage_trace import Facts, TracedPlace, place_of
 from whalejax.lowering.pipeline_mpmd.update_split import Parting
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
@@ -390,7 +390,7 @@ class Cut:
         )
 
     @functools.cache  # noqa: B019 A cut lives as long as its process.
-    def place(self, stage: int) -> Place:
+    def place(self, stage: int) -> TracedPlace:
         """A stage's part, traced with its backward pass.
 
         Args:

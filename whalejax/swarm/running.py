@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.supervisor.journal import Lines, read
+from whalejax.elastic.supervisor.journal import JournalLines, read
 from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
@@ -84,7 +84,7 @@ class Run:
         self._cut, self._place, self._tell = cut, place, tell
         self._checkpoints = Checkpoints(cut)
         self._stack = contextlib.ExitStack()
-        self._journal: Lines | None = None
+        self._journal: JournalLines | None = None
         self._lock = threading.Lock()
         snapshot, generation = None, 0
         if place.save is not None:
@@ -99,7 +99,7 @@ class Run:
             with _said(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             generation = _generations(folder / LEDGER)
-            self._journal = Lines(folder / LEDGER, durable=False)
+            self._journal = JournalLines(folder / LEDGER, durable=False)
             self._write("opened", {"generation": generation})
         self._saver = Saver(
             self._checkpoints, place.save, place.save_every, place.keep, tell

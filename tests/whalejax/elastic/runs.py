@@ -25,13 +25,13 @@ SECONDS = 400.0
 START = """
 import json, sys
 from pathlib import Path
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 given = json.loads(sys.argv[1])
 run = Supervised(
     command=tuple(given["command"]),
     folder=Path(given["folder"]),
-    settings=Settings(**given["settings"]),
+    settings=SupervisorSettings(**given["settings"]),
     exit_seconds=60.0,
 )
 sys.exit(Supervisor(run).run())

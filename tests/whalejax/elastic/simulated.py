@@ -24,16 +24,16 @@ from whalejax.elastic.phases import (
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import History, history
 from whalejax.elastic.supervisor.member_record import (
-    Commit,
     End,
     Kill,
     Release,
     Send,
     Start,
+    StepCommit,
     WriteEvent,
 )
 from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
 
@@ -210,11 +210,11 @@ class World:
 
     def __init__(self, seed: int, steps: int = 60, **settings: Any) -> None:
         self.drawn = random.Random(seed)
-        self.settings = Settings(**{"least": 1, "most": 3, **settings})
+        self.settings = SupervisorSettings(**{"least": 1, "most": 3, **settings})
         self.membership = Membership(self.settings)
         self.steps, self.saved, self.now = steps, 0, 0.0
         self.members: dict[str, Simulated] = {}
-        self.commits: list[Commit] = []
+        self.commits: list[StepCommit] = []
         self.events: list[WriteEvent] = []
         self.end: End | None = None
         self._numbers = itertools.count(1)
@@ -353,7 +353,7 @@ class World:
                 )
             case Release(name=name):
                 self.release(self.members[name])
-            case Commit():
+            case StepCommit():
                 self.commits.append(effect)
             case WriteEvent():
                 self.events.append(effect)

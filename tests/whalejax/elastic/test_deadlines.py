@@ -10,7 +10,7 @@ import pytest
 from tests.whalejax.elastic.simulated import Simulated, World
 from whalejax.elastic import phases
 from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def at_step(world: World, name: str, step: int, phase: str, seconds: float) -> N
 
 
 def test_every_phase_has_a_deadline_or_waits_for_others() -> None:
-    settings = Settings(least=1, most=1)
+    settings = SupervisorSettings(least=1, most=1)
     for name in phases.DEADLINES.values():
         if name not in (None, phases.STEP):
             assert getattr(settings, name) > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.whalejax.elastic.simulated import World
-from whalejax.elastic.supervisor.settings import Settings, least_and_most
+from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import WhaleError
 
 
@@ -257,9 +257,11 @@ def test_random_faults_end_in_a_whole_run(seed: int) -> None:
 def test_wrong_numbers_of_processes_are_refused(text: str, said: str) -> None:
     with pytest.raises(WhaleError, match=said):
         least, most = least_and_most(text)
-        Settings(least=least, most=most)
+        SupervisorSettings(least=least, most=most)
 
 
 def test_wrong_times_are_refused_all_at_once() -> None:
     with pytest.raises(WhaleError, match=r"(?s)2 problems.*lease_sec.*wait_sec"):
-        Settings(least=1, most=1, lease_seconds=0.0, wait_seconds=float("nan"))
+        SupervisorSettings(
+            least=1, most=1, lease_seconds=0.0, wait_seconds=float("nan")
+        )

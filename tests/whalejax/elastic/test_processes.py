@@ -19,7 +19,7 @@ from tests.whalejax.elastic.runs import ROOT, runs
 from whalejax.elastic.launching import _Ends
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import (
     FOLDER,
     Supervised,
@@ -85,7 +85,7 @@ def test_a_group_whose_number_is_used_again_is_left_alone(tmp_path: Path) -> Non
 
 
 def supervised(folder: Path, *command: str, **more: Any) -> Supervisor:
-    settings = Settings(least=1, most=2)
+    settings = SupervisorSettings(least=1, most=2)
     run = Supervised(command=command, folder=folder, settings=settings, **more)
     return Supervisor(run)
 
@@ -168,7 +168,7 @@ def test_a_reader_that_is_gone_ends_no_supervisor(
 def written(folder: Path, *more: tuple[str, dict[str, Any]]) -> None:
     """The journal of a run whose processes are gone."""
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    lines = journal.Lines(folder / FOLDER / journal.EVENTS, durable=False)
+    lines = journal.JournalLines(folder / FOLDER / journal.EVENTS, durable=False)
     lines.write("opened", {"host": "127.0.0.1", "port": 0})
     facts = {"jax": "of before", "micro-batches": "8", "steps": "10", "save": ""}
     lines.write("started", {"name": "m1", "slot": 0, "pid": 1, "began": "never"})
@@ -261,8 +261,9 @@ START = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import Settings
-sys.exit(supervise(("sleep", "1000"), Path(sys.argv[1]), Settings(least=1, most=1)))
+from whalejax.elastic.supervisor.settings import SupervisorSettings
+settings = SupervisorSettings(least=1, most=1)
+sys.exit(supervise(("sleep", "1000"), Path(sys.argv[1]), settings))
 """
 
 

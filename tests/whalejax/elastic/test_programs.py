@@ -14,7 +14,7 @@ from tests.whalejax.elastic import job as example
 from whalejax.adapters.leaves import is_key
 from whalejax.elastic.assignment import Node, cover, dealt, total
 from whalejax.elastic.exchange import _added
-from whalejax.elastic.programs import Buffers, Programs
+from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
 from whalejax.meshes.errors import WhaleError
 
@@ -24,16 +24,16 @@ pytestmark = pytest.mark.relaxed_promotion
 
 
 @pytest.fixture(scope="module")
-def programs() -> Programs:
+def programs() -> ReplicaPrograms:
     job = example.make()
-    return Programs(job, batch=None, micro_batches=8, precision="f32", seed=3)
+    return ReplicaPrograms(job, batch=None, micro_batches=8, precision="f32", seed=3)
 
 
 def nothing() -> None:
     pass
 
 
-def sums_by(programs: Programs, state: Any, step: int, members: int) -> Buffers:
+def sums_by(programs: ReplicaPrograms, state: Any, step: int, members: int) -> Buffers:
     names = [f"m{n}" for n in range(members)]
     parts: dict[Node, Buffers] = {}
     for nodes in dealt(names, {}, programs.count).values():
@@ -44,7 +44,9 @@ def sums_by(programs: Programs, state: Any, step: int, members: int) -> Buffers:
     return total(parts, programs.count, _added)
 
 
-def test_sums_are_the_same_to_the_bit_with_any_members(programs: Programs) -> None:
+def test_sums_are_the_same_to_the_bit_with_any_members(
+    programs: ReplicaPrograms,
+) -> None:
     state = programs.born()
     one, *others = (sums_by(programs, state, 0, n) for n in (1, 2, 3, 5))
     for other in others:
@@ -52,7 +54,7 @@ def test_sums_are_the_same_to_the_bit_with_any_members(programs: Programs) -> No
             assert x.tobytes() == y.tobytes()
 
 
-def test_steps_are_those_of_one_device(programs: Programs) -> None:
+def test_steps_are_those_of_one_device(programs: ReplicaPrograms) -> None:
     state, other = programs.born(), programs.born()
     for step in range(3):
         sums = sums_by(programs, state, step, 3)
@@ -68,7 +70,9 @@ def test_steps_are_those_of_one_device(programs: Programs) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
-def test_what_was_done_before_an_interruption_is_kept(programs: Programs) -> None:
+def test_what_was_done_before_an_interruption_is_kept(
+    programs: ReplicaPrograms,
+) -> None:
     state, batch = programs.born(), programs.batch(0)
     held: dict[Node, Buffers] = {}
     looks = iter(range(3))
@@ -85,7 +89,7 @@ def test_what_was_done_before_an_interruption_is_kept(programs: Programs) -> Non
     assert sorted(held) == [(0, 4)] and kept is not None
 
 
-def test_a_state_goes_to_another_member_to_the_bit(programs: Programs) -> None:
+def test_a_state_goes_to_another_member_to_the_bit(programs: ReplicaPrograms) -> None:
     state = programs.born()
     state, _ = programs.finish(state, sums_by(programs, state, 0, 1))
     pieces = iter([*programs.pieces(state)])
@@ -100,20 +104,20 @@ def test_a_state_goes_to_another_member_to_the_bit(programs: Programs) -> None:
     assert int(again.step) == 2
 
 
-def test_another_state_is_refused(programs: Programs) -> None:
+def test_another_state_is_refused(programs: ReplicaPrograms) -> None:
     (piece,) = programs.pieces(programs.born())
     piece.arrays[0][3] ^= 1
     with pytest.raises(WhaleError, match="is not as it was sent"):
         programs.assembled(lambda: piece, "m1")
 
 
-def test_facts_tell_another_loss_and_optimizer(programs: Programs) -> None:
+def test_facts_tell_another_loss_and_optimizer(programs: ReplicaPrograms) -> None:
     facts = programs.facts()
     assert len(set(facts.values())) > 6 and facts == programs.facts()
 
 
 def test_a_failed_save_is_told_and_ends_nothing(
-    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: ReplicaPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
 
@@ -148,7 +152,7 @@ def test_a_failed_save_is_told_and_ends_nothing(
 
 
 def test_a_checkpoint_that_may_not_appear_leaves_nothing(
-    programs: Programs, tmp_path: Path
+    programs: ReplicaPrograms, tmp_path: Path
 ) -> None:
     told: list[str] = []
 
@@ -172,7 +176,7 @@ def test_a_checkpoint_that_may_not_appear_leaves_nothing(
 
 
 def test_a_slow_checkpoint_is_not_forgotten(
-    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: ReplicaPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, int]] = []
     goes_on, looks = threading.Event(), []

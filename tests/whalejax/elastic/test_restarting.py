@@ -20,7 +20,7 @@ from tests.whalejax.elastic.runs import ROOT, Run
 from whalejax.elastic.placing import placed
 from whalejax.elastic.supervisor.member_record import End, Kill, Send, Start
 from whalejax.elastic.supervisor.membership import COLLECTIVES, MODE, Membership
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 
@@ -58,7 +58,9 @@ class Scripts:
         gather_seconds: float = 60.0,
     ) -> None:
         self.mode, self.step, self.answers = mode, -1, True
-        settings = Settings(least=least, most=most, gather_seconds=gather_seconds)
+        settings = SupervisorSettings(
+            least=least, most=most, gather_seconds=gather_seconds
+        )
         self.membership = Membership(settings)
         self.count = 0
         self.kills: list[str] = []

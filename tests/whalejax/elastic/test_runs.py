@@ -13,7 +13,7 @@ import pytest
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import Run, running, runs
 from whalejax.elastic.assignment import check_tiles
-from whalejax.elastic.programs import Programs
+from whalejax.elastic.programs import ReplicaPrograms
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -23,7 +23,7 @@ MICRO_BATCHES = 8
 
 def expected_losses(steps: int) -> list[float]:
     """Those of an undisturbed run on one device."""
-    programs = Programs(
+    programs = ReplicaPrograms(
         example.make(), batch=None, micro_batches=MICRO_BATCHES, precision="f32", seed=0
     )
     state, losses = programs.born(), []

@@ -13,7 +13,7 @@ import pytest
 
 from tests.whalejax.elastic import job as example
 from whalejax.cli import train_loop
-from whalejax.elastic.programs import Programs
+from whalejax.elastic.programs import ReplicaPrograms
 from whalejax.elastic.saving import Saver
 from whalejax.runtime.resume import resumed
 
@@ -33,7 +33,7 @@ def _look(event: str, arguments: tuple[Any, ...]) -> None:
 
 def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "f32", "seed": 0}
-    programs = Programs(example.make(), batch=None, micro_batches=1, **settings)
+    programs = ReplicaPrograms(example.make(), batch=None, micro_batches=1, **settings)
     folder, moments = tmp_path / "run", tmp_path / "moments"
     states, seen = dict[int, Any](), set[tuple[str, ...]]()
 

@@ -30,7 +30,7 @@ class Journal:
         self.home.mkdir(parents=True, exist_ok=True)
 
     def tell(self, *events: tuple[str, dict[str, Any]]) -> None:
-        lines = journal.Lines(self.home / journal.EVENTS, durable=False)
+        lines = journal.JournalLines(self.home / journal.EVENTS, durable=False)
         for event, fields in events:
             lines.write(event, fields)
         lines.close()
@@ -54,7 +54,7 @@ class Journal:
         self.tell(("lost", {"name": name, "why": why, "step": 3}))
 
     def commit(self, generation: int, *steps: int) -> None:
-        lines = journal.Lines(self.home / journal.COMMITS, durable=False)
+        lines = journal.JournalLines(self.home / journal.COMMITS, durable=False)
         for step in steps:
             fields = {"step": step, "generation": generation, "loss": 1 / step}
             lines.write("committed", fields)

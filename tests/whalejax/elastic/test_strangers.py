@@ -21,7 +21,7 @@ from tests.whalejax.elastic.test_supervisor import live, register
 from whalejax.elastic.control import Control
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import (
@@ -179,7 +179,9 @@ def test_who_sends_more_than_is_read_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisors, "_MOST_EVENTS", 4)
-    run = Supervised(command=(), folder=tmp_path, settings=Settings(least=1, most=1))
+    run = Supervised(
+        command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=1)
+    )
     supervisor = Supervisor(run)
     with supervisor._held:
         one, other = socket.socketpair()

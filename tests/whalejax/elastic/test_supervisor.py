@@ -20,7 +20,7 @@ import pytest
 from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.control import Control
 from whalejax.elastic.supervisor import journal
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
     FOLDER,
@@ -42,7 +42,10 @@ class Live:
         given = {"least": 1, "most": 2, "gather_seconds": 0.01, **settings}
         self.folder = folder
         run = Supervised(
-            command=(), folder=folder, settings=Settings(**given), exit_seconds=1.0
+            command=(),
+            folder=folder,
+            settings=SupervisorSettings(**given),
+            exit_seconds=1.0,
         )
         self.supervisor = Supervisor(run)
         self.thread = threading.Thread(target=self.supervisor.run)
@@ -165,7 +168,7 @@ def test_an_address_that_answers_nothing_is_said(
 def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         run = Supervised(
-            command=(), folder=tmp_path, settings=Settings(least=1, most=1)
+            command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=1)
         )
         with pytest.raises(WhaleError, match="is in use by process"):
             Supervisor(run).run()
@@ -236,7 +239,7 @@ def test_a_supervisor_takes_back_members_of_one_that_was_killed(
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     facts = {"jax": "1", "micro-batches": "8", "steps": "10", "save": ""}
-    lines = journal.Lines(folder / journal.EVENTS, durable=False)
+    lines = journal.JournalLines(folder / journal.EVENTS, durable=False)
     lines.write("opened", {"host": "127.0.0.1", "port": port})
     lines.write("facts", facts)
     for name in ("x1", "x2"):
@@ -273,7 +276,9 @@ def test_a_supervisor_takes_back_members_of_one_that_was_killed(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    run = Supervised(command=(), folder=tmp_path, settings=Settings(least=1, most=1))
+    run = Supervised(
+        command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=1)
+    )
     with pytest.raises(WhaleError, match="cannot be written"):
         Supervisor(run).run()
 
@@ -358,7 +363,7 @@ def test_a_checkpoint_takes_its_name_unless_its_writer_was_given_up(
 def test_events_wait_for_space_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = journal.Lines(tmp_path / "events.jsonl", durable=True)
+    lines = journal.JournalLines(tmp_path / "events.jsonl", durable=True)
     lines.write("one", {})
     free, os_write = [0], os.write
 

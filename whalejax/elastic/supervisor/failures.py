@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import MutableMapping
 
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 
 
 _MOST_SAID = 4000
@@ -19,7 +19,7 @@ class Failures:
         total: failures so far.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SupervisorSettings) -> None:
         self.due: MutableMapping[int, float] = {}
         self.total = 0
         self._settings = settings

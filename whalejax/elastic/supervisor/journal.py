@@ -22,7 +22,7 @@ EVENTS: Final = "events.jsonl"
 COMMITS: Final = "commits.jsonl"
 
 
-class Lines:
+class JournalLines:
     """A file of JSON lines that is written to its end.
 
     Attributes:

@@ -136,7 +136,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class StepCommit:
     """A step was committed: what it took from whom."""
 
     step: int
@@ -145,4 +145,4 @@ class Commit:
     parts: Mapping[str, Sequence[Node]]
 
 
-Effect = Send | Kill | Start | Release | WriteEvent | Commit | End
+Effect = Send | Kill | Start | Release | WriteEvent | StepCommit | End

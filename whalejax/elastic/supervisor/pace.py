@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Final
 
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 
 
 _BOUNDARY_SECONDS: Final = 0.5
@@ -25,7 +25,7 @@ class StepPace:
         at: when that was, or when its generation began.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SupervisorSettings) -> None:
         self.step, self.at = -1, 0.0
         self._settings = settings
         self._took: deque[float] = deque(maxlen=_STEPS_REMEMBERED)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from whalejax.elastic.phases import IN_A_STEP
 from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.member_record import Commit, Member, Release
+from whalejax.elastic.supervisor.member_record import Member, Release, StepCommit
 from whalejax.elastic.supervisor.run_ends import RunEnds
 
 
@@ -97,7 +97,7 @@ class Roster(RunEnds):
         if known is None or generation > known[0]:
             self._losses[step] = generation, loss
             self._effects.append(
-                Commit(step=step, generation=generation, loss=loss, parts=parts)
+                StepCommit(step=step, generation=generation, loss=loss, parts=parts)
             )
         elif generation == known[0]:
             self._compare(now, member, step, loss, known[1])

@@ -11,7 +11,7 @@ from whalejax.elastic.supervisor.failures import Failures
 from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Phase
 from whalejax.elastic.supervisor.member_record import Effect, Member, Send, WriteEvent
 from whalejax.elastic.supervisor.pace import StepPace
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.framing import Message
 
 
@@ -45,7 +45,7 @@ class RunState:
         over: how the run has ended; None before.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
         self.generation = 0
         self.phase: Phase = "gathering"

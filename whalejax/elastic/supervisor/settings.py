@@ -8,7 +8,7 @@ from whalejax.meshes.errors import Problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SupervisorSettings:
     """Numbers of an elastic run; every wait in it has one of these as its deadline.
 
     Attributes:

@@ -30,19 +30,19 @@ from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.member_record import (
-    Commit,
     Effect,
     End,
     Kill,
     Release,
     Send,
     Start,
+    StepCommit,
     WriteEvent,
 )
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
-from whalejax.elastic.supervisor.settings import Settings
+from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import Channel, TooLate, listen
 from whalejax.elastic.wire.framing import Message, WireError
@@ -137,7 +137,7 @@ class Supervised:
 
     command: tuple[str, ...]
     folder: Path
-    settings: Settings
+    settings: SupervisorSettings
     host: str = "127.0.0.1"
     port: int = 0
     exit_seconds: float = 300.0
@@ -251,9 +251,13 @@ class Supervisor:
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
         before = run[0] if run and self._goes_on(run) else None
-        self._journal = journal.Lines(self._folder / journal.EVENTS, durable=True)
+        self._journal = journal.JournalLines(
+            self._folder / journal.EVENTS, durable=True
+        )
         self._held.callback(self._journal.close)
-        self._commits = journal.Lines(self._folder / journal.COMMITS, durable=False)
+        self._commits = journal.JournalLines(
+            self._folder / journal.COMMITS, durable=False
+        )
         self._held.callback(self._commits.close)
         self._listen(before)
         environment = {
@@ -558,7 +562,7 @@ class Supervisor:
             case WriteEvent(event=event, fields=fields):
                 self._journal.write(event, fields)
                 _tell_user(_shown(event, fields, quiet=self._run.quiet))
-            case Commit(step=step, generation=generation, loss=loss, parts=parts):
+            case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
                 self._commits.write("committed", {**fields, "parts": parts})
             case Send(name=name, message=message):

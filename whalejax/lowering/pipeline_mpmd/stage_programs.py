@@ -10,7 +10,7 @@ import jax
 
 from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.global_arrays import run_alone
-from whalejax.lowering.pipeline_mpmd.stage_trace import Place
+from whalejax.lowering.pipeline_mpmd.stage_trace import TracedPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Site:
 
     number: int
     stage: int
-    place: Place
+    place: TracedPlace
     forward: CompiledPart
     backward: CompiledPart
     weight: CompiledPart | None
@@ -73,7 +73,13 @@ class Site:
 
 
 def site_of(
-    number: int, stage: int, place: Place, *, mesh: Any, splits: bool, options: Any
+    number: int,
+    stage: int,
+    place: TracedPlace,
+    *,
+    mesh: Any,
+    splits: bool,
+    options: Any,
 ) -> Site:
     """A place with its programs, which are compiled when they are run.
 

@@ -67,7 +67,7 @@ class Names:
     """Numbers of what a place takes and gives, in its program.
 
     Attributes:
-        params, rest, batch: of the loss's inputs, in the order of ``Place``.
+        params, rest, batch: of the loss's inputs, in the order of ``TracedPlace``.
         imports: of what it is handed, in the order of the part's.
         rng, step, number, scale: of the run's key, the step's and the micro-batch's
             numbers, and what losses are multiplied by; None where there are none.
@@ -99,7 +99,7 @@ class Names:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TracedPlace:
     """A place of a pipeline.
 
     Attributes:
@@ -172,7 +172,7 @@ def place_of(
     *,
     last: bool,
     cuts_batch: bool = True,
-) -> Place:
+) -> TracedPlace:
     """Trace a place.
 
     Args:
@@ -219,7 +219,7 @@ class _Tracer:
         self.sent = [v for v in part.exports if v in facts.flows]
         self.sums_tree: Any = None
 
-    def place(self) -> Place:
+    def place(self) -> TracedPlace:
         tree: Any
         flat, tree = jax.tree.flatten(self._inputs())
         shape: Any = None
@@ -232,7 +232,7 @@ class _Tracer:
         steps = Steps.of(_compat.trace(joint, flat))
         into = tree.unflatten(steps.inputs)
         out = shape.unflatten(steps.outputs)
-        return Place(
+        return TracedPlace(
             part=self.part,
             params=tuple(self.params),
             rest=tuple(self.rest),
