@@ -72,6 +72,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         micro_batches=command.micro_batches,
         precision=command.precision,
         seed=command.seed,
+        delayed_updates=command.delayed_updates,
     )
     place = Place(
         save=command.save,
@@ -152,6 +153,7 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         micro_batches=terms["micro_batches"],
         precision=terms["precision"],
         seed=terms["seed"],
+        delayed_updates=terms["delayed_updates"],
     )
     peer = Peer(
         cut,

@@ -41,6 +41,9 @@ class SwarmServeCommand:
     """f32: the model's own types; bf16, with float32 masters"""
     wire: Wire = "f32"
     """activations and their gradients between stages: whole, or in 16 or 8 bits"""
+    delayed_updates: bool = False
+    """add up and apply the gradients of each step while the next is computed, which
+    therefore computes with the parameters of one step before"""
     seed: Number = 0
     """of the model's initial values and of dropout"""
     save: Annotated[Path | None, conf.arg(metavar="DIR")] = None

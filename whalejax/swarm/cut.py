@@ -86,6 +86,7 @@ class Cut:
         count: micro-batches of a step.
         size: samples of a global batch.
         stages: how many there are.
+        delayed_updates: each step computes with the parameters of one step before.
         division: the loss in parts, one for each stage.
         program: of the whole model.
         abstract: shapes and dtypes of the whole state.
@@ -101,6 +102,7 @@ class Cut:
         micro_batches: int | None = None,
         precision: Any = "f32",
         seed: int = 0,
+        delayed_updates: bool = False,
     ) -> None:
         """Plan and trace.
 
@@ -112,12 +114,14 @@ class Cut:
                 batch if left out.
             precision: as for ``wh.plan``.
             seed: of the run.
+            delayed_updates: apply the update of each step while the next one is
+                computed, which therefore computes with the parameters before it.
 
         Raises:
             PlanError: the job cannot be trained by a swarm; what is in the way.
         """
         self.job, self.stages, self.seed = job, stages, seed
-        self.precision = precision
+        self.precision, self.delayed_updates = precision, delayed_updates
         first = jobs.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
         self.count = micro_batches or _most_micro_batches(self.size)
@@ -156,6 +160,7 @@ class Cut:
         self.abstract = abstract_state(self.program, self.origin)
         self.rest = len(jax.tree.leaves(self.abstract.rest))
         self.ready: dict[int, Any] = {}
+        self._batches: dict[int, list[Any]] = {}
         self._refuse()
 
     def _refuse(self) -> None:
@@ -215,6 +220,7 @@ class Cut:
             "optimizer": fingerprint(self.program),
             "data of the first batch": self._data,
             "seed": str(self.seed),
+            "delayed updates": str(self.delayed_updates),
             "whalejax": __version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
@@ -279,13 +285,23 @@ class Cut:
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
     def raw_avals(self, stage: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape and dtype of what a stage holds, random keys as their data."""
+        """Shape and dtype of what a stage holds, random keys as their data.
+
+        Where updates are delayed, its parameters follow, of the step before.
+        """
         leaves = jax.tree.leaves(self.abstract)
+        numbers = [*self.held(stage), *self.late(stage)]
         raw = [
             jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
-            for x in (leaves[n] for n in self.held(stage))
+            for x in (leaves[n] for n in numbers)
         ]
         return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
+
+    def late(self, stage: int) -> list[int]:
+        """Numbers of the leaves of which a stage holds those of the step before."""
+        if not self.delayed_updates:
+            return []
+        return [n for n in range(self.params) if self.owner(n) == stage]
 
     def state_bytes(self, stage: int) -> int:
         """Of what a stage's peers hold: parameters and the optimizer's state."""
@@ -321,11 +337,12 @@ class Cut:
 
         Args:
             stage: which.
-            arrays: as ``split`` gives them.
+            arrays: as ``split`` gives them; parameters of the step before are not
+                read.
         """
         leaves = jax.tree.leaves(self.abstract)
-        found = []
-        for array, number in zip(arrays, self.held(stage), strict=True):
+        found, numbers = [], self.held(stage)
+        for array, number in zip(arrays[: len(numbers)], numbers, strict=True):
             leaf: Any = jnp.array(array, copy=True)
             if is_key(leaves[number]):
                 leaf = jax.random.wrap_key_data(leaf, impl=impl_of(leaves[number]))
@@ -366,10 +383,12 @@ class Cut:
         return found
 
     def _batch(self, step: int) -> list[Any]:
-        if getattr(self, "_kept", (None, None))[0] != step:
+        if step not in self._batches:
             leaves = jax.tree.leaves(self.job.batch_at(step, self.size))
-            self._kept: tuple[int, list[Any]] = step, leaves
-        return self._kept[1]
+            # Of a step and, where updates are delayed, of the one before.
+            kept = [n for n in self._batches if n == step - 1]
+            self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}
+        return self._batches[step]
 
     # Programs.
 

@@ -71,6 +71,7 @@ class StepContext:
         ledger: of the step.
         lock: of the ledger and the counts.
         run, generation, step: of the run.
+        state: steps done in the state that its calls are computed with.
         batch: address of who gives micro-batches.
         call_seconds: deadline of a call.
         await_peer: waits until a stage has a peer that may be asked; raises where it
@@ -91,6 +92,7 @@ class StepContext:
     run: str
     generation: int
     step: int
+    state: int
     batch: Address
     call_seconds: float
     await_peer: Callable[[int], None]
@@ -311,6 +313,7 @@ class Passage:
         number = self._attempts if attempt is None else attempt.attempt
         fields = {
             **context.at(),
+            "state": context.state,
             "stage": stage,
             "number": self._number,
             "attempt": number,

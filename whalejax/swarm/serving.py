@@ -252,6 +252,7 @@ class Serving:
             "micro_batches": cut.count,
             "precision": cut.precision,
             "seed": cut.seed,
+            "delayed_updates": cut.delayed_updates,
             "pull_seconds": self._settings.call_seconds / 3,
         }
         return Message(kind="terms", fields=fields)

@@ -155,20 +155,20 @@ class Worker:
     def _at(
         self, asked: Message, number: int | None = None
     ) -> tuple[Stage, StageState]:
-        """The stage, and its state as the step of a question began.
+        """The stage, and the state that a question is about.
 
         Raises:
             Refused: the question is of another generation, stage or step.
         """
-        step = asked.fields["step"]
+        before = _state_of(asked)
         with self._lock:
-            stage, state = self.stage, self._states.get(step)
+            stage, state = self.stage, self._states.get(before)
             if not self._is_of_now(asked) or stage is None or state is None:
                 raise Refused(
                     "stale",
                     f"{self.name} is at step {self.step} of generation "
                     f"{self.generation} of run {self.run!r}, and was asked for step "
-                    f"{step} of generation {asked.fields['generation']} of run "
+                    f"{before} of generation {asked.fields['generation']} of run "
                     f"{asked.fields['run']!r}",
                 )
             if number is not None and number != stage.number:
@@ -177,8 +177,18 @@ class Worker:
                     f"{self.name} serves stage {stage.number}, and was asked for stage "
                     f"{number}",
                 )
-            self._release(step)
+            self._release(before)
             return stage, state
+
+    def _computes_with(self, asked: Message) -> tuple[Stage, StageState]:
+        """The stage, and its state as the step of a call is computed with it."""
+        stage, state = self._at(asked, asked.fields["stage"])
+        step, delay = asked.fields["step"], int(self.cut.delayed_updates)
+        if not state.step <= step <= state.step + delay:
+            raise Refused(
+                "stale", f"step {step} is not computed with the state of {state.step}"
+            )
+        return stage, stage.at(state, step)
 
     def _is_of_now(self, asked: Message) -> bool:
         """Whether a question is of the run and the generation that this peer is in."""
@@ -199,7 +209,7 @@ class Worker:
     # Micro-batches.
 
     def _forward(self, asked: Message) -> Message:
-        stage, state = self._at(asked, asked.fields["stage"])
+        stage, state = self._computes_with(asked)
         step, number = state.step, asked.fields["number"]
         self._hook("forward", step)
         batch, imports = self._given(stage, asked)
@@ -212,7 +222,7 @@ class Worker:
         return _receipt(time.monotonic() - begun)
 
     def _backward(self, asked: Message) -> Message:
-        stage, state = self._at(asked, asked.fields["stage"])
+        stage, state = self._computes_with(asked)
         step, number = state.step, asked.fields["number"]
         self._hook("backward", step)
         batch, imports = self._given(stage, asked)
@@ -256,16 +266,16 @@ class Worker:
             Refused: this peer has gone on to another generation, step or stage.
         """
         with self._lock:
-            step = asked.fields["step"]
             if (
                 not self._is_of_now(asked)
                 or stage is not self.stage
-                or step not in self._states
+                or _state_of(asked) not in self._states
             ):
                 raise Refused(
                     "stale",
-                    f"{self.name} has gone on while it computed for step {step} of "
-                    f"generation {asked.fields['generation']}, stage {stage.number}",
+                    f"{self.name} has gone on while it computed for step "
+                    f"{asked.fields['step']} of generation "
+                    f"{asked.fields['generation']}, stage {stage.number}",
                 )
             keep()
 
@@ -776,6 +786,12 @@ def _slice(array: np.ndarray, part: int, parts: int) -> np.ndarray:
 def _at(asked: Message) -> dict[str, Any]:
     """Run, generation and step of a question."""
     return {name: asked.fields[name] for name in ("run", "generation", "step")}
+
+
+def _state_of(asked: Message) -> int:
+    """Steps done in the state that a question is about; calls name it."""
+    found: int = asked.fields.get("state", asked.fields["step"])
+    return found
 
 
 def _is_finite(array: np.ndarray) -> bool:

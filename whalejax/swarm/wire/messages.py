@@ -117,6 +117,7 @@ _AT: Final[Fields] = {"run": _text, "generation": _whole, "step": _whole}
 _STATE: Final[Fields] = {**_AT, "stage": _whole, "place": _whole}
 _CALL: Final[Fields] = {
     **_AT,
+    "state": _whole,
     "stage": _whole,
     "number": _whole,
     "attempt": _whole,
@@ -238,6 +239,7 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
             "micro_batches": _whole,
             "precision": _anything,
             "seed": lambda x: type(x) is int,
+            "delayed_updates": _flag,
             "pull_seconds": _seconds,
         }
     },
