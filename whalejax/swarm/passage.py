@@ -73,6 +73,7 @@ class StepContext:
         run, generation, step: of the run.
         state: steps done in the state that its calls are computed with.
         batch: address of who gives micro-batches.
+        sum_wire: how mates send gradients while they add them up.
         call_seconds: deadline of a call.
         await_peer: waits until a stage has a peer that may be asked; raises where it
             will have none.
@@ -94,6 +95,7 @@ class StepContext:
     step: int
     state: int
     batch: Address
+    sum_wire: str
     call_seconds: float
     await_peer: Callable[[int], None]
     tell: Callable[..., None]

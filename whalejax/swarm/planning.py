@@ -51,6 +51,7 @@ def swarm_plan(
     num_micro_batches: int | None,
     bandwidth: float,
     wire: str | None,
+    sum_wire: str = "f32",
 ) -> Plan:
     """The plan of the fewest stages that fit, in the most exact format that is fast.
 
@@ -61,6 +62,7 @@ def swarm_plan(
         num_micro_batches: of a step, or None.
         bandwidth: of each peer's link, in bytes per second.
         wire: one of ``WIRES``, or None.
+        sum_wire: one of ``SUM_WIRES``.
 
     Raises:
         PlanError: no swarm can train this model; why.
@@ -71,7 +73,9 @@ def swarm_plan(
         again, kind, cluster, fixed, num_micro_batches, bandwidth, wire or "int8"
     )
     formats = (wire,) if wire else WIRES
-    found = [_swarm(plan, each, cluster.num_devices, bandwidth) for each in formats]
+    found = [
+        _swarm(plan, each, cluster.num_devices, bandwidth, sum_wire) for each in formats
+    ]
     chosen = next((s for s in found if _link_share(s) >= BUSY), found[-1])
     chosen = _predicted(plan, chosen)
     reasons = {
@@ -152,6 +156,7 @@ def _beside_synchronous(
             swarm=False,
             bandwidth=None,
             wire=None,
+            sum_wire=None,
             cluster=dataclasses.replace(cluster, levels=levels),
             mesh=None,
             num_micro_batches=None,
@@ -218,6 +223,7 @@ def _fewest_stages(
                     swarm=False,
                     bandwidth=None,
                     wire=None,
+                    sum_wire=None,
                     cluster=part,
                     mesh={"stage": stages},
                     num_micro_batches=num_micro_batches or QUEUE * cluster.num_devices,
@@ -274,7 +280,9 @@ def _networks(
 # One format.
 
 
-def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
+def _swarm(
+    plan: Plan, wire: str, peers: int, bandwidth: float, sum_wire: str = "f32"
+) -> Swarm:
     assert plan.stages is not None
     paces = plan.stages.paces
     calls = []
@@ -300,6 +308,7 @@ def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
         step_seconds=0.0,
         samples_per_second=0.0,
         utilization=0.0,
+        sum_wire=sum_wire,
     )
     seconds = closed_form_seconds(swarm, plan.num_micro_batches, QUEUE * peers)
     return _with_step(plan, swarm, seconds)
@@ -375,7 +384,7 @@ def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
             forward_bytes=stage.forward_bytes,
             backward_bytes=stage.backward_bytes,
             state_bytes=stage.state_bytes,
-            gradient_bytes=stage.gradient_bytes,
+            gradient_bytes=wire_bytes(stage.gradient_bytes // 4, swarm.sum_wire),
         )
         for stage in swarm.stages
     )
@@ -466,12 +475,16 @@ def _why_stages(plan: Plan, swarm: Swarm, tried: list[str], *, given: bool) -> s
 
 
 def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
-    late = max(sum_bytes(stage.gradient_bytes, stage.peers) for stage in swarm.stages)
+    late = max(
+        sum_bytes(stage.gradient_bytes, stage.peers, swarm.sum_wire)
+        for stage in swarm.stages
+    )
     seconds = late / swarm.bytes_per_second
     part = seconds / swarm.step_seconds if swarm.step_seconds else 0.0
     how = "as asked" if given else f"{QUEUE} for each peer"
     return (
-        f"{plan.num_micro_batches} micro-batches, {how}; adding up gradients takes "
+        f"{plan.num_micro_batches} micro-batches, {how}; adding up gradients in "
+        f"{swarm.sum_wire} takes "
         f"{milliseconds(seconds)} or {part:.0%} of a step, which more micro-batches "
         "make a smaller part"
     )

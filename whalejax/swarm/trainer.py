@@ -139,6 +139,7 @@ class Trainer:
         write: Write | None = None,
         snapshot: Snapshot | None = None,
         generation: int = 0,
+        sum_wire: str = "f32",
         on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
         between: Callable[[Trainer], None] = lambda trainer: None,
         clock: Callable[[], float] = time.monotonic,
@@ -154,6 +155,7 @@ class Trainer:
             write: of the ledger's journal.
             snapshot: where the run goes on; a fresh run if left out.
             generation: counts how often the run has begun or gone back.
+            sum_wire: how peers send gradients while they add them up.
             on_snapshot: is given each snapshot, such as to write a checkpoint.
             between: called between two steps, such as to move peers.
             clock: gives seconds.
@@ -164,6 +166,7 @@ class Trainer:
         self._snapshot = snapshot or Snapshot(step=0, arrays=None)
         self.generation, self.step = generation, self._snapshot.step
         self._on_snapshot, self._between = on_snapshot, between
+        self._sum_wire = sum_wire
         self.address: Address = ("", 0)
         self.counts = Counts()
         self.ledger: Ledger | None = None
@@ -292,11 +295,13 @@ class Trainer:
             else:
                 commit, self._pending = self._overlapped(computed)
         self._applied(commit.applied, commit.digests)
-        metrics = {
+        metrics: dict[str, Any] = {
             name: np.asarray(value)
             for name, value in self.cut.metrics(list(computed.sums)).items()
         }
         self._seconds = self.fleet.now() - begun
+        if commit.sum_error is not None:
+            metrics["sum_error"] = commit.sum_error
         return {**metrics, "generation": self.generation, "seconds": self._seconds}
 
     def _is_alone(self) -> bool:
@@ -371,6 +376,7 @@ class Trainer:
             step=step,
             state=self.step,
             batch=self.address,
+            sum_wire=self._sum_wire,
             call_seconds=self.settings.call_seconds,
             await_peer=self._await_peer,
             tell=self.tell,

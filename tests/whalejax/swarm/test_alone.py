@@ -89,6 +89,7 @@ def context_of(
         step=0,
         state=0,
         batch=("host", 9),
+        sum_wire="f32",
         call_seconds=1.0,
         await_peer=lambda stage: None,
         tell=tell,
@@ -258,7 +259,10 @@ def test_the_error_after_the_last_attempt_names_the_peer() -> None:
 
 
 def added(*given: Any, **more: Any) -> Message:
-    return Message(kind="summed", fields={"numbers": [0], "attempts": [1]})
+    return Message(
+        kind="summed",
+        fields={"numbers": [0], "attempts": [1], "lost": 0.0, "whole": 0.0},
+    )
 
 
 def summing(context: StepContext) -> Commit:

@@ -131,6 +131,18 @@ def test_a_wire_that_is_asked_for_is_taken() -> None:
     assert "as asked" in found.why("wire")
 
 
+def test_sums_are_counted_in_the_format_that_is_asked_for(plan: wh.Plan) -> None:
+    """By the plan, its hash, its words and the simulator."""
+    narrow = swarm_plan(sum_wire="int8")
+    assert narrow.swarm is not None and plan.swarm is not None
+    assert (plan.swarm.sum_wire, narrow.swarm.sum_wire) == ("f32", "int8")
+    assert narrow.hash != plan.hash
+    assert "gradients in int8 takes" in narrow.why("micro-batches")
+    whole, less = (setting_of(p)[0].stages[0].gradient_bytes for p in (plan, narrow))
+    assert less == packed_bytes(whole // 4)
+    assert narrow.swarm.step_seconds < plan.swarm.step_seconds
+
+
 def test_the_fewest_stages_are_taken() -> None:
     found = swarm_plan(mesh=None)
     assert found.swarm is not None and len(found.swarm.stages) == 2
@@ -213,6 +225,11 @@ def test_the_closed_form_is_close_to_the_simulator(plan: wh.Plan) -> None:
     ("settings", "match"),
     [
         ({"swarm": True}, "give the bandwidth of each peer's link"),
+        ({"sum_wire": "f16"}, "sum_wire is given without swarm=True"),
+        (
+            {"swarm": True, "bandwidth": "1Gb/s", "sum_wire": "bf16"},
+            "sum_wire.*bf16.*one of f32, f16, int8",
+        ),
         ({"wire": "int8"}, "wire is given without swarm=True"),
         ({"swarm": True, "bandwidth": "fast"}, "expected a bandwidth such as"),
         ({"swarm": True, "bandwidth": "1Gb/s", "wire": "f8"}, "one of f32, bf16, int8"),
