@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +21,12 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm.registry import Member
-from whalejax.swarm.wire.service import Gone, Refused
+from whalejax.swarm.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm.wiring import FORWARD_TASK
 
 
 Holders = list[list[Any]]
 Answers = dict[str, Any]
-
-SLOWEST_BYTES_PER_SECOND: Final = 1e7
-"""Of a link, 80 Mb/s: a sum is given its bytes over this, beside a call's deadline."""
 
 
 class Commit:
@@ -250,6 +247,8 @@ class Commit:
             if not isinstance(error, Gone):
                 context.fleet.drop(member.name)
                 context.tell("failed", peer=member.name, why=str(error))
+                if error.code == "failed":
+                    context.broken(kind, stage, -1, member, error.why)
             return
         if error.code == "overflow":
             context.overflow(stage, member, error.why)

@@ -34,6 +34,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
 from whalejax.capture.units import avals_of, units_of
+from whalejax.elastic.wire.framing import MOST_ARRAY_BYTES, MOST_ARRAYS
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
@@ -43,6 +44,7 @@ from whalejax.lowering.pipeline_mpmd.update_split import Parting
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
 from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.program_cut import (
     Division,
@@ -199,8 +201,35 @@ class Cut:
                 "precision f16 scales losses by whether all gradients are finite, and "
                 "a swarm refuses those that are not. Take precision bf16 or f32"
             )
+        for stage in range(self.stages):
+            found += self._too_large(stage)
         if found:
             raise PlanError("a swarm cannot train this model: " + "; ".join(found))
+
+    def _too_large(self, stage: int) -> list[str]:
+        """What peers could not send each other in one message."""
+        part = self.division.parts[stage]
+        every = [self.avals[v] for v in part.exports]
+        border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
+        params = sum(self.owner(n) == stage for n in range(self.params))
+        # Of two mates, each sends the other a half.
+        half = self.gradient_bytes(stage) // 2
+        problems = [
+            f"stage {stage} {does} {gigabytes(size)}, and a message holds at most "
+            f"{gigabytes(MOST_ARRAY_BYTES)}. {remedy}"
+            for does, size, remedy in (
+                ("hands on", border, "Take more micro-batches"),
+                ("sums gradients in parts of", half, "Take more stages"),
+            )
+            if size > MOST_ARRAY_BYTES
+        ]
+        for what, count in (("arrays", len(every)), ("parameters", params)):
+            if count > MOST_ARRAYS:
+                problems.append(
+                    f"stage {stage} sends {count} {what} at once, and a message holds "
+                    f"at most {MOST_ARRAYS} arrays. Take more stages, or stack them"
+                )
+        return problems
 
     def readers(self, number: int) -> list[int]:
         """The stages that read an input of the loss."""

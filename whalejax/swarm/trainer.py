@@ -178,6 +178,7 @@ class Trainer:
         self._pending: _Computed | None = None
         self._is_overlapping = False
         self._step_lock = threading.RLock()
+        self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
         self.digests = _digests(self._snapshot)
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
@@ -317,6 +318,8 @@ class Trainer:
         count = self.cut.count
         passages = [Passage(context, number) for number in range(count)]
         self.ledger = context.ledger
+        with self._lock:
+            self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
         self._travel(context, passages)
         return _Computed(context=context, passages=passages, sums=_summed(passages))
 
@@ -381,6 +384,7 @@ class Trainer:
             await_peer=self._await_peer,
             tell=self.tell,
             counts=self.counts,
+            failures=self._failures,
         )
 
     def _applied(self, names: set[str], digests: dict[int, str]) -> None:
@@ -392,6 +396,8 @@ class Trainer:
                 else:
                     self.fleet.drop(member.name)
             self.digests = digests
+            for key in [k for k in self._failures if k[0] <= self.step]:
+                del self._failures[key]
             self.step += 1
             self._keeps = True
 

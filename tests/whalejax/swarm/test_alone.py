@@ -255,6 +255,37 @@ def test_the_error_after_the_last_attempt_names_the_peer() -> None:
         Passage(context_of(1, ask=ask), 0).run()
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward", "sum", "update"])
+def test_an_error_that_all_peers_raise_ends_the_run_soon(kind: str) -> None:
+    """With its words; where one peer alone raises it, the others go on."""
+    asked: list[str] = []
+    broken = {"p0.0", "p0.1"}
+
+    def ask(address: Any, what: str, *given: Any, **more: Any) -> Message:
+        name = name_of(address, 3)
+        if what == kind and name in broken:
+            asked.append(name)
+            raise Refused("failed", "ZeroDivisionError: of the model")
+        if what == "update":
+            return has_state()
+        return added() if what == "sum" else receipt()
+
+    def step() -> None:
+        commit = summing(context)
+        commit._sum(0)
+        commit._level(0, 0, ())
+
+    context = context_of(2, 3, ask=ask)
+    step()
+    assert "p0.2" in {m.name for m in context.fleet.synced(0)}
+    broken.add("p0.2")
+    context = context_of(2, 3, ask=ask)
+    match = f"{kind} of stage 0 raises.*p0.0, p0.1, p0.2.*ZeroDivisionError: of the mod"
+    with pytest.raises(wh.WhaleError, match=match):
+        step()
+    assert len(asked) < 12
+
+
 # The sum.
 
 
