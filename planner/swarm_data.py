@@ -45,11 +45,13 @@ class SwarmStage:
         backward_bytes: the same for a backward.
         state_bytes: parameters and optimizer state, which a newcomer downloads.
         gradient_bytes: that peers of the stage add up each step.
-        memory_bytes: of a peer, predicted.
-        apart: gradients of micro-batches are kept apart until a step is committed;
-            else they are added up at once, and a peer whose call was given up starts
-            again.
+        memory_bytes: of a peer's device, predicted: two states while an update is
+            applied, gradients and what a call needs.
+        apart: gradients of micro-batches are kept apart until a step is committed, as
+            all peers do.
         deadline_seconds: after which a call is given up.
+        host_bytes: of a peer's host, predicted: what its micro-batches of a step were
+            given and made, with a gradient of each, sums, and a copy of the state.
     """
 
     peers: int
@@ -60,8 +62,9 @@ class SwarmStage:
     state_bytes: int
     gradient_bytes: int
     memory_bytes: int
-    apart: bool
+    apart: bool = True
     deadline_seconds: float
+    host_bytes: int = 0
 
     @property
     def compute_seconds(self) -> float:
