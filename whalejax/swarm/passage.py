@@ -458,8 +458,8 @@ class Passage:
             context.lose(member, error.why)
             context.tell("failed", peer=member.name, why=error.why)
             if error.code == "failed":
-                what = str(phase)
-                context.broken(what, stage, self._number, member, error.why)
+                call = str(phase)
+                context.broken(call, stage, self._number, member, error.why)
         elif error.code == "source" and not other:
             self._cut_off(member, error.why)
         if other:

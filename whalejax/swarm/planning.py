@@ -259,8 +259,9 @@ def _fewest_stages(
             return min(steps, key=lambda one: one[0])[1], tried
         tried.append(lacking[0])
     raise PlanError(
-        f"no swarm of {fixed or f'up to {most}'} stages has the memory: {'; '.join(tried)}. Have "
-        "peers with more memory, share the weights of layers, or offload the optimizer"
+        f"no swarm of {fixed or f'up to {most}'} stages has the memory: "
+        f"{'; '.join(tried)}. Have peers with more memory, share the weights of "
+        "layers, or offload the optimizer"
     )
 
 
