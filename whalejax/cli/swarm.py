@@ -109,18 +109,23 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
     for step, metrics in run.run():
-        loss, error = float(metrics["loss"]), metrics.get("sum_error")
-        if command.json:
-            fields = {"event": "step", "step": step, "loss": loss}
-            if error is not None:
-                fields["sum_error"] = error
-            print(json.dumps(fields), flush=True)
-        else:
-            lost = "" if error is None else f"  sum error {error:.2g}"
-            print(f"step {step}/{command.steps}  loss {loss:.6g}{lost}", flush=True)
+        print(_step_words(command, step, metrics), flush=True)
     if not command.json:
         say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
     return 0
+
+
+def _step_words(
+    command: SwarmServeCommand, step: int, metrics: Mapping[str, Any]
+) -> str:
+    loss, error = float(metrics["loss"]), metrics.get("sum_error")
+    if command.json:
+        fields = {"event": "step", "step": step, "loss": loss}
+        if error is not None:
+            fields["sum_error"] = error
+        return json.dumps(fields)
+    lost = "" if error is None else f"  sum error {error:.2g}"
+    return f"step {step}/{command.steps}  loss {loss:.6g}{lost}"
 
 
 def _interrupt(*_: Any) -> None:

@@ -120,10 +120,24 @@ class _Computed:
     sums: tuple[np.ndarray, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """What a move takes, as the newest one that was measured.
+
+    Attributes:
+        bytes_per_second: of a state from peer to peer; 200 Mb/s before the first.
+        compile_seconds: of the programs of a stage.
+    """
+
+    bytes_per_second: float = 25e6
+    compile_seconds: float = 30.0
+
+
 class Trainer:
     """Leads the steps of one run.
 
     Attributes:
+        pace: of moves.
         run_id: drawn at random; every question has it.
         moving: by name of a peer that changes stage, the stage that it is to serve.
     """
@@ -172,6 +186,7 @@ class Trainer:
         self.ledger: Ledger | None = None
         self.run_id = secrets.token_hex(8)
         self.moving: dict[str, int] = {}
+        self.pace = Pace()
         self._coming: dict[tuple[str, int], _Coming] = {}
         self._changed = threading.Event()
         self._seconds, self._owed = 0.0, False
@@ -613,6 +628,7 @@ class Trainer:
             "keeps": keeps,
             "sources": sources,
         }
+        begun = self.fleet.now()
         try:
             answer = self.caller.ask(
                 member.address, "sync", fields, seconds=self.settings.state_seconds
@@ -625,6 +641,10 @@ class Trainer:
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
             return None
+        seconds = self.fleet.now() - begun
+        if sources and not keeps and seconds > 0:
+            size = self.cut.state_bytes(member.stage)
+            self.pace.bytes_per_second = size / seconds
         return str(answer.fields["digest"])
 
     # Moves.
@@ -643,6 +663,7 @@ class Trainer:
         self.tell("moves", **told)
 
         def go() -> None:
+            begun = self.fleet.now()
             try:
                 self.caller.ask(
                     member.address,
@@ -655,6 +676,7 @@ class Trainer:
                     self.moving.pop(member.name, None)
                 self.tell("failed", peer=member.name, why=str(error))
             else:
+                self.pace.compile_seconds = self.fleet.now() - begun
                 self.tell("moved", **told)
             self._changed.set()
 
