@@ -24,6 +24,7 @@ import jaxlib.version
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from scipy.optimize import linear_sum_assignment
 
 from whalejax import _compat, jobs
 from whalejax._version import __version__
@@ -48,6 +49,7 @@ from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.program_cut import (
     Division,
+    Units,
     Value,
     divided,
     divided_by_marks,
@@ -182,7 +184,8 @@ class Cut:
                 found.append(
                     f"{path} is read by stages {stages}, and peers of different stages "
                     "share no weights. Give each stage weights of its own (such as "
-                    "tied_embedding=False), or use fewer stages"
+                    "tied_embedding=False, or fewer layers to each block that "
+                    "shared_layers shares), or use fewer stages"
                 )
         for part in self.division.parts:
             for number in part.fresh:
@@ -595,7 +598,7 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
     units = units_of(captured)
     if plan.stages.starts:
         chunks = plan.stages.chunks
-        return divided(units, plan.stages.starts[chunks - 1 :: chunks])
+        return divided(units, _apart(units, plan.stages.starts[chunks - 1 :: chunks]))
     found = divided_by_marks(units, units.labels(captured.graph))
     if len(found.parts) != stages:
         raise PlanError(
@@ -603,6 +606,36 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
             f"stages={stages} was asked for. Give stages={len(found.parts)}"
         )
     return found
+
+
+def _apart(units: Units, starts: Sequence[str]) -> Sequence[str]:
+    """Borders close to those of a plan at which no two parts read one parameter.
+
+    Layers that share weights then stay in one stage. Those of the plan where there are
+    too few such borders.
+
+    Args:
+        units: the program.
+        starts: of every part but the first, as in ``Units.borders``.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for index, unit in enumerate(units.units):
+        for path, number in unit.reads:
+            if path == () and number < len(units.params):
+                spans[number] = spans.get(number, (index, index))[0], index
+    free = [
+        name
+        for name, border in units.borders.items()
+        if not any(first < border <= last for first, last in spans.values())
+    ]
+    if len(free) < len(starts):
+        return starts
+    far = [
+        [abs(units.borders[start] - units.borders[name]) for name in free]
+        for start in starts
+    ]
+    _, chosen = linear_sum_assignment(far)
+    return sorted((free[n] for n in chosen), key=lambda name: units.borders[name])
 
 
 def _hashed(jaxpr: Any) -> str:

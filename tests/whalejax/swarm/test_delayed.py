@@ -77,8 +77,9 @@ def reference(begins: int = 0) -> tuple[list[float], list[str]]:
     and is applied to the newest. Where a run goes on from a checkpoint, its first step
     is computed with the newest, as at the beginning.
     """
-    newest = jax.tree.leaves(jax.jit(jobs.make_model)(jax.random.key(0)))
-    before, state, losses = newest, TX.init(newest), []
+    newest: Any = jax.tree.leaves(jax.jit(jobs.make_model)(jax.random.key(0)))
+    before, losses = newest, []
+    state: Any = TX.init(newest)
     for step in range(STEPS):
         if step == begins:
             before = newest
@@ -141,8 +142,9 @@ def test_gradients_are_summed_while_the_next_step_is_computed() -> None:
             waited.append(ahead.wait(300))
 
     fault = Fault("sum", 1, "killed")
-    losses = []
+    losses, recomputed = [], 0
     with swarm(cut(), steps=STEPS) as found:
+        counts = found.serving.trainer.counts
         for number in range(jobs.STAGES):
             found.join(number, hook=hook)
         fault.peer = found.join(1, hook=fault)
@@ -152,7 +154,6 @@ def test_gradients_are_summed_while_the_next_step_is_computed() -> None:
                 assert fault.happened
                 found.join(0)
             if step == 3:
-                counts = found.serving.trainer.counts
                 recomputed = counts.recomputed
                 found.peers[0].leave()
                 while not any(m.leaving for m in found.members()):
