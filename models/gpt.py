@@ -48,7 +48,9 @@ class GPTConfig:
         embed: width of the residual stream.
         heads: attention heads; divides ``embed``.
         mlp: width inside the feed-forward layers.
-        layers: number of blocks.
+        layers: number of blocks that the residual stream passes.
+        shared_layers: consecutive layers that use the weights of one block, as ALBERT's
+            do; divides ``layers``. 1 shares none.
         dropout_rate: after the embedding and before each residual addition; its keys
             live in the model as NNX RNG state.
         tied_embedding: the head is the embedding table, transposed.
@@ -66,6 +68,7 @@ class GPTConfig:
     heads: int = 8
     mlp: int = 1024
     layers: int = 4
+    shared_layers: int = 1
     dropout_rate: float = 0.0
     tied_embedding: bool = False
     fused_qkv: bool = False
@@ -203,12 +206,18 @@ class GPT(nnx.Module):
 
     def _run_blocks(self, x: Array) -> Array:
         apply = rematted(Block.__call__, self.config.remat)
-        if not self.config.scan_layers:
-            for block in self.blocks:
+
+        def several(block: Block, x: Array) -> Array:
+            for _ in range(self.config.shared_layers):
                 x = apply(block, x)
             return x
+
+        if not self.config.scan_layers:
+            for block in self.blocks:
+                x = several(block, x)
+            return x
         scanned = nnx.scan(
-            lambda carry, block: apply(block, carry),
+            lambda carry, block: several(block, carry),
             in_axes=(nnx.Carry, 0),
             out_axes=nnx.Carry,
         )
@@ -224,10 +233,18 @@ def _dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
 
 
 def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
+    shared = config.shared_layers
+    if shared < 1 or config.layers % shared:
+        raise wh.WhaleError(
+            f"GPT: shared_layers is {shared} of layers={config.layers}; expected a "
+            "number of at least 1 that divides them, such as 1, which shares none, or "
+            f"{config.layers}, by which all layers share one block's weights"
+        )
+    count = config.layers // shared
     if not config.scan_layers:
-        return nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        return nnx.List([Block(config, rngs=rngs) for _ in range(count)])
 
-    return stacked_blocks(config.layers, lambda split: Block(config, rngs=split), rngs)
+    return stacked_blocks(count, lambda split: Block(config, rngs=split), rngs)
 
 
 def loss_fn(model: GPT, batch: Mapping[str, Any]) -> Array | wh.WeightedLoss:

@@ -13,7 +13,10 @@ from typing import Final
 
 BLOCK: Final = 256  # values that share a scale in int8
 WIRES: Final = ("f32", "bf16", "int8")
-_VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "int8": 1}
+SUM_WIRES: Final = ("f32", "f16", "int8")
+"""Formats of gradients while a stage's peers add them up."""
+
+_VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
 
 
 def wire_bytes(values: int, wire: str) -> int:
@@ -21,7 +24,7 @@ def wire_bytes(values: int, wire: str) -> int:
 
     Args:
         values: how many.
-        wire: one of ``WIRES``.
+        wire: one of ``WIRES`` or ``SUM_WIRES``.
 
     >>> wire_bytes(1024, "f32"), wire_bytes(1024, "bf16"), wire_bytes(1024, "int8")
     (4096, 2048, 1040)
@@ -42,11 +45,13 @@ class SwarmStage:
         backward_bytes: the same for a backward.
         state_bytes: parameters and optimizer state, which a newcomer downloads.
         gradient_bytes: that peers of the stage add up each step.
-        memory_bytes: of a peer, predicted.
-        apart: gradients of micro-batches are kept apart until a step is committed;
-            else they are added up at once, and a peer whose call was given up starts
-            again.
+        memory_bytes: of a peer's device, predicted: two states while an update is
+            applied, gradients and what a call needs.
+        apart: gradients of micro-batches are kept apart until a step is committed, as
+            all peers do.
         deadline_seconds: after which a call is given up.
+        host_bytes: of a peer's host, predicted: what its micro-batches of a step were
+            given and made, with a gradient of each, sums, and a copy of the state.
     """
 
     peers: int
@@ -57,8 +62,9 @@ class SwarmStage:
     state_bytes: int
     gradient_bytes: int
     memory_bytes: int
-    apart: bool
+    apart: bool = True
     deadline_seconds: float
+    host_bytes: int = 0
 
     @property
     def compute_seconds(self) -> float:
@@ -90,6 +96,7 @@ class Swarm:
         samples_per_second: predicted.
         utilization: part of the time that peers compute.
         reasons: (what was chosen, why) pairs, for ``plan.why``.
+        sum_wire: format of gradients while the peers of a stage add them up.
     """
 
     wire: str
@@ -101,14 +108,18 @@ class Swarm:
     samples_per_second: float
     utilization: float
     reasons: tuple[tuple[str, str], ...] = ()
+    sum_wire: str = "f32"
 
     @property
     def agreed(self) -> dict[str, object]:
         """What all peers must agree on; predictions are left out."""
-        return {"wire": self.wire, "stages": len(self.stages)}
+        found: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
+        if self.sum_wire != "f32":
+            found["sum_wire"] = self.sum_wire
+        return found
 
 
-def sum_bytes(gradient_bytes: int, peers: int) -> int:
+def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
     """Bytes that a peer receives, and sends, while a stage adds up its gradients.
 
     Each peer adds up what it holds, sends every other peer that one's part of it, adds
@@ -116,27 +127,31 @@ def sum_bytes(gradient_bytes: int, peers: int) -> int:
     all-gather.
 
     Args:
-        gradient_bytes: of a stage, of one micro-batch.
+        gradient_bytes: of a stage, of one micro-batch, in float32.
         peers: of the stage.
+        wire: one of ``SUM_WIRES``. Each peer's part of an array has scales of its own
+            in int8; those of parts that are no whole blocks are not counted.
 
     >>> sum_bytes(1024, peers=4), sum_bytes(1024, peers=1)
     (1536, 0)
+    >>> sum_bytes(4096, peers=4, wire="int8")
+    1560
     """
-    return math.ceil(2 * (peers - 1) / peers * gradient_bytes) if peers > 1 else 0
+    sent = wire_bytes(gradient_bytes // 4, wire) if wire != "f32" else gradient_bytes
+    return math.ceil(2 * (peers - 1) / peers * sent) if peers > 1 else 0
 
 
-def sum_seconds(stage: SwarmStage, bytes_per_second: float, latency: float) -> float:
+def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
     """Of adding up a stage's gradients over its peers.
 
     Args:
         stage: which.
-        bytes_per_second: of each peer's link.
-        latency: one way, in seconds.
+        swarm: with its links and formats.
     """
     if stage.peers < 2:
         return 0.0
-    sent = sum_bytes(stage.gradient_bytes, stage.peers)
-    return sent / bytes_per_second + 2 * latency
+    sent = sum_bytes(stage.gradient_bytes, stage.peers, swarm.sum_wire)
+    return sent / swarm.bytes_per_second + 2 * swarm.latency_seconds
 
 
 def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> float:
@@ -157,5 +172,5 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> flo
         for stage in swarm.stages
     )
     pace = max(pace, fill / in_flight)  # latency, where too few are under way
-    late = max(sum_seconds(stage, speed, link) for stage in swarm.stages)
+    late = max(sum_seconds(stage, swarm) for stage in swarm.stages)
     return fill + micro_batches * pace + late

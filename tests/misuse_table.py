@@ -62,6 +62,7 @@ def _plan_arguments(w: World) -> dict[str, Any]:
         "swarm": False,
         "bandwidth": None,
         "wire": None,
+        "sum_wire": None,
     }
 
 
@@ -94,6 +95,7 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "verified": SWITCH,
     "bandwidth": ("none", "only a swarm has one"),
     "wire": ("none", "only a swarm has one"),
+    "sum_wire": ("none", "only a swarm has one"),
 }
 
 _ANY: Final = (ALL, "JAX rebuilds it around placeholders of any kind")

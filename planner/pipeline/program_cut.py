@@ -161,14 +161,15 @@ class Units:
         found: dict[str, int] = {}
         before = -1
         for index, inputs in enumerate(self.inputs):
-            fresh = {n for n in inputs if self.is_weight(n)} - seen
-            if self.free[index] or not fresh:
+            weights = {n for n in inputs if self.is_weight(n)}
+            if self.free[index] or not weights:
                 continue
-            if before >= 0:
+            fresh = weights - seen
+            if fresh and before >= 0:
                 span = range(before + 1, index + 1)
                 best = min(span, key=lambda b: crossing[b])
                 found[self.path(min(fresh))] = best
-            seen |= fresh
+            seen |= weights
             before = index
         return found
 

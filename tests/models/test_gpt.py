@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 import whalejax as wh
+from whalejax import jobs
+from whalejax.meshes import cluster
 from whalejax.models import gpt
 
 
@@ -121,6 +123,31 @@ def test_a_tied_head_is_the_embedding() -> None:
     table = model.tokens.embedding[...]
     expected = jnp.einsum("bse,ve->bsv", hidden, table)
     np.testing.assert_allclose(model.logits(hidden), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.relaxed_promotion  # Optax promotes its counts
+def test_layers_that_share_a_block_are_planned_with_it_once() -> None:
+    """The model is two blocks, each applied twice in a row."""
+    config = replace(TEST, layers=4, shared_layers=2)
+    model = make(config)
+    x = jax.random.normal(jax.random.key(0), (1, 3, TEST.embed))
+
+    @nnx.jit
+    def both(model: gpt.GPT, x: Any) -> Any:
+        one, other = model.blocks
+        return model._run_blocks(x), other(other(one(one(x))))
+
+    np.testing.assert_allclose(*both(model, x), rtol=1e-4, atol=1e-5)
+    job = gpt.job("test", layers=4, shared_layers=2, annotated=False)
+    shared = jobs.abstract_model(job)
+    plan = jobs.make_plan(job, shared, jobs.first_batch(job, None), cluster("cpu:1"))
+    _, params, _ = nnx.split(make(replace(TEST, layers=2)), nnx.Param, ...)
+    assert plan.memory.params_bytes == sum(x.nbytes for x in jax.tree.leaves(params))
+    for wrong in (0, 3):
+        with pytest.raises(
+            wh.WhaleError, match=f"shared_layers is {wrong} of layers=4"
+        ):
+            make(replace(config, shared_layers=wrong))
 
 
 def test_no_position_sees_a_later_token(model: gpt.GPT) -> None:

@@ -46,6 +46,7 @@ def plan(
     swarm: bool = False,
     bandwidth: str | float | None = None,
     wire: str | None = None,
+    sum_wire: str | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -142,6 +143,9 @@ def plan(
         wire: format of activations and their gradients between peers: ``"f32"``,
             ``"bf16"`` or ``"int8"`` (in blocks of 256 values with a scale); None takes
             the most exact that keeps peers busy. Only with ``swarm``.
+        sum_wire: format of gradients while the peers of a stage add them up:
+            ``"f32"``, which None stands for, ``"f16"`` or ``"int8"``. Only with
+            ``swarm``.
 
     Returns:
         The plan; ``print`` shows it.

@@ -167,6 +167,7 @@ class PlanQuestion:
                 num_micro_batches=self.request.num_micro_batches,
                 bandwidth=bytes_per_second(self.request.bandwidth),
                 wire=self.request.wire,
+                sum_wire=self.request.sum_wire or "f32",
             )
             return dataclasses.replace(found, question=self)
         question, notes = self._with_precision()

@@ -23,7 +23,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
-from whalejax.planner.swarm_data import WIRES
+from whalejax.planner.swarm_data import SUM_WIRES, WIRES
 from whalejax.runtime.compiler_options import checked_options
 
 
@@ -72,6 +72,7 @@ class PlanSettings(UserOptions):
     swarm: bool = False
     bandwidth: str | float | None = None
     wire: str | None = None
+    sum_wire: str | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -190,9 +191,10 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
 
 
 def _check_swarm(settings: PlanSettings, problems: Arguments) -> None:
-    named = isinstance(settings.wire, str) and settings.wire in WIRES
-    if settings.wire is not None and not named:
-        problems.refuse("wire", settings.wire, f"one of {', '.join(WIRES)}, or None")
+    for name, formats in (("wire", WIRES), ("sum_wire", SUM_WIRES)):
+        given = getattr(settings, name)
+        if given is not None and not (isinstance(given, str) and given in formats):
+            problems.refuse(name, given, f"one of {', '.join(formats)}, or None")
     if settings.bandwidth is not None:
         try:
             bytes_per_second(settings.bandwidth)
@@ -203,10 +205,15 @@ def _check_swarm(settings: PlanSettings, problems: Arguments) -> None:
             "swarm is True, and bandwidth is None; give the bandwidth of each peer's "
             "link, such as bandwidth='200Mb/s'"
         )
-    given = [n for n in ("bandwidth", "wire") if getattr(settings, n) is not None]
-    if settings.swarm is False and given:
+    several = [
+        name
+        for name in ("bandwidth", "wire", "sum_wire")
+        if getattr(settings, name) is not None
+    ]
+    if settings.swarm is False and several:
+        verb = "is" if len(several) == 1 else "are"
         problems.add(
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} given without "
+            f"{' and '.join(several)} {verb} given without "
             "swarm=True, which alone reads it; add swarm=True, or leave it out"
         )
 

@@ -246,6 +246,7 @@ def _plan(command: PlanCommand) -> None:
             swarm=command.swarm,
             bandwidth=command.bandwidth,
             wire=command.wire,
+            sum_wire=command.sum_wire,
             source=(lasting_name(command.model), *command.set),
             **settings,
         )

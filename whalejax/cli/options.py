@@ -176,6 +176,9 @@ class PlanCommand:
     """of each peer's link, with --swarm: 200Mb/s, 25MB/s"""
     wire: OptionalText = None
     """what peers send each other, with --swarm: f32, bf16 or int8"""
+    sum_wire: OptionalText = None
+    """gradients while the peers of a stage add them up, with --swarm: f32, which is
+    taken if left out, f16 or int8"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
     quiet: bool = False

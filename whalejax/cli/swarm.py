@@ -72,6 +72,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         micro_batches=command.micro_batches,
         precision=command.precision,
         seed=command.seed,
+        delayed_updates=command.delayed_updates,
     )
     place = Place(
         save=command.save,
@@ -81,6 +82,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         host=command.host,
         port=command.port,
         wire=command.wire,
+        sum_wire=command.sum_wire,
         rebalance_seconds=command.rebalance,
     )
     settings = Settings(
@@ -107,15 +109,23 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
     for step, metrics in run.run():
-        loss = float(metrics["loss"])
-        if command.json:
-            fields = {"event": "step", "step": step, "loss": loss}
-            print(json.dumps(fields), flush=True)
-        else:
-            print(f"step {step}/{command.steps}  loss {loss:.6g}", flush=True)
+        print(_step_words(command, step, metrics), flush=True)
     if not command.json:
         say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
     return 0
+
+
+def _step_words(
+    command: SwarmServeCommand, step: int, metrics: Mapping[str, Any]
+) -> str:
+    loss, error = float(metrics["loss"]), metrics.get("sum_error")
+    if command.json:
+        fields = {"event": "step", "step": step, "loss": loss}
+        if error is not None:
+            fields["sum_error"] = error
+        return json.dumps(fields)
+    lost = "" if error is None else f"  sum error {error:.2g}"
+    return f"step {step}/{command.steps}  loss {loss:.6g}{lost}"
 
 
 def _interrupt(*_: Any) -> None:
@@ -152,6 +162,7 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         micro_batches=terms["micro_batches"],
         precision=terms["precision"],
         seed=terms["seed"],
+        delayed_updates=terms["delayed_updates"],
     )
     peer = Peer(
         cut,
@@ -161,6 +172,7 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         host=command.host,
         port=command.port or 0,
         wire=terms["wire"],
+        sum_wire=terms["sum_wire"],
         pull_seconds=terms["pull_seconds"],
         patience_seconds=command.patience,
     )
@@ -214,10 +226,12 @@ def as_text(found: Mapping[str, Any]) -> str:
     Args:
         found: the registry's answer.
     """
+    error = found["sum_error"]
+    lost = "" if error is None else f" (relative error {error:.2g})"
     loss = "none yet" if found["loss"] is None else f"{found['loss']:.6g}"
     lines = [
         f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
-        f"loss {loss}, wire {found['wire']}",
+        f"loss {loss}, wire {found['wire']}, sums in {found['sum_wire']}{lost}",
         f"ledger: {found['left']} parts of the step under way are not counted yet",
         ", ".join(
             f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()

@@ -17,6 +17,7 @@ Host = Annotated[str, conf.arg(metavar="HOST")]
 Seconds = Annotated[float, conf.arg(metavar="SECONDS")]
 Number = Annotated[int, conf.arg(metavar="N")]
 Wire = Literal["f32", "bf16", "int8"]
+SumWire = Literal["f32", "f16", "int8"]
 Narrow = Literal["f32", "bf16"]
 
 
@@ -41,6 +42,11 @@ class SwarmServeCommand:
     """f32: the model's own types; bf16, with float32 masters"""
     wire: Wire = "f32"
     """activations and their gradients between stages: whole, or in 16 or 8 bits"""
+    sum_wire: SumWire = "f32"
+    """gradients while the peers of a stage add them up: whole, or in 16 or 8 bits"""
+    delayed_updates: bool = False
+    """add up and apply the gradients of each step while the next is computed, which
+    therefore computes with the parameters of one step before"""
     seed: Number = 0
     """of the model's initial values and of dropout"""
     save: Annotated[Path | None, conf.arg(metavar="DIR")] = None

@@ -57,8 +57,9 @@ class Checkpoints:
             np.asarray(jax.random.key_data(x) if is_key(x) else x)
             for x in jax.tree.leaves(state)
         ]
+        # Where updates are delayed, the next step is computed as the first one is.
         arrays = {
-            stage: [raw[n] for n in self._cut.held(stage)]
+            stage: [raw[n] for n in (*self._cut.held(stage), *self._cut.late(stage))]
             for stage in range(self._cut.stages)
         }
         return Snapshot(step=int(np.asarray(state.step)), arrays=arrays)

@@ -9,10 +9,11 @@ state of a mate before the next step.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -20,15 +21,12 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm.registry import Member
-from whalejax.swarm.wire.service import Gone, Refused
+from whalejax.swarm.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm.wiring import FORWARD_TASK
 
 
 Holders = list[list[Any]]
 Answers = dict[str, Any]
-
-SLOWEST_BYTES_PER_SECOND: Final = 1e7
-"""Of a link, 80 Mb/s: a sum is given its bytes over this, beside a call's deadline."""
 
 
 class Commit:
@@ -54,6 +52,7 @@ class Commit:
         self._heard: list[dict[int, np.ndarray]] = []
         self._failures: dict[int, str] = {}
         self._applied: set[str] = set()
+        self._errors: dict[int, tuple[float, float]] = {}
         self.digests: dict[int, str] = {}
 
     def run(self, sums: Sequence[np.ndarray]) -> dict[int, str]:
@@ -77,6 +76,18 @@ class Commit:
             # Who was lost after the sum is in it: what it held is applied.
             context.ledger.commit(self.digests)
         return self.digests
+
+    @property
+    def sum_error(self) -> float | None:
+        """What the format of the sums loses, as a part of the norm of all gradients.
+
+        The root of the sum of the squares of what each peer lost as it sent; none where
+        gradients are sent whole.
+        """
+        if self._context.sum_wire == "f32":
+            return None
+        lost, whole = map(sum, zip(*self._errors.values(), strict=True))
+        return math.sqrt(lost / whole) if whole else 0.0
 
     @property
     def applied(self) -> set[str]:
@@ -149,7 +160,8 @@ class Commit:
     def _sum_seconds(self, stage: int, peers: int) -> float:
         """For the bytes of a sum, over the slowest link that is counted on."""
         cut = self._context.cut
-        sent = sum_bytes(cut.gradient_bytes(stage), peers)
+        wire = self._context.sum_wire
+        sent = sum_bytes(cut.gradient_bytes(stage), peers, wire)
         return sent / SLOWEST_BYTES_PER_SECOND
 
     def _note(self, stage: int, answers: Answers) -> None:
@@ -158,6 +170,10 @@ class Commit:
             name: (answer.fields["numbers"], answer.fields["attempts"])
             for name, answer in answers.items()
         }
+        self._errors[stage] = (
+            sum(answer.fields["lost"] for answer in answers.values()),
+            sum(answer.fields["whole"] for answer in answers.values()),
+        )
         with self._context.lock:
             self._context.ledger.summed(stage, added)
 
@@ -231,6 +247,8 @@ class Commit:
             if not isinstance(error, Gone):
                 context.fleet.drop(member.name)
                 context.tell("failed", peer=member.name, why=str(error))
+                if error.code == "failed":
+                    context.broken(kind, stage, -1, member, error.why)
             return
         if error.code == "overflow":
             context.overflow(stage, member, error.why)

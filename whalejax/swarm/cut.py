@@ -24,6 +24,7 @@ import jaxlib.version
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from scipy.optimize import linear_sum_assignment
 
 from whalejax import _compat, jobs
 from whalejax._version import __version__
@@ -34,6 +35,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
 from whalejax.capture.units import avals_of, units_of
+from whalejax.elastic.wire.framing import MOST_ARRAY_BYTES, MOST_ARRAYS
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
@@ -43,9 +45,11 @@ from whalejax.lowering.pipeline_mpmd.update_split import Parting
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
 from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.program_cut import (
     Division,
+    Units,
     Value,
     divided,
     divided_by_marks,
@@ -86,6 +90,7 @@ class Cut:
         count: micro-batches of a step.
         size: samples of a global batch.
         stages: how many there are.
+        delayed_updates: each step computes with the parameters of one step before.
         division: the loss in parts, one for each stage.
         program: of the whole model.
         abstract: shapes and dtypes of the whole state.
@@ -101,6 +106,7 @@ class Cut:
         micro_batches: int | None = None,
         precision: Any = "f32",
         seed: int = 0,
+        delayed_updates: bool = False,
     ) -> None:
         """Plan and trace.
 
@@ -112,12 +118,14 @@ class Cut:
                 batch if left out.
             precision: as for ``wh.plan``.
             seed: of the run.
+            delayed_updates: apply the update of each step while the next one is
+                computed, which therefore computes with the parameters before it.
 
         Raises:
             PlanError: the job cannot be trained by a swarm; what is in the way.
         """
         self.job, self.stages, self.seed = job, stages, seed
-        self.precision = precision
+        self.precision, self.delayed_updates = precision, delayed_updates
         first = jobs.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
         self.count = micro_batches or _most_micro_batches(self.size)
@@ -156,6 +164,7 @@ class Cut:
         self.abstract = abstract_state(self.program, self.origin)
         self.rest = len(jax.tree.leaves(self.abstract.rest))
         self.ready: dict[int, Any] = {}
+        self._batches: dict[int, list[Any]] = {}
         self._refuse()
 
     def _refuse(self) -> None:
@@ -175,7 +184,8 @@ class Cut:
                 found.append(
                     f"{path} is read by stages {stages}, and peers of different stages "
                     "share no weights. Give each stage weights of its own (such as "
-                    "tied_embedding=False), or use fewer stages"
+                    "tied_embedding=False, or fewer layers to each block that "
+                    "shared_layers shares), or use fewer stages"
                 )
         for part in self.division.parts:
             for number in part.fresh:
@@ -194,8 +204,35 @@ class Cut:
                 "precision f16 scales losses by whether all gradients are finite, and "
                 "a swarm refuses those that are not. Take precision bf16 or f32"
             )
+        for stage in range(self.stages):
+            found += self._too_large(stage)
         if found:
             raise PlanError("a swarm cannot train this model: " + "; ".join(found))
+
+    def _too_large(self, stage: int) -> list[str]:
+        """What peers could not send each other in one message."""
+        part = self.division.parts[stage]
+        every = [self.avals[v] for v in part.exports]
+        border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
+        params = sum(self.owner(n) == stage for n in range(self.params))
+        # Of two mates, each sends the other a half.
+        half = self.gradient_bytes(stage) // 2
+        problems = [
+            f"stage {stage} {does} {gigabytes(size)}, and a message holds at most "
+            f"{gigabytes(MOST_ARRAY_BYTES)}. {remedy}"
+            for does, size, remedy in (
+                ("hands on", border, "Take more micro-batches"),
+                ("sums gradients in parts of", half, "Take more stages"),
+            )
+            if size > MOST_ARRAY_BYTES
+        ]
+        for what, count in (("arrays", len(every)), ("parameters", params)):
+            if count > MOST_ARRAYS:
+                problems.append(
+                    f"stage {stage} sends {count} {what} at once, and a message holds "
+                    f"at most {MOST_ARRAYS} arrays. Take more stages, or stack them"
+                )
+        return problems
 
     def readers(self, number: int) -> list[int]:
         """The stages that read an input of the loss."""
@@ -215,6 +252,7 @@ class Cut:
             "optimizer": fingerprint(self.program),
             "data of the first batch": self._data,
             "seed": str(self.seed),
+            "delayed updates": str(self.delayed_updates),
             "whalejax": __version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
@@ -279,13 +317,23 @@ class Cut:
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
     def raw_avals(self, stage: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shape and dtype of what a stage holds, random keys as their data."""
+        """Shape and dtype of what a stage holds, random keys as their data.
+
+        Where updates are delayed, its parameters follow, of the step before.
+        """
         leaves = jax.tree.leaves(self.abstract)
+        numbers = [*self.held(stage), *self.late(stage)]
         raw = [
             jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
-            for x in (leaves[n] for n in self.held(stage))
+            for x in (leaves[n] for n in numbers)
         ]
         return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
+
+    def late(self, stage: int) -> list[int]:
+        """Numbers of the leaves of which a stage holds those of the step before."""
+        if not self.delayed_updates:
+            return []
+        return [n for n in range(self.params) if self.owner(n) == stage]
 
     def state_bytes(self, stage: int) -> int:
         """Of what a stage's peers hold: parameters and the optimizer's state."""
@@ -321,11 +369,12 @@ class Cut:
 
         Args:
             stage: which.
-            arrays: as ``split`` gives them.
+            arrays: as ``split`` gives them; parameters of the step before are not
+                read.
         """
         leaves = jax.tree.leaves(self.abstract)
-        found = []
-        for array, number in zip(arrays, self.held(stage), strict=True):
+        found, numbers = [], self.held(stage)
+        for array, number in zip(arrays[: len(numbers)], numbers, strict=True):
             leaf: Any = jnp.array(array, copy=True)
             if is_key(leaves[number]):
                 leaf = jax.random.wrap_key_data(leaf, impl=impl_of(leaves[number]))
@@ -366,10 +415,12 @@ class Cut:
         return found
 
     def _batch(self, step: int) -> list[Any]:
-        if getattr(self, "_kept", (None, None))[0] != step:
+        if step not in self._batches:
             leaves = jax.tree.leaves(self.job.batch_at(step, self.size))
-            self._kept: tuple[int, list[Any]] = step, leaves
-        return self._kept[1]
+            # Of a step and, where updates are delayed, of the one before.
+            kept = [n for n in self._batches if n == step - 1]
+            self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}
+        return self._batches[step]
 
     # Programs.
 
@@ -547,7 +598,7 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
     units = units_of(captured)
     if plan.stages.starts:
         chunks = plan.stages.chunks
-        return divided(units, plan.stages.starts[chunks - 1 :: chunks])
+        return divided(units, _apart(units, plan.stages.starts[chunks - 1 :: chunks]))
     found = divided_by_marks(units, units.labels(captured.graph))
     if len(found.parts) != stages:
         raise PlanError(
@@ -555,6 +606,36 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
             f"stages={stages} was asked for. Give stages={len(found.parts)}"
         )
     return found
+
+
+def _apart(units: Units, starts: Sequence[str]) -> Sequence[str]:
+    """Borders close to those of a plan at which no two parts read one parameter.
+
+    Layers that share weights then stay in one stage. Those of the plan where there are
+    too few such borders.
+
+    Args:
+        units: the program.
+        starts: of every part but the first, as in ``Units.borders``.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for index, unit in enumerate(units.units):
+        for path, number in unit.reads:
+            if path == () and number < len(units.params):
+                spans[number] = spans.get(number, (index, index))[0], index
+    free = [
+        name
+        for name, border in units.borders.items()
+        if not any(first < border <= last for first, last in spans.values())
+    ]
+    if len(free) < len(starts):
+        return starts
+    far = [
+        [abs(units.borders[start] - units.borders[name]) for name in free]
+        for start in starts
+    ]
+    _, chosen = linear_sum_assignment(far)
+    return sorted((free[n] for n in chosen), key=lambda name: units.borders[name])
 
 
 def _hashed(jaxpr: Any) -> str:

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 
 PERIOD_SECONDS: Final = 60.0
-_BYTES_PER_SECOND: Final = 25e6
-"""Of a link of 200 Mb/s, where none is measured."""
-
-_COMPILE_SECONDS: Final = 30.0
 
 
 class Mover:
@@ -69,12 +65,14 @@ class Mover:
         costs = [
             MoveCost(
                 state_bytes=trainer.cut.state_bytes(stage),
-                bytes_per_second=_BYTES_PER_SECOND,
-                compile_seconds=_COMPILE_SECONDS,
+                bytes_per_second=trainer.pace.bytes_per_second,
+                compile_seconds=trainer.pace.compile_seconds,
             )
             for stage in range(trainer.cut.stages)
         ]
-        move = self._rebalancer.decide(loads, fleet.now(), costs)
+        # Who takes the state again for a step has neither come nor gone.
+        present = {m.name for m in fleet.members() if not m.leaving}
+        move = self._rebalancer.decide(loads, fleet.now(), costs, present)
         if move is not None:
             self._going = move.peer
             trainer.move({m.name: m for m in synced}[move.peer], move.target)

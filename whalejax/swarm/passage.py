@@ -71,7 +71,9 @@ class StepContext:
         ledger: of the step.
         lock: of the ledger and the counts.
         run, generation, step: of the run.
+        state: steps done in the state that its calls are computed with.
         batch: address of who gives micro-batches.
+        sum_wire: how mates send gradients while they add them up.
         call_seconds: deadline of a call.
         await_peer: waits until a stage has a peer that may be asked; raises where it
             will have none.
@@ -80,6 +82,8 @@ class StepContext:
         not_finite: peers that made something that is not finite, by phase, stage and
             micro-batch.
         overflowed: peers whose sums or states were not finite, by stage.
+        failures: of the run, until the step is applied: how often peers raised an
+            error of their own, by step, what they did, stage and micro-batch.
         stop: set where the step is to end at once.
     """
 
@@ -91,13 +95,18 @@ class StepContext:
     run: str
     generation: int
     step: int
+    state: int
     batch: Address
+    sum_wire: str
     call_seconds: float
     await_peer: Callable[[int], None]
     tell: Callable[..., None]
     counts: Counts
     not_finite: dict[tuple[str, int, int], set[str]] = field(default_factory=dict)
     overflowed: dict[int, set[str]] = field(default_factory=dict)
+    failures: dict[tuple[int, str, int, int], Counter[str]] = field(
+        default_factory=dict
+    )
     stop: threading.Event = field(default_factory=threading.Event)
 
     def at(self) -> dict[str, Any]:
@@ -176,6 +185,38 @@ class StepContext:
         self.fleet.drop(member.name)
         self.fleet.pause(member)
         self.lose(member, why)
+
+    def broken(
+        self, what: str, stage: int, number: int, member: Member, why: str
+    ) -> None:
+        """A peer raised an error of its own; where all that serve do, the run ends.
+
+        Args:
+            what: it was asked to do.
+            stage, number: of what; the number is -1 where it is no micro-batch.
+            member: the peer.
+            why: in words.
+
+        Raises:
+            WhaleError: it is the code that they run, not the peer.
+        """
+        with self.lock:
+            key = self.step, what, stage, number
+            by = self.failures.setdefault(key, Counter())
+            by[member.name] += 1
+            names, count = {*by}, by.total()
+        there = {
+            m.name
+            for m in self.fleet.members()
+            if m.stage == stage and m.ready and not m.leaving
+        }
+        if count > 1 and there <= names:
+            raise WhaleError(
+                f"step {self.step}: {what} of stage {stage} raises an error at every "
+                f"peer that serves it ({', '.join(sorted(names))}): {why}. Mend what "
+                "they run, and start the run and its peers again; with the same --save "
+                "it goes on from its newest checkpoint"
+            )
 
     def refuse(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
         """A peer made something that is not finite; a second one ends the run.
@@ -311,6 +352,7 @@ class Passage:
         number = self._attempts if attempt is None else attempt.attempt
         fields = {
             **context.at(),
+            "state": context.state,
             "stage": stage,
             "number": self._number,
             "attempt": number,
@@ -415,6 +457,9 @@ class Passage:
         elif ban:
             context.lose(member, error.why)
             context.tell("failed", peer=member.name, why=error.why)
+            if error.code == "failed":
+                call = str(phase)
+                context.broken(call, stage, self._number, member, error.why)
         elif error.code == "source" and not other:
             self._cut_off(member, error.why)
         if other:

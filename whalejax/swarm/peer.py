@@ -17,7 +17,7 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.registry import ANY
+from whalejax.swarm.registry import ANY, facts_of
 from whalejax.swarm.wire.messages import TO_PEER
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.swarm.worker import Hook, Worker
@@ -57,6 +57,7 @@ class Peer:
         host: str = "127.0.0.1",
         port: int = 0,
         wire: str = "f32",
+        sum_wire: str = "f32",
         pull_seconds: float = 30.0,
         beat_seconds: float = BEAT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
@@ -71,6 +72,7 @@ class Peer:
             stage: to serve, or ``ANY``.
             host, port: where to listen; others reach it there.
             wire: as all peers send tensors.
+            sum_wire: as mates send each other gradients while they add them up.
             pull_seconds: deadline of a tensor that another peer is asked for.
             beat_seconds: between announcements.
             patience_seconds: to wait for a registry that does not answer any more.
@@ -86,6 +88,7 @@ class Peer:
             self._caller,
             self.name,
             wire=wire,
+            sum_wire=sum_wire,
             pull_seconds=pull_seconds,
             hook=hook,
         )
@@ -99,7 +102,7 @@ class Peer:
                 "free port"
             ) from error
         self._service = Service(listening, key, TO_PEER, handlers)
-        self._facts = {**cut.facts(), "wire": wire, "stages": str(cut.stages)}
+        self._facts = facts_of(cut, wire, sum_wire)
         self._incarnation = 0
         self._leaving = threading.Event()
         self._ended, self._wake = threading.Event(), threading.Event()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from whalejax.meshes import Cluster
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.topology import Level, Node
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.errors import NothingFits, PlanError
@@ -51,6 +52,7 @@ def swarm_plan(
     num_micro_batches: int | None,
     bandwidth: float,
     wire: str | None,
+    sum_wire: str = "f32",
 ) -> Plan:
     """The plan of the fewest stages that fit, in the most exact format that is fast.
 
@@ -61,6 +63,7 @@ def swarm_plan(
         num_micro_batches: of a step, or None.
         bandwidth: of each peer's link, in bytes per second.
         wire: one of ``WIRES``, or None.
+        sum_wire: one of ``SUM_WIRES``.
 
     Raises:
         PlanError: no swarm can train this model; why.
@@ -71,7 +74,9 @@ def swarm_plan(
         again, kind, cluster, fixed, num_micro_batches, bandwidth, wire or "int8"
     )
     formats = (wire,) if wire else WIRES
-    found = [_swarm(plan, each, cluster.num_devices, bandwidth) for each in formats]
+    found = [
+        _swarm(plan, each, cluster.num_devices, bandwidth, sum_wire) for each in formats
+    ]
     chosen = next((s for s in found if _link_share(s) >= BUSY), found[-1])
     chosen = _predicted(plan, chosen)
     reasons = {
@@ -152,6 +157,7 @@ def _beside_synchronous(
             swarm=False,
             bandwidth=None,
             wire=None,
+            sum_wire=None,
             cluster=dataclasses.replace(cluster, levels=levels),
             mesh=None,
             num_micro_batches=None,
@@ -218,6 +224,7 @@ def _fewest_stages(
                     swarm=False,
                     bandwidth=None,
                     wire=None,
+                    sum_wire=None,
                     cluster=part,
                     mesh={"stage": stages},
                     num_micro_batches=num_micro_batches or QUEUE * cluster.num_devices,
@@ -241,11 +248,20 @@ def _fewest_stages(
                 "wh.stage"
             )
         peers = cluster.num_devices
-        steps = [_swarm(plan, wire, peers, bandwidth).step_seconds for plan in plans]
-        return plans[steps.index(min(steps))], tried
+        found = [_swarm(plan, wire, peers, bandwidth) for plan in plans]
+        lacking = [_lacking(kind.kind, swarm) for swarm in found]
+        steps = [
+            (swarm.step_seconds, plan)
+            for swarm, plan, lacks in zip(found, plans, lacking, strict=True)
+            if not lacks
+        ]
+        if steps:
+            return min(steps, key=lambda one: one[0])[1], tried
+        tried.append(lacking[0])
     raise PlanError(
-        f"no swarm of up to {most} stages has the memory: {'; '.join(tried)}. Have "
-        "peers with more memory, share the weights of layers, or offload the optimizer"
+        f"no swarm of {fixed or f'up to {most}'} stages has the memory: "
+        f"{'; '.join(tried)}. Have peers with more memory, share the weights of "
+        "layers, or offload the optimizer"
     )
 
 
@@ -274,7 +290,9 @@ def _networks(
 # One format.
 
 
-def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
+def _swarm(
+    plan: Plan, wire: str, peers: int, bandwidth: float, sum_wire: str = "f32"
+) -> Swarm:
     assert plan.stages is not None
     paces = plan.stages.paces
     calls = []
@@ -300,6 +318,7 @@ def _swarm(plan: Plan, wire: str, peers: int, bandwidth: float) -> Swarm:
         step_seconds=0.0,
         samples_per_second=0.0,
         utilization=0.0,
+        sum_wire=sum_wire,
     )
     seconds = closed_form_seconds(swarm, plan.num_micro_batches, QUEUE * peers)
     return _with_step(plan, swarm, seconds)
@@ -319,19 +338,7 @@ def _stage(
     borders = border_bytes(plan, number, wire)
     crossing = max(sum(borders[0]), sum(borders[1]))
     queue = math.ceil(QUEUE * len(plan.stages.plans)) + 1
-    fixed = (
-        own.params_bytes
-        + own.gradients_bytes  # the sum of the step
-        + own.optimizer_bytes
-        + own.state_bytes
-        + own.batch_bytes
-        + own.activations_bytes
-        + own.working_bytes
-        + queue * crossing
-    )
-    kept = own.gradients_bytes * math.ceil(plan.num_micro_batches / peers)
-    room = plan.stages.plans[number].cluster.memory_bytes
-    apart = fixed + kept <= room
+    state_bytes = own.params_bytes + own.optimizer_bytes + own.state_bytes
     slowest = max(forward, backward) + crossing / bandwidth + 2 * LATENCY_SECONDS
     return SwarmStage(
         peers=peers,
@@ -339,12 +346,52 @@ def _stage(
         backward_seconds=backward,
         forward_bytes=borders[0],
         backward_bytes=borders[1],
-        state_bytes=own.params_bytes + own.optimizer_bytes + own.state_bytes,
+        state_bytes=state_bytes,
         gradient_bytes=own.gradients_bytes,
-        memory_bytes=fixed + (kept if apart else 0),
-        apart=apart,
+        memory_bytes=2 * state_bytes  # Before and after the update.
+        + own.gradients_bytes
+        + own.batch_bytes
+        + own.activations_bytes
+        + own.working_bytes,
+        host_bytes=state_bytes  # As it is sent to newcomers.
+        + _kept_bytes(plan, number, wire, peers, own.gradients_bytes),
         deadline_seconds=max(SMALLEST_DEADLINE, DEADLINE_FACTOR * slowest * queue),
     )
+
+
+def _kept_bytes(
+    plan: Plan, number: int, wire: str, peers: int, gradient_bytes: int
+) -> int:
+    """What a peer keeps of its micro-batches until a step is over, and their sum.
+
+    Where a stage has mates, its share of forward and of backward calls need not be of
+    the same micro-batches, so that it keeps the input of each. Inputs are kept as they
+    were before coding.
+    """
+    coded = border_bytes(plan, number, wire)
+    whole = border_bytes(plan, number, "f32")
+    given = whole[0][0] if sum(whole[0]) else whole[1][0]
+    inputs = given * min(peers, 2)
+    each = inputs + coded[0][1] + coded[1][1] + gradient_bytes
+    part = math.ceil(gradient_bytes / peers)
+    return math.ceil(plan.num_micro_batches / peers) * each + part + gradient_bytes
+
+
+def _lacking(kind: DeviceKind, swarm: Swarm) -> str:
+    """Which memory of a peer is too small for what runs; nothing where all fits."""
+    for number, stage in enumerate(swarm.stages):
+        needs, has = {"device": stage.memory_bytes}, {"device": kind.memory_bytes}
+        if kind.host_memory_bytes is not None:
+            needs["host"], has["host"] = stage.host_bytes, kind.host_memory_bytes
+        elif kind.platform == "cpu":
+            needs["device"] += stage.host_bytes
+        for where, size in needs.items():
+            if size > has[where]:
+                return (
+                    f"stage {number} of {len(swarm.stages)} needs {gigabytes(size)} of "
+                    f"a peer's {where} memory, which has {gigabytes(has[where])}"
+                )
+    return ""
 
 
 def _link_share(swarm: Swarm) -> float:
@@ -375,7 +422,7 @@ def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
             forward_bytes=stage.forward_bytes,
             backward_bytes=stage.backward_bytes,
             state_bytes=stage.state_bytes,
-            gradient_bytes=stage.gradient_bytes,
+            gradient_bytes=wire_bytes(stage.gradient_bytes // 4, swarm.sum_wire),
         )
         for stage in swarm.stages
     )
@@ -466,12 +513,16 @@ def _why_stages(plan: Plan, swarm: Swarm, tried: list[str], *, given: bool) -> s
 
 
 def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
-    late = max(sum_bytes(stage.gradient_bytes, stage.peers) for stage in swarm.stages)
+    late = max(
+        sum_bytes(stage.gradient_bytes, stage.peers, swarm.sum_wire)
+        for stage in swarm.stages
+    )
     seconds = late / swarm.bytes_per_second
     part = seconds / swarm.step_seconds if swarm.step_seconds else 0.0
     how = "as asked" if given else f"{QUEUE} for each peer"
     return (
-        f"{plan.num_micro_batches} micro-batches, {how}; adding up gradients takes "
+        f"{plan.num_micro_batches} micro-batches, {how}; adding up gradients in "
+        f"{swarm.sum_wire} takes "
         f"{milliseconds(seconds)} or {part:.0%} of a step, which more micro-batches "
         "make a smaller part"
     )
@@ -479,13 +530,14 @@ def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
 
 def _why_gradients(plan: Plan, swarm: Swarm) -> str:
     words = [
-        f"stage {number} {'apart' if stage.apart else 'added up'} "
-        f"({gigabytes(stage.memory_bytes)} of a peer)"
+        f"stage {number} {gigabytes(stage.memory_bytes)} of the device and "
+        f"{gigabytes(stage.host_bytes)} of the host"
         for number, stage in enumerate(swarm.stages)
     ]
     return (
-        f"gradients of micro-batches: {', '.join(words)}; kept apart where that fits, "
-        "and else added up at once, where a peer whose call was given up starts again"
+        "gradients of micro-batches are kept apart until a step is committed; with "
+        f"them a peer takes, in {', in '.join(words)}. More peers in a stage keep "
+        "fewer of them each"
     )
 
 

@@ -150,16 +150,3 @@ def unpack(
             "positive, or codes below -127: it was damaged, or not made by this codec"
         )
     return Quantized(codes=codes.reshape(blocks, block), scales=scales, shape=shape)
-
-
-def relative_error(values: Any, quantized: Quantized) -> float:
-    """Norm of what is lost over the norm of the tensor; 0 of a tensor of zeros.
-
-    Args:
-        values: the tensor that was quantized, of NumPy's arrays.
-        quantized: what became of it.
-    """
-    exact = np.asarray(values, np.float32)
-    norm = float(np.linalg.norm(exact))
-    lost = float(np.linalg.norm(exact - dequantize(quantized)))
-    return lost / norm if norm else lost

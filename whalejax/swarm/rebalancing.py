@@ -10,7 +10,7 @@ for others. ``Rebalancer`` decides which of them is worth what it costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -303,7 +303,11 @@ class Rebalancer:
         self._changes = 0
 
     def decide(
-        self, peers: Sequence[PeerLoad], now: float, costs: Sequence[MoveCost]
+        self,
+        peers: Sequence[PeerLoad],
+        now: float,
+        costs: Sequence[MoveCost],
+        present: Collection[str] = (),
     ) -> Move | None:
         """The move to make now, which is held to be under way from here on.
 
@@ -311,6 +315,8 @@ class Rebalancer:
             peers: that serve a stage, without the one on its way.
             now: seconds.
             costs: of a move to each stage.
+            present: names of all that have not gone, with those that serve no stage for
+                a while; of ``peers`` if left out.
         """
         if self.rule is Rule.NONE or not peers:
             return None
@@ -321,11 +327,11 @@ class Rebalancer:
         if self._moving is not None and now < self._moving[2]:
             return None
         self._looked, self._moving = now, None
-        present = frozenset(peer.peer for peer in peers)
-        if present != self._present:
+        here = frozenset(present) or frozenset(peer.peer for peer in peers)
+        if here != self._present:
             # Those who are there at the first look have not come in answer to anything.
-            self._changes += len(present ^ self._present) if self._present else 0
-            self._present = present
+            self._changes += len(here ^ self._present) if self._present else 0
+            self._present = here
             self._left.clear()
         choose = paper_move if self.rule is Rule.PAPER else optimum_move
         move = choose(peers, self.stages)

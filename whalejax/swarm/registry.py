@@ -9,10 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
 from whalejax.swarm.wire.service import Address, Refused
+
+
+if TYPE_CHECKING:
+    from whalejax.swarm.cut import Cut
 
 
 LEASE_SECONDS: Final = 10.0
@@ -55,6 +59,17 @@ class Member:
     leaving: bool = False
     ready: bool = False
     incarnation: int = 1
+
+
+def facts_of(cut: Cut, wire: str, sum_wire: str) -> dict[str, str]:
+    """What all processes of a swarm must have alike.
+
+    Args:
+        cut: of the job.
+        wire, sum_wire: how peers send tensors, and gradients as they add them up.
+    """
+    stages = str(cut.stages)
+    return {**cut.facts(), "wire": wire, "sum wire": sum_wire, "stages": stages}
 
 
 class Registry:

@@ -41,6 +41,7 @@ class Place:
         key: file of the swarm's key; made where there is none.
         host, port: where the registry listens.
         wire: how peers send tensors.
+        sum_wire: how they send gradients while they add them up.
         lease_seconds: for which a peer's announcement holds.
         rebalance_seconds: from one look at the peers' loads to the next.
     """
@@ -52,6 +53,7 @@ class Place:
     host: str = "127.0.0.1"
     port: int = 0
     wire: str = "f32"
+    sum_wire: str = "f32"
     lease_seconds: float = 10.0
     rebalance_seconds: float = PERIOD_SECONDS
 
@@ -109,6 +111,7 @@ class Run:
             key,
             settings,
             wire=place.wire,
+            sum_wire=place.sum_wire,
             host=place.host,
             port=place.port,
             lease_seconds=place.lease_seconds,
@@ -133,7 +136,11 @@ class Run:
         try:
             for _ in range(self._count):
                 peer = Peer(
-                    self._cut, self._key, self.serving.address, wire=self._place.wire
+                    self._cut,
+                    self._key,
+                    self.serving.address,
+                    wire=self._place.wire,
+                    sum_wire=self._place.sum_wire,
                 )
                 self.peers.append(peer)
                 peer.start()

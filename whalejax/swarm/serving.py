@@ -14,7 +14,7 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.ledger import Write
-from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry
+from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry, facts_of
 from whalejax.swarm.trainer import Settings, Snapshot, Tell, Trainer, as_told
 from whalejax.swarm.wire.messages import TO_TRAINER
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
@@ -47,6 +47,7 @@ class Serving:
         settings: Settings,
         *,
         wire: str = "f32",
+        sum_wire: str = "f32",
         host: str = "127.0.0.1",
         port: int = 0,
         lease_seconds: float = LEASE_SECONDS,
@@ -63,6 +64,7 @@ class Serving:
             key: of the swarm.
             settings: of the run.
             wire: how peers send tensors.
+            sum_wire: how they send gradients while they add them up.
             host, port: where to listen.
             lease_seconds: for which a peer's announcement holds.
             tell, write, snapshot, generation, more: as for ``Trainer``.
@@ -71,9 +73,11 @@ class Serving:
             WhaleError: it cannot listen there.
         """
         self._caller = Caller(key)
-        facts = {**cut.facts(), "wire": wire, "stages": str(cut.stages)}
         self.registry = Registry(
-            facts, stages=cut.stages, lease_seconds=lease_seconds, reach=self._reach
+            facts_of(cut, wire, sum_wire),
+            stages=cut.stages,
+            lease_seconds=lease_seconds,
+            reach=self._reach,
         )
         self.trainer = Trainer(
             cut,
@@ -84,9 +88,11 @@ class Serving:
             write=write,
             snapshot=snapshot,
             generation=generation,
+            sum_wire=sum_wire,
             **more,
         )
-        self._settings, self._shown, self._tell = settings, {"wire": wire}, tell
+        self._settings, self._tell = settings, tell
+        self._shown = {"wire": wire, "sum_wire": sum_wire}
         handlers = {
             "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
             "batch": self.trainer.give_batch,
@@ -107,6 +113,7 @@ class Serving:
         self._service = Service(listening, key, TO_TRAINER, handlers)
         self.address = self.trainer.address = self._service.address
         self._loss: float | None = None
+        self._sum_error: float | None = None
         self._lock = threading.Lock()
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -114,6 +121,7 @@ class Serving:
         try:
             for step, metrics in self.trainer.run():
                 self._loss = float(metrics["loss"])
+                self._sum_error = metrics.get("sum_error")
                 yield step, metrics
         except Exception as error:
             self.stop(f"the run has failed: {error}"[:_MOST_WORDS], failed=True)
@@ -252,6 +260,7 @@ class Serving:
             "micro_batches": cut.count,
             "precision": cut.precision,
             "seed": cut.seed,
+            "delayed_updates": cut.delayed_updates,
             "pull_seconds": self._settings.call_seconds / 3,
         }
         return Message(kind="terms", fields=fields)
@@ -269,6 +278,7 @@ class Serving:
             "generation": trainer.generation,
             "micro_batches": trainer.cut.count,
             "loss": self._loss,
+            "sum_error": self._sum_error,
             "left": 0 if ledger is None else ledger.left,
             "counts": as_told(trainer.counts),
             "peers": [show(m) for m in self.registry.members(now)],

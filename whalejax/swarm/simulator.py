@@ -559,7 +559,7 @@ class Simulator:
         )
         if self.setting.trainers > 1:
             wiring.reported(peer.name, len(peer.calls))
-        if attempt.attempt and self._ledger.done(attempt) is not Verdict.COUNTED:
+        if self._ledger.done(attempt) is not Verdict.COUNTED:
             self._late += 1
             return
         if not call.alone:
@@ -737,7 +737,8 @@ class Simulator:
         self._changed()
 
     def _any_link(self) -> Link:
-        return next(iter(self._peers.values())).link
+        here = (peer.link for peer in self._peers.values() if peer.is_alive)
+        return next(here, next(iter(self._peers.values())).link)
 
     def _move_cost(self, stage: int, link: Link, wait: float = 0.0) -> MoveCost:
         return MoveCost(

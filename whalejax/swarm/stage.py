@@ -30,10 +30,13 @@ class StageState:
     Attributes:
         step: steps done.
         leaves: arrays on the device, as ``Cut.held`` numbers them.
+        late: parameters before the last of these steps, with which the next one is
+            computed where updates are delayed; empty where they are not.
     """
 
     step: int
     leaves: tuple[Any, ...]
+    late: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,32 @@ class Stage:
 
     def born(self) -> StageState:
         """As a run begins."""
-        return StageState(step=0, leaves=tuple(self._born(self._key)))
+        leaves = tuple(self._born(self._key))
+        return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
+
+    def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The parameters, where the state after the next step keeps those before.
+
+        Args:
+            leaves: of a state.
+        """
+        if not self.cut.delayed_updates:
+            return ()
+        return tuple(leaves[self._at[n]] for n in self.params)
+
+    def at(self, state: StageState, step: int) -> StageState:
+        """What a step computes with.
+
+        Args:
+            state: that the peer holds.
+            step: the state's, or the next one where updates are delayed: both compute
+                with parameters that lack one update.
+        """
+        leaves = list(state.leaves)
+        if step == state.step:
+            for number, leaf in zip(self.params, state.late, strict=False):
+                leaves[self._at[number]] = leaf
+        return StageState(step=step, leaves=tuple(leaves))
 
     @functools.cached_property
     def _born(self) -> Any:
@@ -93,7 +121,8 @@ class Stage:
     def raw(self, state: StageState) -> list[np.ndarray]:
         """A state as NumPy arrays; random keys as their data."""
         return [
-            np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in state.leaves
+            np.asarray(jax.random.key_data(x) if is_key(x) else x)
+            for x in (*state.leaves, *state.late)
         ]
 
     def typed(self, arrays: Sequence[np.ndarray], step: int) -> StageState:
@@ -104,7 +133,8 @@ class Stage:
             step: steps done.
         """
         leaves = self.cut.typed(self.number, arrays)
-        return StageState(step=step, leaves=tuple(leaves))
+        late = [jnp.array(x, copy=True) for x in arrays[len(self.numbers) :]]
+        return StageState(step=step, leaves=tuple(leaves), late=tuple(late))
 
     # Micro-batches.
 
@@ -342,7 +372,11 @@ class StageUpdate:
                 leaves.append(jnp.asarray(operand.value))
             else:
                 leaves.append(self._values[operand])
-        return StageState(step=self._state.step + 1, leaves=tuple(leaves))
+        return StageState(
+            step=self._state.step + 1,
+            leaves=tuple(leaves),
+            late=stage.late_of(self._state.leaves),
+        )
 
     def _counted(self, number: int, leaf: Any) -> Any:
         """What is not trained, after a step: counters have counted on."""

@@ -26,7 +26,13 @@ from whalejax.swarm.commit import Commit
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Ledger, Write
-from whalejax.swarm.passage import Counts, Passage, StageLost, StepContext
+from whalejax.swarm.passage import (
+    Counts,
+    Passage,
+    StageLost,
+    StepContext,
+    Stopped,
+)
 from whalejax.swarm.registry import Member, Registry
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
@@ -99,10 +105,39 @@ class _Coming:
     at: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """A step whose gradients are there, and that is not applied yet.
+
+    Attributes:
+        context: of the step.
+        passages: of its micro-batches.
+        sums: total, weight and metrics of the loss, flat.
+    """
+
+    context: StepContext
+    passages: Sequence[Passage]
+    sums: tuple[np.ndarray, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """What a move takes, as the newest one that was measured.
+
+    Attributes:
+        bytes_per_second: of a state from peer to peer; 200 Mb/s before the first.
+        compile_seconds: of the programs of a stage.
+    """
+
+    bytes_per_second: float = 25e6
+    compile_seconds: float = 30.0
+
+
 class Trainer:
     """Leads the steps of one run.
 
     Attributes:
+        pace: of moves.
         run_id: drawn at random; every question has it.
         moving: by name of a peer that changes stage, the stage that it is to serve.
     """
@@ -118,6 +153,7 @@ class Trainer:
         write: Write | None = None,
         snapshot: Snapshot | None = None,
         generation: int = 0,
+        sum_wire: str = "f32",
         on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
         between: Callable[[Trainer], None] = lambda trainer: None,
         clock: Callable[[], float] = time.monotonic,
@@ -133,6 +169,7 @@ class Trainer:
             write: of the ledger's journal.
             snapshot: where the run goes on; a fresh run if left out.
             generation: counts how often the run has begun or gone back.
+            sum_wire: how peers send gradients while they add them up.
             on_snapshot: is given each snapshot, such as to write a checkpoint.
             between: called between two steps, such as to move peers.
             clock: gives seconds.
@@ -143,14 +180,20 @@ class Trainer:
         self._snapshot = snapshot or Snapshot(step=0, arrays=None)
         self.generation, self.step = generation, self._snapshot.step
         self._on_snapshot, self._between = on_snapshot, between
+        self._sum_wire = sum_wire
         self.address: Address = ("", 0)
         self.counts = Counts()
         self.ledger: Ledger | None = None
         self.run_id = secrets.token_hex(8)
         self.moving: dict[str, int] = {}
+        self.pace = Pace()
         self._coming: dict[tuple[str, int], _Coming] = {}
         self._changed = threading.Event()
         self._seconds, self._owed = 0.0, False
+        self._pending: _Computed | None = None
+        self._is_overlapping = False
+        self._step_lock = threading.RLock()
+        self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
         self.digests = _digests(self._snapshot)
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
@@ -166,7 +209,7 @@ class Trainer:
     def give_batch(self, asked: Message) -> Message:
         """Leaves of a micro-batch of the step that is under way."""
         fields = asked.fields
-        self._check_now(asked)
+        self._check_now(asked, ahead=int(self.cut.delayed_updates))
         if not 0 <= fields["number"] < self.cut.count:
             raise Refused("stale", f"there is no micro-batch {fields['number']}")
         with self._lock:
@@ -177,9 +220,17 @@ class Trainer:
         arrays = tuple(leaves[p] for p in places)
         return Message(kind="tensors", fields={}, arrays=arrays)
 
-    def _check_now(self, asked: Message) -> None:
-        """Refuse a question of another run, generation or step."""
+    def _check_now(self, asked: Message, *, ahead: int = 0) -> None:
+        """Refuse a question of another run, generation or step.
+
+        Args:
+            asked: the question.
+            ahead: steps that it may be ahead of those that are done.
+        """
         now = self._now()
+        step = asked.fields["step"]
+        if self.step < step <= self.step + ahead:
+            now["step"] = step
         if any(asked.fields[name] != value for name, value in now.items()):
             given = {name: asked.fields[name] for name in now}
             raise Refused("stale", f"the trainer is at {now}, and was asked at {given}")
@@ -224,6 +275,8 @@ class Trainer:
             except StageLost as gone:
                 self._go_back(gone.stage)
                 continue
+            if metrics is None:
+                continue  # The first step's gradients are there.
             yield self.step, metrics
             if self.step < self.settings.steps:
                 self._between(self)
@@ -236,25 +289,88 @@ class Trainer:
                 "goes on from there"
             )
 
-    def _one(self) -> dict[str, Any]:
-        """One step."""
-        cut, begun = self.cut, self.fleet.now()
-        context = self._context()
-        self.ledger = context.ledger
-        passages = [Passage(context, number) for number in range(cut.count)]
-        self._travel(context, passages)
-        sums = _summed(passages)
-        with threads(cut.stages, context.stop) as pool:
-            commit = Commit(context, passages, pool)
-            digests = commit.run(sums)
-        self._applied(commit.applied, digests)
-        metrics = {
-            name: np.asarray(value) for name, value in cut.metrics(list(sums)).items()
+    def _one(self) -> dict[str, Any] | None:
+        """One step; where updates are delayed, with the gradients of the next.
+
+        Returns:
+            Metrics; none where the step's gradients are there and wait for the next
+            step to be computed with the same parameters.
+        """
+        begun, pending = self.fleet.now(), self._pending
+        if not self.cut.delayed_updates:
+            computed = self._computed(self._context(self.step))
+            commit = self._committed(computed)
+        elif pending is None:
+            self._pending = self._computed(self._context(self.step))
+            return None
+        else:
+            computed = pending
+            computed.context.state = self.step
+            if self._is_alone():
+                commit, self._pending = self._committed(computed), None
+            else:
+                commit, self._pending = self._overlapped(computed)
+        self._applied(commit.applied, commit.digests)
+        metrics: dict[str, Any] = {
+            name: np.asarray(value)
+            for name, value in self.cut.metrics(list(computed.sums)).items()
         }
         self._seconds = self.fleet.now() - begun
+        if commit.sum_error is not None:
+            metrics["sum_error"] = commit.sum_error
         return {**metrics, "generation": self.generation, "seconds": self._seconds}
 
-    def _context(self) -> StepContext:
+    def _is_alone(self) -> bool:
+        """Whether a step is to be applied before any other begins.
+
+        The last step is, and one whose gradients are with a peer that leaves.
+        """
+        is_last = self.step + 1 == self.settings.steps
+        return is_last or any(m.leaving for m in self.fleet.members())
+
+    def _computed(self, context: StepContext) -> _Computed:
+        """Take the micro-batches of a step through all stages and back."""
+        count = self.cut.count
+        passages = [Passage(context, number) for number in range(count)]
+        self.ledger = context.ledger
+        with self._lock:
+            self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
+        self._travel(context, passages)
+        return _Computed(context=context, passages=passages, sums=_summed(passages))
+
+    def _committed(self, computed: _Computed) -> Commit:
+        """Sum the gradients of a step and apply them."""
+        with threads(self.cut.stages, computed.context.stop) as pool:
+            commit = Commit(computed.context, computed.passages, pool)
+            commit.run(computed.sums)
+        return commit
+
+    def _overlapped(self, computed: _Computed) -> tuple[Commit, _Computed]:
+        """Sum and apply a step while the next is computed with the same parameters."""
+        context = self._context(self.step + 1)
+        self._is_overlapping = True
+
+        def commit() -> Commit:
+            try:
+                return self._committed(computed)
+            except BaseException:
+                context.stop.set()
+                raise
+
+        try:
+            with threads(1, computed.context.stop) as pool:
+                committing = pool.submit(commit)
+                try:
+                    following = self._computed(context)
+                except Stopped:
+                    committing.result()  # It says why.
+                    raise
+                return committing.result(), following
+        finally:
+            self._is_overlapping = False
+
+    def _context(self, step: int) -> StepContext:
+        """Of a step that is computed with the parameters of the steps that are done."""
         generation = self.generation
 
         def write(event: str, fields: Mapping[str, object]) -> None:
@@ -262,7 +378,7 @@ class Trainer:
                 self._write(event, {"generation": generation, **fields})
 
         ledger = Ledger(
-            step=self.step,
+            step=step,
             stages=self.cut.stages,
             micro_batches=self.cut.count,
             write=write,
@@ -272,15 +388,18 @@ class Trainer:
             fleet=self.fleet,
             caller=self.caller,
             ledger=ledger,
-            lock=threading.RLock(),
+            lock=self._step_lock,
             run=self.run_id,
             generation=generation,
-            step=self.step,
+            step=step,
+            state=self.step,
             batch=self.address,
+            sum_wire=self._sum_wire,
             call_seconds=self.settings.call_seconds,
             await_peer=self._await_peer,
             tell=self.tell,
             counts=self.counts,
+            failures=self._failures,
         )
 
     def _applied(self, names: set[str], digests: dict[int, str]) -> None:
@@ -292,6 +411,8 @@ class Trainer:
                 else:
                     self.fleet.drop(member.name)
             self.digests = digests
+            for key in [k for k in self._failures if k[0] <= self.step]:
+                del self._failures[key]
             self.step += 1
             self._keeps = True
 
@@ -302,9 +423,9 @@ class Trainer:
         errors: list[Exception] = []
 
         def one(passage: Passage) -> None:
-            if context.stop.is_set():
-                return
             try:
+                if context.stop.is_set():
+                    raise Stopped
                 passage.run()
             except Exception as error:
                 errors.append(error)
@@ -314,7 +435,7 @@ class Trainer:
             for waiting in [pool.submit(one, p) for p in passages]:
                 waiting.result()
         if errors:
-            raise errors[0]
+            raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
 
     # Between steps.
 
@@ -354,6 +475,8 @@ class Trainer:
 
     def _let_go(self) -> None:
         """Those that leave hold nothing that is needed once a step is over."""
+        if self._pending is not None:
+            return
         for member in self.fleet.members():
             if not member.leaving:
                 continue
@@ -464,7 +587,7 @@ class Trainer:
                 return
             if self.generation != at[0]:
                 return  # All begin again.
-            late = self.step != at[1]
+            late = self.step != at[1] or self._is_overlapping
         self.fleet.pause(member)
         if late:
             why = "it took longer than a step; give it a faster link, or longer steps"
@@ -473,7 +596,7 @@ class Trainer:
     def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
         """A peer says that it has a state; whether it is that of the step."""
         with self._lock:
-            if (self.generation, self.step) != at:
+            if (self.generation, self.step) != at or self._is_overlapping:
                 return True  # Too late: it begins again with a later step.
             known = self.digests.setdefault(member.stage, digest)
             if known == digest:
@@ -505,6 +628,7 @@ class Trainer:
             "keeps": keeps,
             "sources": sources,
         }
+        begun = self.fleet.now()
         try:
             answer = self.caller.ask(
                 member.address, "sync", fields, seconds=self.settings.state_seconds
@@ -517,6 +641,10 @@ class Trainer:
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
             return None
+        seconds = self.fleet.now() - begun
+        if sources and not keeps and seconds > 0:
+            size = self.cut.state_bytes(member.stage)
+            self.pace.bytes_per_second = size / seconds
         return str(answer.fields["digest"])
 
     # Moves.
@@ -535,6 +663,7 @@ class Trainer:
         self.tell("moves", **told)
 
         def go() -> None:
+            begun = self.fleet.now()
             try:
                 self.caller.ask(
                     member.address,
@@ -547,6 +676,7 @@ class Trainer:
                     self.moving.pop(member.name, None)
                 self.tell("failed", peer=member.name, why=str(error))
             else:
+                self.pace.compile_seconds = self.fleet.now() - begun
                 self.tell("moved", **told)
             self._changed.set()
 
@@ -643,7 +773,7 @@ class Trainer:
         with self._lock:
             self.generation += 1
             before, self.step = self.step, self._snapshot.step
-            self._keeps = False
+            self._keeps, self._pending = False, None
             self.digests = _digests(self._snapshot)
             self.fleet.drop_all()
         self.tell("went back", stage=stage, step=self.step, before=before)

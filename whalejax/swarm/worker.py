@@ -58,6 +58,7 @@ class Worker:
         name: str,
         *,
         wire: str,
+        sum_wire: str = "f32",
         pull_seconds: float,
         hook: Hook = lambda point, step: None,
     ) -> None:
@@ -67,11 +68,13 @@ class Worker:
             cut: of the job.
             caller: asks other processes.
             name: of the peer.
-            wire: one of ``coding.WIRES``.
+            wire: one of ``WIRES``.
+            sum_wire: one of ``SUM_WIRES``.
             pull_seconds: deadline of a tensor that another peer is asked for.
             hook: called at points of the protocol.
         """
-        self.cut, self.name, self.wire = cut, name, wire
+        self.cut, self.name = cut, name
+        self.wire, self.sum_wire = wire, sum_wire
         self._caller, self._pull_seconds, self._hook = caller, pull_seconds, hook
         self.stage: Stage | None = None
         self.run, self.generation = "", -1
@@ -155,20 +158,20 @@ class Worker:
     def _at(
         self, asked: Message, number: int | None = None
     ) -> tuple[Stage, StageState]:
-        """The stage, and its state as the step of a question began.
+        """The stage, and the state that a question is about.
 
         Raises:
             Refused: the question is of another generation, stage or step.
         """
-        step = asked.fields["step"]
+        before = _state_of(asked)
         with self._lock:
-            stage, state = self.stage, self._states.get(step)
+            stage, state = self.stage, self._states.get(before)
             if not self._is_of_now(asked) or stage is None or state is None:
                 raise Refused(
                     "stale",
                     f"{self.name} is at step {self.step} of generation "
                     f"{self.generation} of run {self.run!r}, and was asked for step "
-                    f"{step} of generation {asked.fields['generation']} of run "
+                    f"{before} of generation {asked.fields['generation']} of run "
                     f"{asked.fields['run']!r}",
                 )
             if number is not None and number != stage.number:
@@ -177,8 +180,18 @@ class Worker:
                     f"{self.name} serves stage {stage.number}, and was asked for stage "
                     f"{number}",
                 )
-            self._release(step)
+            self._release(before)
             return stage, state
+
+    def _computes_with(self, asked: Message) -> tuple[Stage, StageState]:
+        """The stage, and its state as the step of a call is computed with it."""
+        stage, state = self._at(asked, asked.fields["stage"])
+        step, delay = asked.fields["step"], int(self.cut.delayed_updates)
+        if not state.step <= step <= state.step + delay:
+            raise Refused(
+                "stale", f"step {step} is not computed with the state of {state.step}"
+            )
+        return stage, stage.at(state, step)
 
     def _is_of_now(self, asked: Message) -> bool:
         """Whether a question is of the run and the generation that this peer is in."""
@@ -199,7 +212,7 @@ class Worker:
     # Micro-batches.
 
     def _forward(self, asked: Message) -> Message:
-        stage, state = self._at(asked, asked.fields["stage"])
+        stage, state = self._computes_with(asked)
         step, number = state.step, asked.fields["number"]
         self._hook("forward", step)
         batch, imports = self._given(stage, asked)
@@ -212,7 +225,7 @@ class Worker:
         return _receipt(time.monotonic() - begun)
 
     def _backward(self, asked: Message) -> Message:
-        stage, state = self._at(asked, asked.fields["stage"])
+        stage, state = self._computes_with(asked)
         step, number = state.step, asked.fields["number"]
         self._hook("backward", step)
         batch, imports = self._given(stage, asked)
@@ -256,16 +269,16 @@ class Worker:
             Refused: this peer has gone on to another generation, step or stage.
         """
         with self._lock:
-            step = asked.fields["step"]
             if (
                 not self._is_of_now(asked)
                 or stage is not self.stage
-                or step not in self._states
+                or _state_of(asked) not in self._states
             ):
                 raise Refused(
                     "stale",
-                    f"{self.name} has gone on while it computed for step {step} of "
-                    f"generation {asked.fields['generation']}, stage {stage.number}",
+                    f"{self.name} has gone on while it computed for step "
+                    f"{asked.fields['step']} of generation "
+                    f"{asked.fields['generation']}, stage {stage.number}",
                 )
             keep()
 
@@ -422,7 +435,7 @@ class Worker:
         check_partition({p[0]: p[2] for p in peers}, self.cut.count, where)
         part, parts = names.index(self.name), len(names)
         # In the order of the peers, so that every mate makes the same sum.
-        total = Total()
+        total, lost = Total(), 0.0
         for name, address, numbers, attempts in peers:
             if not numbers:
                 continue
@@ -437,15 +450,48 @@ class Worker:
                 held = self._held_sum(Message(kind="gradients", fields=fields))
             else:
                 answer = self._pull(address, "gradients", fields, name, name)
-                self._check_slices(stage, answer.arrays, part, parts, name)
-                held = Total.of(answer)
+                slices = self._slices(stage, answer.arrays, part, parts, name)
+                held = Total()
+                held.add(answer.fields["numbers"], answer.fields["attempts"], slices)
+                lost += answer.fields["lost"]
             total.add(held.numbers, held.attempts, held.arrays)
-        self._check_sum(total.arrays, f"the sum of the gradients of {where}")
-        self._keep(asked, stage, lambda: self._parts.update({key: total.arrays}))
+        what = f"the sum of the gradients of {where}"
+        self._check_sum(total.arrays, what)
+        coded, more = self._coded_sum(total.arrays, what)
+        # Also this peer reads what it sends its mates, so that all have the same.
+        self._keep(asked, stage, lambda: self._parts.update({key: coded}))
         return Message(
             kind="summed",
-            fields={"numbers": total.numbers, "attempts": total.attempts},
+            fields={
+                "numbers": total.numbers,
+                "attempts": total.attempts,
+                "lost": lost + more,
+                "whole": 0.0
+                if self.sum_wire == "f32"
+                else coding.squared(total.arrays),
+            },
         )
+
+    def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
+        """Gradients as mates are sent them, and the squares of what that loses.
+
+        Raises:
+            Refused: they are too large for the format.
+        """
+        if self.sum_wire == "f32":
+            return arrays, 0.0
+        sent = coding.coded(arrays, self.sum_wire)
+        try:
+            read = coding.decoded(sent, arrays, self.sum_wire, self.name)
+        except Refused as error:
+            raise Refused(
+                "overflow",
+                f"{what} in {self.sum_wire}: {error.why}; --sum-wire int8 holds all "
+                "that float32 does",
+                self.name,
+            ) from None
+        pairs = zip(arrays, read, strict=True)
+        return sent, coding.squared([a - b for a, b in pairs])
 
     def _check_sum(self, arrays: Sequence[np.ndarray], what: str) -> None:
         """Refuse what is not finite, though all that it was made of is."""
@@ -482,18 +528,19 @@ class Worker:
         self._check_sum(total.arrays, f"the sum of the gradients of {where}")
         return total
 
-    def _check_slices(
+    def _slices(
         self,
         stage: Stage,
-        slices: Sequence[np.ndarray],
+        sent: Sequence[np.ndarray],
         part: int,
         parts: int,
         name: str,
-    ) -> None:
+    ) -> Part:
+        """A part of every gradient, of how it was sent."""
         avals = [
             _Wanted((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
         ]
-        coding.decoded(slices, avals, "f32", name)
+        return coding.decoded(sent, avals, self.sum_wire, name)
 
     def _send_gradients(self, asked: Message) -> Message:
         fields = asked.fields
@@ -502,8 +549,10 @@ class Worker:
         if len(fields["numbers"]) != len(fields["attempts"]):
             raise Refused("stale", "numbers and attempts are not as many")
         held = self._held_sum(asked)
-        added = {"numbers": held.numbers, "attempts": held.attempts}
-        return Message(kind="slices", fields=added, arrays=tuple(held.arrays))
+        what = f"the sum of gradients of step {fields['step']}"
+        coded, lost = self._coded_sum(held.arrays, what)
+        added = {"numbers": held.numbers, "attempts": held.attempts, "lost": lost}
+        return Message(kind="slices", fields=added, arrays=tuple(coded))
 
     def _send_part(self, asked: Message) -> Message:
         key = asked.fields["step"], asked.fields["round"]
@@ -585,11 +634,10 @@ class Worker:
         for part, (name, address, _, _) in enumerate(peers):
             if name == self.name:
                 question = Message(kind="part", fields=fields)
-                every.append(self._send_part(question).arrays)
-                continue
-            slices = self._pull(address, "part", fields, name, name).arrays
-            self._check_slices(stage, slices, part, len(peers), name)
-            every.append(slices)
+                sent = self._send_part(question).arrays
+            else:
+                sent = self._pull(address, "part", fields, name, name).arrays
+            every.append(self._slices(stage, sent, part, len(peers), name))
         return [
             np.concatenate([several[i] for several in every]).reshape(aval.shape)
             for i, aval in enumerate(stage.gradients)
@@ -722,18 +770,6 @@ class Total:
         self.numbers: list[int] = []
         self.attempts: list[int] = []
 
-    @classmethod
-    def of(cls, answer: Message) -> Total:
-        """What another peer added up.
-
-        Args:
-            answer: to ``gradients``.
-        """
-        total = cls()
-        numbers, attempts = answer.fields["numbers"], answer.fields["attempts"]
-        total.add(numbers, attempts, answer.arrays)
-        return total
-
     def add(
         self,
         numbers: Sequence[int],
@@ -776,6 +812,12 @@ def _slice(array: np.ndarray, part: int, parts: int) -> np.ndarray:
 def _at(asked: Message) -> dict[str, Any]:
     """Run, generation and step of a question."""
     return {name: asked.fields[name] for name in ("run", "generation", "step")}
+
+
+def _state_of(asked: Message) -> int:
+    """Steps done in the state that a question is about; calls name it."""
+    found: int = asked.fields.get("state", asked.fields["step"])
+    return found
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -32,9 +32,15 @@ class Swarm:
     """
 
     def __init__(
-        self, cut: Cut, *, steps: int, wire: str = "f32", **settings: Any
+        self,
+        cut: Cut,
+        *,
+        steps: int,
+        wire: str = "f32",
+        sum_wire: str = "f32",
+        **settings: Any,
     ) -> None:
-        self.cut, self.wire = cut, wire
+        self.cut, self.wire, self.sum_wire = cut, wire, sum_wire
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.peers: list[Peer] = []
         self._waiting: dict[str, Callable[[], Any]] = {}
@@ -52,6 +58,7 @@ class Swarm:
             KEY,
             Settings(steps=steps, **settings),
             wire=wire,
+            sum_wire=sum_wire,
             lease_seconds=lease,
             tell=self._tell,
             **more,
@@ -69,7 +76,8 @@ class Swarm:
 
     def join(self, stage: int = -1, **options: Any) -> Peer:
         """One more peer, which is ready when this returns."""
-        options = {"wire": self.wire, "pull_seconds": _SECONDS, **options}
+        wires = {"wire": self.wire, "sum_wire": self.sum_wire}
+        options = {**wires, "pull_seconds": _SECONDS, **options}
         peer = Peer(
             self.cut,
             KEY,

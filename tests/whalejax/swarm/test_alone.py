@@ -38,6 +38,7 @@ def cut_of(stages: int) -> Any:
         count=1,
         seed=0,
         flat_sums=[],
+        delayed_updates=False,
         update=SimpleNamespace(rounds=1),
         sources=lambda stage: {stage - 1: [0]} if stage else {},
         sinks=lambda stage: [stage + 1] if stage + 1 < stages else [],
@@ -86,7 +87,9 @@ def context_of(
         run="run",
         generation=0,
         step=0,
+        state=0,
         batch=("host", 9),
+        sum_wire="f32",
         call_seconds=1.0,
         await_peer=lambda stage: None,
         tell=tell,
@@ -252,11 +255,45 @@ def test_the_error_after_the_last_attempt_names_the_peer() -> None:
         Passage(context_of(1, ask=ask), 0).run()
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward", "sum", "update"])
+def test_an_error_that_all_peers_raise_ends_the_run_soon(kind: str) -> None:
+    """With its words; where one peer alone raises it, the others go on."""
+    asked: list[str] = []
+    broken = {"p0.0", "p0.1"}
+
+    def ask(address: Any, what: str, *given: Any, **more: Any) -> Message:
+        name = name_of(address, 3)
+        if what == kind and name in broken:
+            asked.append(name)
+            raise Refused("failed", "ZeroDivisionError: of the model")
+        if what == "update":
+            return has_state()
+        return added() if what == "sum" else receipt()
+
+    def step() -> None:
+        commit = summing(context)
+        commit._sum(0)
+        commit._level(0, 0, ())
+
+    context = context_of(2, 3, ask=ask)
+    step()
+    assert "p0.2" in {m.name for m in context.fleet.synced(0)}
+    broken.add("p0.2")
+    context = context_of(2, 3, ask=ask)
+    match = f"{kind} of stage 0 raises.*p0.0, p0.1, p0.2.*ZeroDivisionError: of the mod"
+    with pytest.raises(wh.WhaleError, match=match):
+        step()
+    assert len(asked) < 12
+
+
 # The sum.
 
 
 def added(*given: Any, **more: Any) -> Message:
-    return Message(kind="summed", fields={"numbers": [0], "attempts": [1]})
+    return Message(
+        kind="summed",
+        fields={"numbers": [0], "attempts": [1], "lost": 0.0, "whole": 0.0},
+    )
 
 
 def summing(context: StepContext) -> Commit:

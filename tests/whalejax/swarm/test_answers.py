@@ -72,6 +72,9 @@ def test_an_answer_that_is_too_large_is_said(
     large = Message(kind="state", fields=fields, arrays=(np.zeros(101, np.uint8),))
     with pytest.raises(Refused, match="101 of arrays.*Send it in parts"):
         asked("state", large)
+    many = Message(kind="state", fields=fields, arrays=(np.zeros(0, np.uint8),) * 4097)
+    with pytest.raises(Refused, match="4097 arrays, of at most 4096.*Send it in par"):
+        asked("state", many)
 
 
 def test_the_deadline_is_that_of_the_whole_answer(

@@ -12,7 +12,7 @@ from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.moving import Mover
 from whalejax.swarm.peer import Peer
-from whalejax.swarm.trainer import Trainer
+from whalejax.swarm.trainer import Pace, Trainer
 from whalejax.swarm.wire.service import Address
 
 
@@ -59,6 +59,8 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
         assert same(found.run(), jobs.losses(STEPS))
         moves = [told for kind, told in found.told if kind == "moved"]
         assert [(m["source"], m["target"]) for m in moves] in ([(0, 1)], [(0, 2)])
+        assert found.serving.trainer.pace.bytes_per_second != Pace().bytes_per_second
+        assert found.serving.trainer.pace.compile_seconds != Pace().compile_seconds
         counts = [0] * jobs.STAGES
         for peer in found.peers:
             counts[serves(peer)] += 1

@@ -223,7 +223,9 @@ def test_a_gain_below_the_threshold_is_none() -> None:
     assert not moves(Rebalancer(stages=3, threshold=0.3), (5, 4, 6), 5)
 
 
-def test_measurements_that_swing_do_not_make_a_peer_swing() -> None:
+@pytest.mark.parametrize("drops", [False, True])
+def test_measurements_that_swing_do_not_make_a_peer_swing(drops: bool) -> None:
+    """Nor does a peer that serves nothing for the length of a step, each look one."""
     rebalancer = Rebalancer(stages=2, period=1.0, threshold=0.02)
     stages = {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1}
     made = 0
@@ -235,7 +237,9 @@ def test_measurements_that_swing_do_not_make_a_peer_swing() -> None:
             PeerLoad(peer=p, stage=s, queue_length=0.0, speeds=speeds[::-1])
             for p, s in stages.items()
         ]
-        move = rebalancer.decide(peers, float(look), [CHEAP] * 2)
+        if drops:
+            del peers[look % len(peers)]
+        move = rebalancer.decide(peers, float(look), [CHEAP] * 2, [*stages])
         if move is not None:
             made += 1
             stages[move.peer] = move.target

@@ -326,6 +326,19 @@ def test_what_a_swarm_cannot_train_is_said() -> None:
         Cut(job, stages=3, micro_batches=2)
 
 
+def test_a_stage_whose_messages_are_too_large_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut = jobs.cut()
+    assert not cut._too_large(0)
+    monkeypatch.setattr("whalejax.swarm.cut.MOST_ARRAY_BYTES", 100)
+    monkeypatch.setattr("whalejax.swarm.cut.MOST_ARRAYS", 2)
+    border, half, count = cut._too_large(0)
+    assert "stage 0 hands on" in border and "micro-batches" in border
+    assert "sums gradients in parts of" in half and "more stages" in half
+    assert "sends 3 parameters at once" in count and "at most 2 arrays" in count
+
+
 def test_a_stage_is_compiled_once_for_all_peers_of_a_process() -> None:
     cut = jobs.cut()
     with swarm(steps=1) as found:

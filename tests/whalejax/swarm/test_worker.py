@@ -10,7 +10,7 @@ import pytest
 
 from tests.whalejax.swarm.swarm_jobs import COUNT
 from whalejax.elastic.wire.framing import Message
-from whalejax.planner.swarm_data import sum_bytes
+from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.swarm.stage import StageState
 from whalejax.swarm.wire.service import Refused
 from whalejax.swarm.wire.states import digest_of, piece
@@ -124,7 +124,8 @@ def test_a_sum_says_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = worker_of()
     sync(worker)
     answer = summed(worker, RAW[0])
-    assert answer.fields == {"numbers": [*range(COUNT)], "attempts": [1] * COUNT}
+    added = {"numbers": [*range(COUNT)], "attempts": [1] * COUNT}
+    assert answer.fields == {**added, "lost": 0.0, "whole": 0.0}
     assert np.array_equal(worker._parts[0, 1][0], COUNT * RAW[0])
     add = Total.add
 
@@ -151,7 +152,8 @@ def test_sums_and_states_that_are_not_finite_are_not_kept() -> None:
         worker._check_state(stage, before, [infinite, infinite])
 
 
-def test_bytes_of_a_sum_are_those_that_are_sent() -> None:
+@pytest.mark.parametrize("sum_wire", SUM_WIRES)
+def test_bytes_of_a_sum_are_those_that_are_sent(sum_wire: str) -> None:
     """Of two peers, each of which holds half of the gradients."""
     peers = [
         [name, ["h", 1], [*range(n, COUNT, 2)], [1] * (COUNT // 2)]
@@ -168,7 +170,13 @@ def test_bytes_of_a_sum_are_those_that_are_sent() -> None:
 
         return ask
 
+    size = 2 * BLOCK
+    gradients = np.arange(size, dtype=np.float32)
     one, other = worker_of(), worker_of()
+    for worker in (one, other):
+        worker.sum_wire = sum_wire
+        assert worker.stage is not None
+        worker.stage.gradients[0].shape = (size,)
     one.name, other.name = "p", "q"
     one._caller = SimpleNamespace(ask=answering(other))  # type: ignore[assignment]
     other._caller = SimpleNamespace(ask=answering(one))  # type: ignore[assignment]
@@ -176,12 +184,28 @@ def test_bytes_of_a_sum_are_those_that_are_sent() -> None:
     for number, worker in enumerate((one, other)):
         sync(worker)
         for held in range(number, COUNT, 2):
-            worker._gradients[0, held, 1] = [RAW[0] + held]
-    for worker in (one, other):
-        worker._sum(Message(kind="sum", fields=fields))
+            worker._gradients[0, held, 1] = [gradients + held]
+    summed = [w._sum(Message(kind="sum", fields=fields)).fields for w in (one, other)]
     whole = [
         w._gathered(w.stage, Message(kind="update", fields=fields))[0]  # type: ignore[arg-type]
         for w in (one, other)
     ]
-    assert all(np.array_equal(one, COUNT * RAW[0] + 15) for one in whole)
-    assert sent == 2 * sum_bytes(4 * SIZE, 2)
+    exact = COUNT * gradients + 15
+    assert np.array_equal(whole[0], whole[1])
+    lost = np.linalg.norm(whole[0] - exact) / np.linalg.norm(exact)
+    squares = [sum(f[name] for f in summed) for name in ("lost", "whole")]
+    told = np.sqrt(squares[0] / max(1, squares[1]))
+    assert sent == 2 * sum_bytes(4 * size, 2, sum_wire)
+    if sum_wire == "f32":
+        assert not lost and not told
+    else:
+        assert 0 < lost < 2 * told < 0.01
+
+
+def test_a_sum_that_its_format_cannot_hold_says_so() -> None:
+    worker = worker_of()
+    worker.sum_wire = "f16"
+    sync(worker)
+    with pytest.raises(Refused, match=r"in f16: .*not finite.*--sum-wire int8") as one:
+        summed(worker, np.full(SIZE, 6e4, np.float32))
+    assert one.value.code == "overflow" and not worker._parts

@@ -29,7 +29,7 @@ CONTROL_BYTES: Final = 1 << 20
 DATA_BYTES: Final = MOST_TEXT_BYTES + MOST_ARRAY_BYTES
 """Of a whole message between members, which carries gradients and states."""
 
-_MOST_ARRAYS: Final = 4096
+MOST_ARRAYS: Final = 4096
 _MOST_DIMENSIONS: Final = 32
 _MOST_ENTRIES: Final = 65536
 
@@ -82,6 +82,11 @@ def encode(
     if why := too_large(len(text), total, most_bytes):
         raise WireError(
             f"a message of kind {message.kind!r} has {why}. Send it in parts"
+        )
+    if len(views) > MOST_ARRAYS:
+        raise WireError(
+            f"a message of kind {message.kind!r} has {len(views)} arrays, of at most "
+            f"{MOST_ARRAYS}. Send it in parts"
         )
     return text, views
 
@@ -144,8 +149,8 @@ def _check_plain(fields: Mapping[Any, Any]) -> None:
 def _arrays(
     told: Sequence[Any], data: bytes | bytearray | memoryview
 ) -> tuple[np.ndarray, ...]:
-    if len(told) > _MOST_ARRAYS:
-        raise WireError(f"a message has {len(told)} arrays; at most {_MOST_ARRAYS}")
+    if len(told) > MOST_ARRAYS:
+        raise WireError(f"a message has {len(told)} arrays; at most {MOST_ARRAYS}")
     found, place, view = [], 0, memoryview(data)
     for one in told:
         match one:

@@ -1,4 +1,7 @@
-"""Tensors at the borders of stages as they go over the wire: float32, bfloat16, int8.
+"""Tensors as they go over the wire: whole, or in 16 or 8 bits.
+
+Activations and their gradients between stages, and gradients of weights while the peers
+of a stage add them up.
 
 What is stored and sent is the coded form, so that everybody who reads a tensor, at
 whatever time, works with the same numbers.
@@ -16,10 +19,10 @@ from whalejax.swarm import quantize
 from whalejax.swarm.wire.service import Refused
 
 
-WIRES: Final = ("f32", "bf16", "int8")
-"""How activations and their gradients cross: as they are, or in 16 or 8 bits."""
-
-_BF16: Final = np.dtype(ml_dtypes.bfloat16)
+_SHORT: Final = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+}
 
 
 def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
@@ -27,7 +30,8 @@ def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
 
     Args:
         arrays: all finite.
-        wire: one of ``WIRES``; arrays without fractions stay as they are.
+        wire: one of ``WIRES`` or ``SUM_WIRES``; arrays without fractions stay as they
+            are.
     """
     return [_coded(np.asarray(x), wire) for x in arrays]
 
@@ -35,8 +39,9 @@ def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
 def _coded(array: np.ndarray, wire: str) -> np.ndarray:
     if not _is_wide(array.dtype):
         return array
-    if wire == "bf16":
-        return array.astype(_BF16)
+    if wire in _SHORT:
+        with np.errstate(over="ignore"):  # Checked by whoever can lose values so.
+            return array.astype(_SHORT[wire])
     if wire == "int8":
         return np.frombuffer(quantize.pack(quantize.quantize(array)), np.uint8)
     return array
@@ -50,7 +55,7 @@ def decoded(
     Args:
         arrays: as they came.
         wanted: shape and dtype of each.
-        wire: one of ``WIRES``.
+        wire: one of ``WIRES`` or ``SUM_WIRES``.
         whose: name of the peer that sent them.
 
     Raises:
@@ -68,8 +73,8 @@ def decoded(
 def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarray:
     shape, dtype = tuple(wanted.shape), np.dtype(wanted.dtype)
     sent, kind = shape, dtype
-    if _is_wide(dtype) and wire == "bf16":
-        kind = _BF16
+    if _is_wide(dtype) and wire in _SHORT:
+        kind = _SHORT[wire]
     elif _is_wide(dtype) and wire == "int8":
         sent = (quantize.packed_bytes(int(np.prod(shape))),)
         kind = np.dtype(np.uint8)
@@ -82,13 +87,22 @@ def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarra
         )
     if kind == dtype:
         return array
-    if kind == _BF16:
+    if wire in _SHORT:
         return array.astype(dtype)
     try:
         unpacked = quantize.unpack(array.data, shape)
     except ValueError as error:
         raise Refused("not finite", f"{whose}: {error}", whose) from None
     return np.asarray(quantize.dequantize(unpacked)).astype(dtype)
+
+
+def squared(arrays: Sequence[np.ndarray]) -> float:
+    """The sum of the squares of all values, in float64.
+
+    Args:
+        arrays: of floats.
+    """
+    return sum(float(np.sum(np.square(x, dtype=np.float64))) for x in arrays)
 
 
 def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:

@@ -6,6 +6,7 @@ to send twice: its key is run, generation, step, stage, micro-batch and attempt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -30,6 +31,10 @@ def _text(x: Any) -> bool:
 
 def _seconds(x: Any) -> bool:
     return type(x) in (int, float) and 0 <= x < 1e9  # So that it is no NaN.
+
+
+def _size(x: Any) -> bool:
+    return type(x) in (int, float) and 0 <= x < math.inf
 
 
 def _flag(x: Any) -> bool:
@@ -117,6 +122,7 @@ _AT: Final[Fields] = {"run": _text, "generation": _whole, "step": _whole}
 _STATE: Final[Fields] = {**_AT, "stage": _whole, "place": _whole}
 _CALL: Final[Fields] = {
     **_AT,
+    "state": _whole,
     "stage": _whole,
     "number": _whole,
     "attempt": _whole,
@@ -203,8 +209,15 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
     "backward": _RECEIPT,
     "fetch": _TENSORS,
     "batch": _TENSORS,
-    "sum": {"summed": {"numbers": _wholes, "attempts": _wholes}},
-    "gradients": {"slices": {"numbers": _wholes, "attempts": _wholes}},
+    "sum": {
+        "summed": {
+            "numbers": _wholes,
+            "attempts": _wholes,
+            "lost": _size,
+            "whole": _size,
+        }
+    },
+    "gradients": {"slices": {"numbers": _wholes, "attempts": _wholes, "lost": _size}},
     "part": _SLICES,
     "update": _TOLD,
     "sync": _TOLD,
@@ -217,6 +230,8 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
     "show": {
         "shown": {
             "wire": _text,
+            "sum_wire": _text,
+            "sum_error": lambda x: x is None or _size(x),
             "stages": _whole,
             "step": _whole,
             "steps": _whole,
@@ -233,11 +248,13 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
     "terms": {
         "terms": {
             "wire": _text,
+            "sum_wire": _text,
             "stages": _whole,
             "batch": _whole,
             "micro_batches": _whole,
             "precision": _anything,
             "seed": lambda x: type(x) is int,
+            "delayed_updates": _flag,
             "pull_seconds": _seconds,
         }
     },

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import (
+    FRAME_SECONDS,
     Channel,
     Closed,
     TooLate,
@@ -27,6 +28,9 @@ from whalejax.swarm.wire.messages import ANSWERS, Fields, checked
 
 IDLE_SECONDS: Final = 600.0
 """A connection on which nothing is asked for so long is ended."""
+
+SLOWEST_BYTES_PER_SECOND: Final = 1e7
+"""Of a link, 80 Mb/s: what is large is given its bytes over this, beside a deadline."""
 
 _LONGEST_REASON: Final = 2000
 
@@ -110,8 +114,9 @@ class Service:
 
 def _send(channel: Channel, answer: Message) -> None:
     """Send an answer; where it is larger than a message may be, say so."""
+    size = sum(x.nbytes for x in answer.arrays)
     try:
-        channel.send(answer)
+        channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
     except (Closed, TooLate):
         raise
     except WireError as error:
