@@ -29,12 +29,12 @@ from typing import Any, Final
 
 from whalejax.meshes import cluster
 from whalejax.planner.swarm_data import wire_bytes
-from whalejax.swarm.churn import Churn, Link, draw
+from whalejax.swarm.churn import Churn, PeerLink, draw
 from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import Setting, Simulated, StageCost, simulate
 
 
-LINK: Final = Link(
+LINK: Final = PeerLink(
     up_bytes_per_second=25e6, down_bytes_per_second=25e6, latency_seconds=0.02
 )
 CHURN: Final = Churn(

@@ -45,6 +45,7 @@ DEADLINES: Final[Mapping[str, str | None]] = {
     SAVING: "save_seconds",
     FINISHED: None,
 }
-"""The number of ``SupervisorSettings`` that limits each; None where others are waited for."""
+"""The number of ``SupervisorSettings`` that limits each; None where others are waited
+for."""
 
 IN_A_STEP: Final = frozenset({COMPUTING, WAITING})

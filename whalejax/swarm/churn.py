@@ -47,7 +47,7 @@ class Happening(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class PeerLink:
     """Of a peer to everybody else.
 
     Attributes:
@@ -78,7 +78,7 @@ class ChurnEvent:
     event: Happening
     peer: str
     speed: float = 1.0
-    link: Link = Link()
+    link: PeerLink = PeerLink()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Churn:
     seconds: float
     speeds: tuple[float, ...] = (1.0,)
     silent: float = 0.0
-    link: Link = Link()
+    link: PeerLink = PeerLink()
 
 
 def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
@@ -207,7 +207,7 @@ def _event(row: dict[str, str | None]) -> ChurnEvent:
         event=Happening(row["event"]),
         peer=row["peer"],
         speed=_number(row, "speed", 1.0, positive=True, finite=True),
-        link=Link(
+        link=PeerLink(
             up_bytes_per_second=_number(
                 row, "up_bytes_per_second", math.inf, positive=True
             ),

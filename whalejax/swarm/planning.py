@@ -28,7 +28,7 @@ from whalejax.planner.swarm_data import (
     sum_bytes,
     wire_bytes,
 )
-from whalejax.swarm.churn import ChurnEvent, Happening, Link
+from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
 from whalejax.swarm.rebalancing import best_counts
 from whalejax.swarm.simulator import DEADLINE_FACTOR, Setting, StageCost, simulate
 
@@ -91,7 +91,7 @@ def swarm_plan(
     return dataclasses.replace(plan, swarm=chosen, notes=(*plan.notes, *notes))
 
 
-def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, Link]:
+def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
     """A swarm's plan as the simulator takes it, with the link of its peers.
 
     Args:
@@ -434,8 +434,8 @@ def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
     return dataclasses.replace(setting, **changes)
 
 
-def _link(swarm: Swarm) -> Link:
-    return Link(
+def _link(swarm: Swarm) -> PeerLink:
+    return PeerLink(
         up_bytes_per_second=swarm.bytes_per_second,
         down_bytes_per_second=swarm.bytes_per_second,
         latency_seconds=swarm.latency_seconds,

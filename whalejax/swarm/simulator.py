@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.swarm_data import sum_bytes
-from whalejax.swarm.churn import ChurnEvent, Happening, Link
+from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict, check_partition
 from whalejax.swarm.rebalancing import (
     MoveCost,
@@ -200,7 +200,7 @@ class _Peer:
     name: str
     incarnation: int
     speed: float
-    link: Link
+    link: PeerLink
     joined: float
     stage: int
     is_serving: bool = False
@@ -736,11 +736,11 @@ class Simulator:
         self._downloads(peer)
         self._changed()
 
-    def _any_link(self) -> Link:
+    def _any_link(self) -> PeerLink:
         here = (peer.link for peer in self._peers.values() if peer.is_alive)
         return next(here, next(iter(self._peers.values())).link)
 
-    def _move_cost(self, stage: int, link: Link, wait: float = 0.0) -> MoveCost:
+    def _move_cost(self, stage: int, link: PeerLink, wait: float = 0.0) -> MoveCost:
         return MoveCost(
             state_bytes=self.setting.stages[stage].state_bytes,
             bytes_per_second=min(link.down_bytes_per_second, link.up_bytes_per_second),
@@ -805,7 +805,7 @@ class Simulator:
         self._speed_since = self.now
 
 
-def peer_speed(cost: StageCost, speed: float, link: Link) -> float:
+def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
     """Micro-batches a second of a peer in a stage: its processor or its links bound it.
 
     Args:

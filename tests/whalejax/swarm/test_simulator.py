@@ -16,7 +16,7 @@ from whalejax.swarm.churn import (
     Churn,
     ChurnEvent,
     Happening,
-    Link,
+    PeerLink,
     draw,
     read_csv,
     to_csv,
@@ -32,13 +32,13 @@ from whalejax.swarm.simulator import (
 
 FIRST: Final = StageCost(forward_seconds=1.0, backward_seconds=3.0)
 LAST: Final = StageCost(forward_seconds=0.0, backward_seconds=4.0)
-UNBOUND: Final = Link()
-LINK: Final = Link(
+UNBOUND: Final = PeerLink()
+LINK: Final = PeerLink(
     up_bytes_per_second=1e6, down_bytes_per_second=1e6, latency_seconds=0.01
 )
 
 
-def here(count: int, *, link: Link = UNBOUND) -> list[ChurnEvent]:
+def here(count: int, *, link: PeerLink = UNBOUND) -> list[ChurnEvent]:
     return [
         ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
         for n in range(count)
