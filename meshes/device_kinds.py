@@ -143,8 +143,7 @@ class DeviceKind:
         least = max(0.0, least - self.launch_seconds)
         object.__setattr__(self, "_product_seconds", least)
         wide = wide_rates(self.matmul_points, self._product_seconds)
-        curves = {dtype: Curve(points) for dtype, points in wide.items()}
-        object.__setattr__(self, "_wide", curves)
+        object.__setattr__(self, "_wide", {t: Curve(p) for t, p in wide.items()})
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         if self._measured_gpu:
             # Between two uses of an array a step moves more than a cache holds.
