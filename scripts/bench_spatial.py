@@ -10,7 +10,10 @@ The last line is one JSON object:
 
     memory_ratio      a device's temporaries over (1/p + halo) of one device's
     memory_ratio_tpu  the same of what the TPU compiler takes beyond arguments at most,
-                      for a U-Net on volumes of twice the extent; none without libtpu
+                      for a U-Net at 64³ whose depth four devices share and whose
+                      height two; kept in ``spatial.json`` beside this script, with
+                      versions (--refresh compiles again, for up to half an hour)
+    memory_ratio_tpu_now   the same at --extent, compiled now; none without libtpu
     halo_bytes_exact  1 where predicted and compiled bytes at borders are the same: of
                       both models, and of convolutions and poolings in loops, in
                       checkpointed regions, in groups, and beside fsdp and tensor
@@ -18,7 +21,10 @@ The last line is one JSON object:
     bytes_read        of a file by one of eight processes, as a part of 1/p
     cosmoflow_512_*   the plan's mesh, bytes on a device and seconds of a step
 
-    python scripts/bench_spatial.py [--extent 32] [--no-tpu]
+A TPU keeps the last dimensions of an array in tiles of (8, 128): a width that is cut
+is filled up again, so that the TPU's memory is compared where width stays whole.
+
+    python scripts/bench_spatial.py [--extent 32] [--no-tpu] [--refresh]
 """
 
 from __future__ import annotations
@@ -51,6 +57,9 @@ from whalejax.verification.targets import NoCompiler  # noqa: E402
 
 SPACE: Final = {"depth": 2, "height": 2, "width": 2}
 FIXED: Final = {"zero": 0, "remat": "none", "offload": (), "num_micro_batches": 1}
+SPACE_TPU: Final = {"depth": 4, "height": 2}
+KEPT: Final = Path(__file__).with_name("spatial.json")
+KEPT_EXTENT: Final = 64
 WIDEST: Final = 1
 """Elements that a convolution of three needs of each neighbour."""
 
@@ -60,13 +69,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--extent", type=int, default=32, help="of a volume, in voxels")
     parser.add_argument("--no-tpu", action="store_true", help="compile for CPU alone")
+    parser.add_argument("--refresh", action="store_true", help="compile what is kept")
     arguments = parser.parse_args()
+    if arguments.refresh:
+        fresh = on_tpu(KEPT_EXTENT)
+        if fresh is None:
+            raise SystemExit("nothing was kept: there is no TPU compiler")
+        KEPT.write_text(json.dumps(fresh, indent=1) + "\n", encoding="utf-8")
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    now = None if arguments.no_tpu else on_tpu(arguments.extent)
     found = [of_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")]
     report = {
         "memory_ratio": max(one["memory_ratio"] for one in found),
-        "memory_ratio_tpu": None
-        if arguments.no_tpu
-        else memory_ratio_tpu(2 * arguments.extent),
+        "memory_ratio_tpu": kept["ratio"],
+        "memory_ratio_tpu_now": now and now["ratio"],
         "halo_bytes_exact": min(
             *(one["halo_bytes_exact"] for one in found), *map(case_exact, CASES)
         ),
@@ -104,9 +120,9 @@ def planned(job: wh.Job, cluster: str, mesh: dict[str, int]) -> wh.Plan:
     )
 
 
-def share(extent: int) -> float:
+def share(extent: int, mesh: dict[str, int]) -> float:
     """What a device has of a volume with its halo: (1/p + halo)."""
-    return math.prod((extent // n + WIDEST) / extent for n in SPACE.values())
+    return math.prod((extent // n + WIDEST) / extent for n in mesh.values())
 
 
 def of_model(name: str, extent: int) -> dict[str, Any]:
@@ -132,7 +148,7 @@ def of_model(name: str, extent: int) -> dict[str, Any]:
         after.append([np.asarray(x) for x in jax.tree.leaves(gradient)])
         if mesh:
             exact = int(halo_bytes(plan) == permuted_bytes(program.as_text()))
-    ratio = temporaries[1] / temporaries[0] / share(extent)
+    ratio = temporaries[1] / temporaries[0] / share(extent, SPACE)
     print(
         f"{name}: temporaries {temporaries[0] / 2**20:.1f} MiB on one device, "
         f"{temporaries[1] / 2**20:.1f} MiB on each of eight"
@@ -144,10 +160,10 @@ def of_model(name: str, extent: int) -> dict[str, Any]:
     }
 
 
-def memory_ratio_tpu(extent: int) -> float | None:
+def on_tpu(extent: int) -> dict[str, Any] | None:
     """Memory beyond arguments on each of eight v5e over (1/p + halo) of one's."""
-    job, found = job_of("unet3d", extent), []
-    for cluster, mesh in (("v5e:1x1", {}), ("v5e:2x4", SPACE)):
+    job, found, said = job_of("unet3d", extent), [], {}
+    for cluster, mesh in (("v5e:1x1", {}), ("v5e:2x4", SPACE_TPU)):
         try:
             compiled = planned(job, cluster, mesh).verify()
         except NoCompiler as error:
@@ -155,11 +171,19 @@ def memory_ratio_tpu(extent: int) -> float | None:
             return None
         by_name = {one.name: one.compiled or 0 for one in compiled.memory}
         found.append(by_name["peak"] - by_name["arguments"])
+        said = dict(compiled.versions)
     print(
         f"unet3d on TPU v5e, {extent}³: {found[0] / 2**20:.1f} MiB beyond arguments "
         f"on one device, {found[1] / 2**20:.1f} MiB on each of eight"
     )
-    return round(found[1] / found[0] / share(extent), 3)
+    return {
+        "extent": extent,
+        "mesh": SPACE_TPU,
+        "one_device_mib": round(found[0] / 2**20, 1),
+        "each_of_eight_mib": round(found[1] / 2**20, 1),
+        "ratio": round(found[1] / found[0] / share(extent, SPACE_TPU), 3),
+        "versions": said,
+    }
 
 
 def convolved(x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
