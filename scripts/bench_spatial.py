@@ -13,7 +13,8 @@ The last line is one JSON object:
                       for a U-Net at 64³ whose depth four devices share and whose
                       height two; kept in ``spatial.json`` beside this script, with
                       versions (--refresh compiles again, for up to half an hour)
-    memory_ratio_tpu_now   the same at --extent, compiled now; none without libtpu
+    memory_ratio_tpu_now   the same at half of --extent, compiled now; none without
+                      libtpu
     halo_bytes_exact  1 where predicted and compiled bytes at borders are the same: of
                       both models, and of convolutions and poolings in loops, in
                       checkpointed regions, in groups, and beside fsdp and tensor
@@ -77,7 +78,7 @@ def main() -> None:
             raise SystemExit("nothing was kept: there is no TPU compiler")
         KEPT.write_text(json.dumps(fresh, indent=1) + "\n", encoding="utf-8")
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
-    now = None if arguments.no_tpu else on_tpu(arguments.extent)
+    now = None if arguments.no_tpu else on_tpu(arguments.extent // 2)
     found = [of_model(name, arguments.extent) for name in ("cosmoflow", "unet3d")]
     report = {
         "memory_ratio": max(one["memory_ratio"] for one in found),
