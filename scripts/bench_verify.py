@@ -113,7 +113,8 @@ class Program:
     @property
     def name(self) -> str:
         """Unlike every other."""
-        mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items())
+        sizes = [f"{axis}{size}" for axis, size in self.mesh.items()]
+        mesh = "-".join(sizes) or "alone"
         zero = f"-zero{self.zero}" if self.zero else ""
         words = [str(self.options.get("remat", "none"))]
         words += [
@@ -286,6 +287,26 @@ GPU = (
     llama("1b", "h100:8", 32, {"data": 8}, remat="full", sequence=2048, zero=1),
     llama("70b", "h100:2x8", 16, {"fsdp": 16}, remat="full", sequence=2048),
     sparse("moe-8x", MOE_8X, "h100:2x8", 64, {"data": 2, "expert": 8}, sequence=1024),
+    reference("gpt-medium", "h100:1", 8, {}, **SCANNED),
+    llama("1b", "h100:1", 8, {}, remat="full", sequence=2048),
+    Program("bert-large", "h100:1", "bert-large", UNMARKED, 32, {}),
+    Program("resnet50", "h100:1", "resnet50", UNMARKED, 128, {}),
+    reference("gpt-xl", "h100:8", 64, {"fsdp": 8}, **SCANNED),
+    reference("gpt-large", "h100:8", 32, {"data": 4, "tensor": 2}, remat="dots"),
+    llama("7b", "h100:8", 16, {"fsdp": 8}, remat="full"),
+    sparse(
+        "moe-8x",
+        MOE_8X,
+        "h100:8",
+        32,
+        {"fsdp": 2, "expert": 4},
+        sequence=1024,
+        remat="full",
+    ),
+    llama("1b", "h100:2x8", 32, {"fsdp": 16}, remat="dots", **UNROLLED),
+    reference("gpt-xl", "h100:2x8", 64, {"data": 16}, remat="full", zero=1, **SCANNED),
+    Program("bert-large", "h100:2x8", "bert-large", UNMARKED, 512, {"data": 16}),
+    Program("resnet50", "h100:2x8", "resnet50", UNMARKED, 1024, {"data": 16}),
 )
 
 
