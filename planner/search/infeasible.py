@@ -133,12 +133,13 @@ def _no_space(search: Search) -> str:
         if search.options.space[axis]:
             continue
         whys = (r.unshared for r in search.dims.roles)
-        why = next((w for w in whys if w.startswith(f"{axis}: ")), "")
+        why = next((w for w in whys if axis in w.partition(":")[0].split(" and ")), "")
         if not why:
             dims = "two or three" if axis != "depth" else "three"
             why = f"{axis}: the model has no convolution over {dims} dimensions"
         found.append(why)
-    return f"{'; '.join(found)}. Leave these axes out, and use data or fsdp instead"
+    whys = "; ".join(dict.fromkeys(found))
+    return f"{whys}. Leave these axes out, and use data or fsdp instead"
 
 
 def _extents(search: Search) -> str:

@@ -388,6 +388,19 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "given to the step)",
         ),
         (
+            lambda p, x: convolved(
+                jnp.repeat(convolved(x, p["k2"], 2), 2, axis=1), p["k3"]
+            ),
+            "depth: conv_general_dilated slides along a dimension that a reshape "
+            "splits or joins (poolings, strided convolutions, jax.image.resize",
+        ),
+        (
+            lambda p, x: convolved(
+                jnp.swapaxes(convolved(x, p["k3"]), 1, 2) + x, p["k3"]
+            ),
+            "depth and height: convolutions slide along one dimension under both names",
+        ),
+        (
             lambda p, x: pooled("max", convolved(x, p["k3"]), 3, 2, "VALID"),
             "depth: reduce_window_max: its windows of 3 with stride 2 make 5 of 12, "
             'and equal parts would make 6: take padding="SAME" and an extent that the '
@@ -415,7 +428,16 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "whole; with a padding of 0 to 2 devices could share them",
         ),
     ],
-    ids=["running sum", "pad", "flip", "pooling", "transposed", "shifted groups"],
+    ids=[
+        "running sum",
+        "pad",
+        "flip",
+        "repeat",
+        "turned",
+        "pooling",
+        "transposed",
+        "shifted groups",
+    ],
 )
 def test_operations_that_cannot_share_space(net: Any, text: str) -> None:
     assert text in refused(one_net(net), {"depth": 2})
