@@ -28,6 +28,10 @@ _REMEDIES = {
 }
 """What to do about operations that need a spatial dimension whole, by kind."""
 
+_SINGLE = (
+    "makes a single element of it, or slides along one, of which devices can have no "
+    "parts (jnp.mean, jnp.max or jnp.sum over all of it they can share)"
+)
 _REGROUPED = (
     "a dimension that a reshape splits or joins (poolings, strided convolutions, "
     'jax.image.resize(…, "nearest") and transposed convolutions whose kernel is their '
@@ -117,6 +121,8 @@ class _Chains:
                 if window.refused:
                     why = f"{_words(op)}: {window.refused}"
                     self.against.setdefault(root, why)
+                elif not all(ends):
+                    self.against.setdefault(root, f"{_words(op)} {_SINGLE}")
                 elif any(len(end) != 1 for end in ends):
                     why = f"{_words(op)} slides along {_REGROUPED}"
                     self.against.setdefault(root, why)

@@ -144,18 +144,26 @@ def _no_space(search: Search) -> str:
 
 def _extents(search: Search) -> str:
     """What the extents of space have in common, and what would divide."""
-    found = []
-    for axis, size in fixed_space(search.request.mesh).items():
+    found, mesh = [], fixed_space(search.request.mesh)
+    scaled = search.scaled_space(mesh)
+    for axis, size in mesh.items():
         for index in search.options.space[axis]:
             role = search.dims.roles[index]
             if role.divisible % size == 0:
                 continue
             padded = role.size * size // math.gcd(role.divisible, size)
             usable = ", ".join(map(str, divisors(role.divisible)))
+            # Windows without padding make another difference to another extent.
+            other = (
+                f"pad the extent to {padded}"
+                if axis in scaled
+                else f"one whose resolutions {size} divides all (with padding"
+                '="SAME", and strides that divide it, these are fractions of it)'
+            )
             found.append(
                 f"{axis} {size}: the extent is {role.size}, and {role.divisible} "
                 f"divides it at every resolution of the model: take {axis} of "
-                f"{usable}, or pad the extent to {padded}"
+                f"{usable}, or {other}"
             )
     return "; ".join(found)
 

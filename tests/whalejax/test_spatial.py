@@ -349,6 +349,11 @@ def test_extents_that_an_axis_does_not_divide() -> None:
         "depth 4: the extent is 12, and 6 divides it at every resolution of the model: "
         "take depth of 1, 2, 3, 6, or pad the extent to 24"
     ) in refused(job, {"depth": 4})
+    job = one_net(lambda p, x: convolved(x, p["k3"], padding="VALID"))
+    assert (
+        "depth 4: the extent is 12, and 2 divides it at every resolution of the model: "
+        "take depth of 1, 2, or one whose resolutions 4 divides all"
+    ) in refused(job, {"depth": 4})
 
 
 def test_a_halo_wider_than_a_part() -> None:
@@ -395,6 +400,12 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "splits or joins (poolings, strided convolutions, jax.image.resize",
         ),
         (
+            lambda p, x: pooled("max", convolved(x, p["k3"]), 12, 12, "VALID"),
+            "depth: reduce_window_max makes a single element of it, or slides along "
+            "one, of which devices can have no parts (jnp.mean, jnp.max or jnp.sum "
+            "over all of it they can share)",
+        ),
+        (
             lambda p, x: convolved(
                 jnp.swapaxes(convolved(x, p["k3"]), 1, 2) + x, p["k3"]
             ),
@@ -433,6 +444,7 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
         "pad",
         "flip",
         "repeat",
+        "whole",
         "turned",
         "pooling",
         "transposed",
