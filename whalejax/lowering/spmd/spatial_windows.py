@@ -175,7 +175,7 @@ def _padding_value(equation: Any, dtype: Any) -> Any:
             return jnp.asarray(sign * jnp.inf, dtype)
         if dtype == jnp.bool_:
             return jnp.asarray(sign > 0)
-        limits = jnp.iinfo(dtype)
+        limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
         return jnp.asarray(limits.min if sign < 0 else limits.max, dtype)
     return jnp.zeros((), dtype)
 
