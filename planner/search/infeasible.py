@@ -138,7 +138,8 @@ def _no_space(search: Search) -> str:
             dims = "two or three" if axis != "depth" else "three"
             why = f"{axis}: the model has no convolution over {dims} dimensions"
         found.append(why)
-    return f"{'; '.join(dict.fromkeys(found))}. Leave these axes out, and use data or fsdp instead"
+    causes = "; ".join(dict.fromkeys(found))
+    return f"{causes}. Leave these axes out, and use data or fsdp instead"
 
 
 def _extents(search: Search) -> str:
