@@ -254,7 +254,7 @@ def _mesh() -> Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alone:
-    """What a device tells that holds all of a tensor: itself."""
+    """The dot products of a device that holds all of a tensor: its own."""
 
     packing: Any
 

@@ -30,8 +30,8 @@ COLUMN: Final = 64
 """Numbers that are added up one after the other; a part of a parameter is a multiple of
 so many."""
 
-TOLD: Final = 8
-"""Numbers that a device tells of a pair of tensors: a dot product and two squared
+DOT_NUMBERS: Final = 8
+"""Numbers that a device sends of a pair of tensors: a dot product and two squared
 norms, each as the sum of two floats, and two exponents."""
 
 DATA: Final = "data"
@@ -126,10 +126,10 @@ def combining(
     width = sum(part.width for part in parts)
     tensors = sum(part.slices for part in parts)
     column = ranks * COLUMN * itemsize_bytes
-    told = TOLD * tensors * math.prod(mesh.values()) * itemsize_bytes
+    dots = DOT_NUMBERS * tensors * math.prod(mesh.values()) * itemsize_bytes
     found = [_sent("all-to-all", (DATA,), column * (width + 1))]
     for pairs in levels(ranks // node):
-        found.append(_sent("all-gather", every, told * pairs))
+        found.append(_sent("all-gather", every, dots * pairs))
     found.append(_sent("all-gather", (DATA,), column * width))
     return found
 

@@ -11,7 +11,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import Factor, Op, Tensor
@@ -37,7 +37,8 @@ class Role:
             ``SPACES``, or empty.
         common: of such a dimension, what divides its size at every resolution of the
             model; ``size`` is that of the largest.
-        unshared: the axis that could shard it and why it cannot, or empty.
+        unshared: the axis that could shard it, or several joined by "and", and why
+            it cannot, or empty.
     """
 
     index: int
@@ -72,7 +73,7 @@ def fold(
         Representative of a class to the index of its role, and the roles.
     """
     facts = _Facts(atoms, classes)
-    space = spatial(atoms, classes, holds)
+    space, unshared = spatial(atoms, classes, holds)
     groups: dict[object, list[int]] = defaultdict(list)
     for root in facts.roots:
         known = space.get(root)
@@ -89,7 +90,11 @@ def fold(
         role_of.update(dict.fromkeys(roots, index))
         role = facts.role(index, roots, taken)
         known = space.get(roots[0])
-        roles.append(role if known is None else known.role(role, facts.sizes(roots)))
+        if known is None:
+            why = next((unshared[r] for r in roots if r in unshared), "")
+            roles.append(replace(role, unshared=why))
+        else:
+            roles.append(known.role(role, facts.sizes(roots)))
     return role_of, tuple(roles)
 
 

@@ -28,6 +28,16 @@ _REMEDIES = {
 }
 """What to do about operations that need a spatial dimension whole, by kind."""
 
+_SINGLE = (
+    "makes a single element of it, or slides along one, of which devices can have no "
+    "parts (jnp.mean, jnp.max or jnp.sum over all of it they can share)"
+)
+_REGROUPED = (
+    "a dimension that a reshape splits or joins (poolings, strided convolutions, "
+    'jax.image.resize(…, "nearest") and transposed convolutions whose kernel is their '
+    "stride change resolutions without one)"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spatial:
@@ -61,17 +71,21 @@ class Spatial:
 
 def spatial(
     atoms: Atoms, classes: Union, holds: Sequence[set[int]]
-) -> dict[int, Spatial]:
-    """The classes that are space, by their representatives.
+) -> tuple[dict[int, Spatial], dict[int, str]]:
+    """The classes that are space.
 
     Args:
         atoms: of the graph.
         classes: which atoms are one class.
         holds: for each class, by its representative, the tensors it stands in.
+
+    Returns:
+        By representative the classes that are space; and of others along which
+        convolutions slide, why they are no dimension that devices could share.
     """
     slides = [op for op in atoms.graph.ops if op.windows]
     if not slides:
-        return {}
+        return {}, {}
     chains = _Chains(atoms, classes)
     for op in slides:
         chains.add(op)
@@ -107,29 +121,47 @@ class _Chains:
                 if window.refused:
                     why = f"{_words(op)}: {window.refused}"
                     self.against.setdefault(root, why)
+                elif not all(ends):
+                    self.against.setdefault(root, f"{_words(op)} {_SINGLE}")
                 elif any(len(end) != 1 for end in ends):
-                    why = f"{_words(op)} slides along a dimension that is regrouped"
+                    why = f"{_words(op)} slides along {_REGROUPED}"
                     self.against.setdefault(root, why)
             for root in roots[1:]:
                 self.union.join(roots[0], root)
 
-    def found(self, holds: Sequence[set[int]]) -> dict[int, Spatial]:
-        """Chains in which some convolution says which dimension of space they are."""
+    def found(
+        self, holds: Sequence[set[int]]
+    ) -> tuple[dict[int, Spatial], dict[int, str]]:
+        """Chains in which some convolution says which dimension of space they are.
+
+        Args:
+            holds: as ``spatial`` takes it.
+
+        Returns:
+            As ``spatial`` does.
+        """
         self._others()
         chains: dict[int, list[int]] = defaultdict(list)
         for root in sorted(self.members):
             chains[self.union.find(root)].append(root)
-        found: dict[int, Spatial] = {}
+        found, unshared = dict[int, Spatial](), dict[int, str]()
         for number, roots in enumerate(chains.values()):
-            spaces = {space for root in roots for space in self.spaces[root]}
-            if len(spaces) != 1 or not _disjoint(holds, roots):
+            spaces = sorted({space for root in roots for space in self.spaces[root]})
+            if not spaces:
                 continue
-            space = spaces.pop()
             why = next((self.against[r] for r in roots if r in self.against), "")
-            why = f"{space}: {why}" if why else ""
-            one = Spatial(number=number, space=space, unshared=why)
-            found.update(dict.fromkeys(roots, one))
-        return found
+            if len(spaces) > 1:
+                why = why or "convolutions slide along one dimension under both names"
+            elif not _disjoint(holds, roots):
+                why = why or "a tensor has this dimension twice"
+            else:
+                why = f"{spaces[0]}: {why}" if why else ""
+                one = Spatial(number=number, space=spaces[0], unshared=why)
+                found.update(dict.fromkeys(roots, one))
+                continue
+            why = f"{' and '.join(spaces)}: {why}"
+            unshared.update(dict.fromkeys(roots, why))
+        return found, unshared
 
     def _others(self) -> None:
         """Operations that need a spatial dimension whole for another reason."""

@@ -452,6 +452,21 @@ class Search:
                 if window.uneven:
                     yield row, window
 
+    def scaled_space(self, mesh: Mapping[str, int]) -> set[str]:
+        """Spatial axes whose dimension every window makes a fraction or multiple of.
+
+        Then another extent changes all of the model's resolutions by the same factor.
+
+        Args:
+            mesh: sizes of the axes asked about.
+        """
+        uneven = {
+            axis
+            for _, window, axis, (size, result) in self._shared_windows(mesh)
+            if size * window.spread != result * window.stride
+        }
+        return set(mesh) - uneven
+
     def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
         """Where windows reach further than into the next device's part."""
         for row, window, axis, (size, result) in self._shared_windows(mesh):

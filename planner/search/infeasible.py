@@ -133,28 +133,37 @@ def _no_space(search: Search) -> str:
         if search.options.space[axis]:
             continue
         whys = (r.unshared for r in search.dims.roles)
-        why = next((w for w in whys if w.startswith(f"{axis}: ")), "")
+        why = next((w for w in whys if axis in w.partition(":")[0].split(" and ")), "")
         if not why:
             dims = "two or three" if axis != "depth" else "three"
             why = f"{axis}: the model has no convolution over {dims} dimensions"
         found.append(why)
-    return f"{'; '.join(found)}. Leave these axes out, and use data or fsdp instead"
+    causes = "; ".join(dict.fromkeys(found))
+    return f"{causes}. Leave these axes out, and use data or fsdp instead"
 
 
 def _extents(search: Search) -> str:
     """What the extents of space have in common, and what would divide."""
-    found = []
-    for axis, size in fixed_space(search.request.mesh).items():
+    found, mesh = [], fixed_space(search.request.mesh)
+    scaled = search.scaled_space(mesh)
+    for axis, size in mesh.items():
         for index in search.options.space[axis]:
             role = search.dims.roles[index]
             if role.divisible % size == 0:
                 continue
             padded = role.size * size // math.gcd(role.divisible, size)
             usable = ", ".join(map(str, divisors(role.divisible)))
+            # Windows without padding make another difference to another extent.
+            other = (
+                f"pad the extent to {padded}"
+                if axis in scaled
+                else f"one whose resolutions {size} divides all (with padding"
+                '="SAME", and strides that divide it, these are fractions of it)'
+            )
             found.append(
                 f"{axis} {size}: the extent is {role.size}, and {role.divisible} "
                 f"divides it at every resolution of the model: take {axis} of "
-                f"{usable}, or pad the extent to {padded}"
+                f"{usable}, or {other}"
             )
     return "; ".join(found)
 

@@ -32,7 +32,7 @@ from tests.compilations import count_compilations
 from tests.processes import finish, start
 from whalejax import hlo
 from whalejax.lowering.spmd.adasum import combined
-from whalejax.planner.cost.adasum import COLUMN, TOLD
+from whalejax.planner.cost.adasum import COLUMN, DOT_NUMBERS
 
 
 TIGHT = 1e-6
@@ -601,6 +601,8 @@ def test_ranks_send_as_much_as_an_all_reduce_does(combine: str) -> None:
     assert kinds == ["all-to-all", *["all-gather"] * 4]
     assert sent[0].payload_bytes == nbytes + 8 * COLUMN * 4
     assert sent[-1].payload_bytes == nbytes
-    assert [c.payload_bytes for c in sent[1:4]] == [TOLD * 8 * 4 * n for n in (4, 2, 1)]
+    assert [c.payload_bytes for c in sent[1:4]] == [
+        DOT_NUMBERS * 8 * 4 * n for n in (4, 2, 1)
+    ]
     moments = [c for c in plan.collectives if c.what == "moments"]
     assert [c.payload_bytes for c in moments] == [nbytes] * (combine != "adasum")

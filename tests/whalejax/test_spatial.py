@@ -67,6 +67,13 @@ def grouped_norm(x: jax.Array) -> jax.Array:
     return normed(apart, (1, 2, 3, 5)).reshape(x.shape)
 
 
+def beside(x: jax.Array) -> jax.Array:
+    """Where, or next to where, numbers are large: a maximum of truth values."""
+    ones = (1,) * 5
+    found = lax.reduce_window(x > 1, False, lax.max, (1, 3, 3, 3, 1), ones, "SAME")
+    return 1 + found.astype(x.dtype)
+
+
 def padded_net(p: Any, x: jax.Array) -> jax.Array:
     """Kernels of 1, 3 and 5, strides of 1 and 2, every pooling, and back up."""
     x = normed(convolved(x, p["k5"]), (0, 1, 2, 3))
@@ -74,7 +81,7 @@ def padded_net(p: Any, x: jax.Array) -> jax.Array:
     y = convolved(pooled("max", y, 3, 1, "SAME"), p["groups"], groups=2)
     z = pooled("avg", x, 2, 2, "VALID") + pooled("max", x, 3, 2, "SAME")
     y = y + convolved(z, p["k1"]) + pooled("avg", y, 3, 1, "SAME")
-    y = convolved(jnp.tanh(y), p["dilated"], dilation=2)
+    y = convolved(jnp.tanh(y), p["dilated"], dilation=2) * beside(y)
     return jnp.sin(widened(y, p["up"])) * x
 
 
@@ -349,6 +356,11 @@ def test_extents_that_an_axis_does_not_divide() -> None:
         "depth 4: the extent is 12, and 6 divides it at every resolution of the model: "
         "take depth of 1, 2, 3, 6, or pad the extent to 24"
     ) in refused(job, {"depth": 4})
+    job = one_net(lambda p, x: convolved(x, p["k3"], padding="VALID"))
+    assert (
+        "depth 4: the extent is 12, and 2 divides it at every resolution of the model: "
+        "take depth of 1, 2, or one whose resolutions 4 divides all"
+    ) in refused(job, {"depth": 4})
 
 
 def test_a_halo_wider_than_a_part() -> None:
@@ -388,6 +400,25 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "given to the step)",
         ),
         (
+            lambda p, x: convolved(
+                jnp.repeat(convolved(x, p["k2"], 2), 2, axis=1), p["k3"]
+            ),
+            "depth: conv_general_dilated slides along a dimension that a reshape "
+            "splits or joins (poolings, strided convolutions, jax.image.resize",
+        ),
+        (
+            lambda p, x: pooled("max", convolved(x, p["k3"]), 12, 12, "VALID"),
+            "depth: reduce_window_max makes a single element of it, or slides along "
+            "one, of which devices can have no parts (jnp.mean, jnp.max or jnp.sum "
+            "over all of it they can share)",
+        ),
+        (
+            lambda p, x: convolved(
+                jnp.swapaxes(convolved(x, p["k3"]), 1, 2) + x, p["k3"]
+            ),
+            "depth and height: convolutions slide along one dimension under both names",
+        ),
+        (
             lambda p, x: pooled("max", convolved(x, p["k3"]), 3, 2, "VALID"),
             "depth: reduce_window_max: its windows of 3 with stride 2 make 5 of 12, "
             'and equal parts would make 6: take padding="SAME" and an extent that the '
@@ -415,7 +446,17 @@ def test_an_axis_for_a_dimension_that_is_no_space() -> None:
             "whole; with a padding of 0 to 2 devices could share them",
         ),
     ],
-    ids=["running sum", "pad", "flip", "pooling", "transposed", "shifted groups"],
+    ids=[
+        "running sum",
+        "pad",
+        "flip",
+        "repeat",
+        "whole",
+        "turned",
+        "pooling",
+        "transposed",
+        "shifted groups",
+    ],
 )
 def test_operations_that_cannot_share_space(net: Any, text: str) -> None:
     assert text in refused(one_net(net), {"depth": 2})

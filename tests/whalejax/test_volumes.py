@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
@@ -117,7 +118,10 @@ def test_leaves_that_cannot_be() -> None:
     step = step_of(*((slice(0, 8),),) * 4)
     text = refused({"volume": ["a.npy"], "targets": [1, 2]}, step)
     assert "leaves have unlike numbers of samples: volume 1, targets 2" in text
-    assert "leaves are volume, targets; the plan's batch has ['volumes']" in text
+    assert (
+        "leaves are ['volume'], ['targets']; the plan's batch has ['volumes']. Name "
+        "them alike: a batch that is no dict of arrays must become one"
+    ) in text
     assert "leaves is []; expected a file for each sample" in refused([])
 
 
@@ -171,3 +175,23 @@ def test_files_that_are_no_array(tmp_path: Path) -> None:
         text = refused({"v": [path]}, number=0)
         assert text.startswith(f"v[0]: {path} cannot be read (")
         assert "Give .npy files of numbers, or folders with Zarr arrays" in text
+
+
+def test_values_in_an_array_on_a_device() -> None:
+    source = wh.Volumes({"targets": jnp.arange(3.0)})
+    assert [source[n]["targets"].item() for n in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_leaves_without_samples() -> None:
+    text = refused({"a": [], "b": np.zeros((0, 2))})
+    for name in "ab":
+        assert f"leaves['{name}'] has no samples; expected at least one" in text
+
+
+def test_a_chunk_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "0"
+    write_zarr(path, volume(0))
+    (path / "1.0.0.0").write_bytes(b"torn")
+    text = refused({"v": [path]}, number=0)
+    assert text.startswith(f"v[0] ({path}): a part of it cannot be read (")
+    assert text.endswith("Write the file again")

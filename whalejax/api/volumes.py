@@ -32,7 +32,8 @@ class Volumes:
     """Samples in files: a source for ``wh.Feed`` that reads slabs.
 
     A file is ``.npy``, of which the wanted part is mapped into memory, or a folder with
-    a Zarr array (of version 2 or 3), of which the chunks that hold it are read.
+    a Zarr array (of version 2 or 3), of which the chunks that hold it are read. A chunk
+    without a file holds the array's fill value, as Zarr defines it.
 
     Attributes:
         bytes_read: of files, so far; of Zarr whole chunks, before compression.
@@ -78,11 +79,16 @@ class Volumes:
                     f"[{shown(each)}] where there is one sample"
                 )
                 continue
-            several = isinstance(each, list | tuple)
-            if not several and not (isinstance(each, np.ndarray) and each.ndim):
+            several = isinstance(each, list | tuple) or _is_array(each)
+            if not several:
                 problems.add(
                     f"leaves[{shown(name)}] is {shown(each)}; expected a list of files "
                     "or an array, with one for each sample"
+                )
+            elif len(each) == 0:
+                problems.add(
+                    f"leaves[{shown(name)}] has no samples; expected at least one: a "
+                    "file or a value"
                 )
         if step is not None and not hasattr(step, "batch_regions"):
             problems.add(
@@ -93,7 +99,11 @@ class Volumes:
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name} {n}" for name, n in counts.items())
             problems.add(f"leaves have unlike numbers of samples: {listed}")
-        self._leaves = dict(leaves)
+        # An array on devices would be indexed by a program for every sample.
+        self._leaves = {
+            name: np.asarray(each) if _is_array(each) else each
+            for name, each in leaves.items()
+        }
         self._count = min(counts.values())
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
@@ -109,8 +119,9 @@ class Volumes:
         names = {f"[{name!r}]": name for name in self._leaves}
         if names.keys() != planned.keys():
             problems.add(
-                f"leaves are {', '.join(self._leaves)}; the plan's batch has "
-                f"{', '.join(planned)}. Name them alike"
+                f"leaves are {', '.join(names)}; the plan's batch has "
+                f"{', '.join(planned)}. Name them alike: a batch that is no dict of "
+                "arrays must become one before it is planned"
             )
             return
         for path, region in step.batch_regions().items():
@@ -146,9 +157,15 @@ class Volumes:
             array = np.asarray(found)
         self._check(array, name, where, file=file is not None)
         region = self._regions.get(name) or tuple((slice(0, n),) for n in array.shape)
+        try:
+            part = _joined(array, region)
+        except (ValueError, OSError) as error:
+            raise WhaleError(
+                f"{where}: a part of it cannot be read ({error}). Write the file again"
+            ) from error
         if file is not None:
             self.bytes_read += _touched(array, region)
-        return _joined(array, region)
+        return part
 
     def _check(self, array: Any, name: str, where: str, *, file: bool) -> None:
         """The shape, and of files the type, are those that the plan is for."""
@@ -167,6 +184,11 @@ class Volumes:
                 f"{where} is of {dtype}; the plan is for samples of {planned}. Write "
                 f"the files as {planned}, or plan again with a batch of {dtype}"
             )
+
+
+def _is_array(each: Any) -> bool:
+    """An array of NumPy or JAX, with a dimension of samples."""
+    return hasattr(each, "__array__") and getattr(each, "ndim", 0) > 0
 
 
 def _path(value: Any) -> Path | None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.rules.behaviour import Equation
@@ -174,7 +173,9 @@ def _padding_value(equation: Any, dtype: Any) -> Any:
         sign = -1 if name == "reduce_window_max" else 1
         if _compat.is_inexact(dtype):
             return jnp.asarray(sign * jnp.inf, dtype)
-        limits = np.iinfo(dtype)
+        if dtype == jnp.bool_:
+            return jnp.asarray(sign > 0)
+        limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
         return jnp.asarray(limits.min if sign < 0 else limits.max, dtype)
     return jnp.zeros((), dtype)
 
