@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import dataclasses
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -386,11 +386,14 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.runs = 0
+        self.once = threading.Lock()
         self.context = context_of(1)
 
     def run(self) -> None:
         self.runs += 1
-        _thread.interrupt_main()
+        if self.once.acquire(blocking=False):
+            # A signal, as interrupt_main wakes no thread that waits.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         self.context.stop.wait(300)
 
 
