@@ -75,7 +75,7 @@ def test_unknown_options_are_all_listed() -> None:
         models.job("gpt-test", layer=3, fused_qvk=True, heads=4)
     text = str(caught.value)
     assert text.startswith("model options: 2 problems")
-    assert "GPTConfig has no option 'layer'; nearest: layers, scan_layers." in text
+    assert "GPTConfig has no option 'layer'; nearest: layers, scan_layers, " in text
     assert "GPTConfig has no option 'fused_qvk'; nearest: fused_qkv." in text
     assert "learning_rate" in text
 
