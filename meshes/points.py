@@ -94,9 +94,9 @@ ITEM_BYTES = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1, "f4":
 """Of an element of a product."""
 
 IN_A_STEP = 1.24
-"""Times as long as alone that a kernel of a GPU takes within a training step: power
-bounds clocks, and arrays lie as the program left them. Fitted to five steps of GPTs on
-an H200 whose kernels were measured alone (``measured/h200.json``)."""
+"""Times as long as alone that a kernel of a GPU takes within a training step. Fitted to
+five steps of GPTs on an H200 (``measured/h200.json``); what makes it longer, such as a
+clock that falls under load, was not measured apart."""
 
 HARDLY_MORE = 2.0
 """Times that of the shortest product: where none took more, nothing is known of it."""

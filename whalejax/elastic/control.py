@@ -7,11 +7,13 @@ takes its members back. Steps go on meanwhile, as long as every member is there.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import secrets
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +41,23 @@ _AGAIN_SECONDS: Final = 0.2
 _ASK_SECONDS: Final = 5.0
 _SILENT_BEATS: Final = 24
 _FIRST_BEAT_SECONDS: Final = 1.0
+
+
+@contextlib.contextmanager
+def on_notice(leave: Callable[[], None]) -> Iterator[None]:
+    """Take SIGTERM as a notice within the block; only the main thread can.
+
+    Args:
+        leave: is called when it comes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: leave())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class RunStopped(WhaleError):

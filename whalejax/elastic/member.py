@@ -9,9 +9,7 @@ are kept, and only those that were lost are run again, by others.
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Any
 
 from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.assignment import Node
-from whalejax.elastic.control import Control, RunStopped
+from whalejax.elastic.control import Control, RunStopped, on_notice
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.phases import (
@@ -144,7 +142,7 @@ class Member:
         self._control.open()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            stack.enter_context(self._notice())
+            stack.enter_context(on_notice(self._leave))
             self._control.phase = COMPILING
             self._programs.warm_up()
             self._control.phase = STOPPED
@@ -411,21 +409,9 @@ class Member:
 
     # The end.
 
-    @contextlib.contextmanager
-    def _notice(self) -> Iterator[None]:
-        """SIGTERM is a notice: this member leaves at a step, and none is lost."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def told(number: int, _: object) -> None:
-            self._leaves = True
-
-        before = signal.signal(signal.SIGTERM, told)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    def _leave(self) -> None:
+        """Leave at a step, so that none is lost."""
+        self._leaves = True
 
     def _close(self) -> None:
         # The connection stays until the process ends: the script goes on, perhaps for

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import jax
 from whalejax.cli import train_loop
 from whalejax.distributed.init_distributed import init_distributed
 from whalejax.distributed.launch_env import KEY_FILE
-from whalejax.elastic.control import Control
+from whalejax.elastic.control import Control, on_notice
 from whalejax.elastic.copying import Copying
 from whalejax.elastic.member import Training
 from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
@@ -87,7 +86,7 @@ class SpreadMember:
             SystemExit: it was told to end.
         """
         self._join()
-        with self._notice():
+        with on_notice(self._leave) if self._supervised else contextlib.nullcontext():
             self._phase(COMPILING)
             self._plan()
             self._phase(RESTORING)
@@ -272,23 +271,9 @@ class SpreadMember:
         with self._changed:
             self._changed.wait(1.0)
 
-    @contextlib.contextmanager
-    def _notice(self) -> Iterator[None]:
-        """SIGTERM is a notice: all stop behind a step, and none is lost."""
-        if not self._supervised or (
-            threading.current_thread() is not threading.main_thread()
-        ):
-            yield
-            return
-
-        def told(number: int, _: object) -> None:
-            self._leaves = True
-
-        before = signal.signal(signal.SIGTERM, told)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    def _leave(self) -> None:
+        """All stop behind a step, and none is lost."""
+        self._leaves = True
 
     # Saving.
 
