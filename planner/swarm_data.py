@@ -10,13 +10,31 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from whalejax.meshes import Cluster
+
 
 BLOCK: Final = 256  # values that share a scale in int8
 WIRES: Final = ("f32", "bf16", "int8")
 SUM_WIRES: Final = ("f32", "f16", "int8")
 """Formats of gradients while a stage's peers add them up."""
 
+_SLOW_BYTES_PER_SECOND: Final = 125e6
+
 _VALUE_BYTES: Final = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
+
+
+def slow_link(cluster: Cluster) -> float | None:
+    """The bandwidth of a cluster's slowest link, bytes per second, if a swarm may suit.
+
+    Args:
+        cluster: of the plan.
+
+    Returns:
+        None where no link has less than 1 Gb/s.
+    """
+    levels = [level for level in cluster.levels if level.size > 1]
+    rate = min((x.bandwidth_bytes_per_second for x in levels), default=math.inf)
+    return rate if rate < _SLOW_BYTES_PER_SECOND else None
 
 
 def wire_bytes(values: int, wire: str) -> int:

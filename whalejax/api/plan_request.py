@@ -62,6 +62,7 @@ from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.step_options import REMAT_POLICIES, options_of
+from whalejax.planner.swarm_data import slow_link
 from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.runtime.compiler_options import (
     checked_options,
@@ -75,7 +76,6 @@ from whalejax.runtime.mixed_precision import (
     widest_work,
 )
 from whalejax.runtime.optimizer_state import optimizer_bytes
-from whalejax.swarm.planning import swarm_note, swarm_plan
 
 
 NO_OPTIMIZER: Final = optax.identity()
@@ -160,6 +160,8 @@ class PlanQuestion:
     def plan(self) -> Plan:
         """The plan: every link of the chain, one after the other."""
         if self.request.swarm:
+            from whalejax.swarm.planning import swarm_plan
+
             found = swarm_plan(
                 self._alone.again,
                 cluster=self.cluster,
@@ -175,7 +177,9 @@ class PlanQuestion:
         wanted = question.search_request(programs)
         found = question.searched(programs, wanted)
         found = question.finished(found, programs, wanted)
-        if self.beside_swarm:
+        if self.beside_swarm and slow_link(self.cluster) is not None:
+            from whalejax.swarm.planning import swarm_note
+
             notes = [*notes, *swarm_note(self._alone.again, found)]
         found = dataclasses.replace(found, notes=(*found.notes, *notes))
         return self._accepted(found) if self.request.verified else found

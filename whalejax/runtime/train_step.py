@@ -25,12 +25,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
 from whalejax.lowering.global_arrays import is_here, stages_mesh
-from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal, rehearsed
-from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
-from whalejax.lowering.pipeline_mpmd.executor import Apart
 from whalejax.lowering.uneven.adaptive_shares import Following
-from whalejax.lowering.uneven.pipeline_executor import Pipes
-from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
@@ -46,10 +41,10 @@ from whalejax.runtime.ragged_batch import (
 )
 from whalejax.runtime.resume import agreed_checkpoints, resumed
 from whalejax.runtime.runner import OneProgram, Runner, abstract_state
+from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
 from whalejax.runtime.state import Origin, following, host_copy, typed_key
 from whalejax.runtime.state import TrainState as TrainState
 from whalejax.runtime.validate import (
-    BatchLayout,
     check_host_memory,
     check_planned,
     check_planned_state,
@@ -60,6 +55,8 @@ from whalejax.runtime.validate import (
 
 if TYPE_CHECKING:
     import os
+
+    from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
 
 
 class TrainStep:
@@ -119,13 +116,9 @@ class TrainStep:
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self._runner
-        given = self.plan, self._traced(adapter), *self._made_with
+        plan, given = self.plan, (self._traced(adapter), *self._made_with)
         try:
-            if isinstance(self._runner, Apart):
-                return Evaluating(self._runner, *given)
-            if isinstance(self._runner, Pipes):
-                return Pipes(*given, home=self._runner)
-            return runner_of(self.plan)(*given)
+            return evaluator_of(plan, self._runner, *given)
         except PlanError as error:
             raise PlanError(
                 "the model in evaluation mode cannot be run by this plan, which was "
@@ -411,12 +404,13 @@ class TrainStep:
                 "this plan runs pipelines side by side, and rehearse() compiles one. "
                 "Plan one of them alone: mesh= with data 1, on its devices"
             )
-        if not isinstance(self._runner, Apart):
+        if not self.plan.apart:
             raise PlanError(
                 "this plan is one program, and rehearse() compiles stages that have "
                 "their own. Take lower().compile()"
             )
-        return rehearsed(self._runner, self.abstract_state(), self._layout.abstract())
+        given = self.abstract_state(), self._layout.abstract()
+        return rehearsal_of(self._runner, *given)
 
     @without_mesh
     def abstract_state(self) -> TrainState:
@@ -530,30 +524,6 @@ class TrainStep:
         born = self._born_from((found.params, found.rest), found.rng)
         number = jax.device_put(np.int32(found.step), born.step.sharding)
         return self._begun(dataclasses.replace(born, step=number), found.samples)
-
-
-def runner_of(plan: Plan) -> Callable[..., Runner]:
-    """What makes the runner of a plan."""
-    if plan.pipelines:
-        return Pipes
-    if plan.apart:
-        return Apart
-    return Uneven if plan.shares else OneProgram
-
-
-def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
-    """How the batches of a step are given.
-
-    Args:
-        runner: what runs.
-        plan: its plan.
-        structure: tree of a batch.
-    """
-    if isinstance(runner, Uneven | Pipes):
-        return runner.layout(structure)
-    return BatchLayout(
-        structure=structure, leaves=plan.batch, shardings=runner.batch_shardings
-    )
 
 
 @without_mesh

@@ -25,6 +25,7 @@ from whalejax.planner.swarm_data import (
     Swarm,
     SwarmStage,
     closed_form_seconds,
+    slow_link,
     sum_bytes,
     wire_bytes,
 )
@@ -35,8 +36,6 @@ from whalejax.swarm.simulator import DEADLINE_FACTOR, Setting, StageCost, simula
 
 LATENCY_SECONDS: Final = 0.02  # one way, between homes on one continent
 BUSY: Final = 0.9  # part of the time below which a link is said to bound a peer
-SLOW_BYTES_PER_SECOND: Final = 125e6
-"""Plans over links of less say what a swarm would take."""
 _FAST_BYTES_PER_SECOND: Final = 12.5e9  # of a data centre's network
 MOST_CALLS: Final = 20_000  # of a simulated step; larger ones have a closed form
 QUEUE: Final = 2  # micro-batches under way for each peer
@@ -113,15 +112,8 @@ def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
     Returns:
         One note; none where links are fast, or this model or cluster has no swarm.
     """
-    rate = min(
-        (
-            level.bandwidth_bytes_per_second
-            for level in plan.cluster.levels
-            if level.size > 1
-        ),
-        default=math.inf,
-    )
-    if rate >= SLOW_BYTES_PER_SECOND:
+    rate = slow_link(plan.cluster)
+    if rate is None:
         return ()
     text = f"{8 * rate / 1e6:.6g}Mb/s"
     try:

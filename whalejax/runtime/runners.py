@@ -1,0 +1,77 @@
+"""Which runner a plan takes. Each is imported where a plan asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.runner import OneProgram, Runner
+from whalejax.runtime.validate import BatchLayout
+
+
+if TYPE_CHECKING:
+    from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
+    from whalejax.runtime.state import TrainState
+
+
+def runner_of(plan: Plan) -> Callable[..., Runner]:
+    """What makes the runner of a plan."""
+    if plan.pipelines:
+        from whalejax.lowering.uneven.pipeline_executor import Pipes
+
+        return Pipes
+    if plan.apart:
+        from whalejax.lowering.pipeline_mpmd.executor import Apart
+
+        return Apart
+    if plan.shares:
+        from whalejax.lowering.uneven.replica_executor import Uneven
+
+        return Uneven
+    return OneProgram
+
+
+def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
+    """What runs the loss with the model in evaluation mode.
+
+    Args:
+        plan: that is run.
+        trains: its runner as it trains.
+        given: what a runner is made of, behind the plan.
+    """
+    if plan.apart and not plan.pipelines:
+        from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
+
+        return Evaluating(trains, plan, *given)
+    home = {"home": trains} if plan.pipelines else {}
+    return runner_of(plan)(plan, *given, **home)
+
+
+def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> Rehearsal:
+    """The compiled programs of stages that have their own.
+
+    Args:
+        runner: of a plan whose stages are apart.
+        state: abstract.
+        batch: the same.
+    """
+    from whalejax.lowering.pipeline_mpmd.compile_only import rehearsed
+
+    return rehearsed(runner, state, batch)
+
+
+def layout_of(runner: Any, plan: Plan, structure: Any) -> BatchLayout:
+    """How the batches of a step are given.
+
+    Args:
+        runner: what runs.
+        plan: its plan.
+        structure: tree of a batch.
+    """
+    if plan.pipelines or (plan.shares and not plan.apart):
+        layout: BatchLayout = runner.layout(structure)
+        return layout
+    return BatchLayout(
+        structure=structure, leaves=plan.batch, shardings=runner.batch_shardings
+    )
