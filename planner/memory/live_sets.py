@@ -96,6 +96,7 @@ class Course:
         weight: for every tensor, whether it depends on parameters alone.
         compiler: what it computes inside products, and in which type.
         waiting: copies of values that wait in host memory, by tensor.
+        regathers: products gather their weights again for their backward pass.
 
     Attributes:
         entries: the different tensors, with the operation whose TaskGraph lays each
@@ -118,8 +119,9 @@ class Course:
         *,
         compiler: CompilerProfile,
         waiting: Mapping[int, int] | None = None,
+        regathers: bool = False,
     ) -> None:
-        timeline = Timeline(graph, weight, compiler, waiting)
+        timeline = Timeline(graph, weight, compiler, waiting, regathers=regathers)
         spans = timeline.spans
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}

@@ -51,6 +51,24 @@ NOWHERE = -1
 Works = list[dict[Entry, float]]
 
 
+def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
+    """Data that products read beside weights which they gather again, outside loops.
+
+    The lowering computes such a product in a checkpointed region of its own. What goes
+    into one has to be in memory: no fusion makes it again behind the region's border.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+    """
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.regathers and op.remat is None and op.trip == 1:
+            data = [t for t in op.operands[:2] if not weight[t]]
+            found.update(data if len(data) == 1 else ())
+    return frozenset(found)
+
+
 class Timeline:
     """What the forward pass keeps and when it is let go.
 
@@ -61,6 +79,7 @@ class Timeline:
         weight: for every tensor, whether it depends on parameters alone.
         compiler: what it computes inside products, and in which type.
         waiting: copies of values that wait in host memory, by tensor.
+        regathers: products gather their weights again for their backward pass.
     """
 
     def __init__(
@@ -69,6 +88,8 @@ class Timeline:
         weight: Sequence[bool],
         compiler: CompilerProfile,
         waiting: Mapping[int, int] | None = None,
+        *,
+        regathers: bool = False,
     ) -> None:
         self.graph = graph
         self.weight = weight
@@ -79,6 +100,8 @@ class Timeline:
             if op.matmul is not None
             for t in op.operands
         }
+        if regathers:
+            self.multiplied |= regathered_operands(graph, weight)
         self.compiler = compiler
         self.halves = compiler.narrow_products
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]

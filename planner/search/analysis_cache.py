@@ -11,6 +11,7 @@ import functools
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.row_builder import Views
 from whalejax.planner.memory.live_sets import Course
+from whalejax.planner.memory.liveness import regathered_operands
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
@@ -40,6 +41,7 @@ class AnalysedProgram:
         self.dims = dims
         self.compiler = compiler
         self.views: Views = views or Views(graph, dims)
+        self._courses: dict[tuple[bool, bool], Course] = {}
 
     @functools.cached_property
     def waiting(self) -> dict[int, int]:
@@ -52,20 +54,25 @@ class AnalysedProgram:
         return sliced_leaves(self.graph)
 
     @functools.cached_property
-    def course(self) -> Course:
-        """What memory holds when."""
-        return self._course({})
+    def regathered(self) -> bool:
+        """Whether memory depends on weights being gathered again."""
+        return bool(regathered_operands(self.graph, self.views.weight))
 
-    @functools.cached_property
-    def course_apart(self) -> Course:
-        """The same with activations in host memory."""
-        return self._course(self.waiting)
+    def course(self, *, apart: bool, regathers: bool) -> Course:
+        """What memory holds when.
 
-    def _course(self, waiting: dict[int, int]) -> Course:
-        return Course(
-            self.graph,
-            self.dims,
-            self.views.weight,
-            compiler=self.compiler,
-            waiting=waiting,
-        )
+        Args:
+            apart: activations wait in host memory.
+            regathers: products gather their weights again for their backward pass.
+        """
+        key = apart, regathers and self.regathered
+        if key not in self._courses:
+            self._courses[key] = Course(
+                self.graph,
+                self.dims,
+                self.views.weight,
+                compiler=self.compiler,
+                waiting=self.waiting if apart else {},
+                regathers=key[1],
+            )
+        return self._courses[key]

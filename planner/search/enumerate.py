@@ -25,7 +25,6 @@ from whalejax.planner.cost.operation_cost import RowCost, Setting, row_flops, ro
 from whalejax.planner.cost.row_cost_cache import Prices
 from whalejax.planner.cost.step_time import step_time
 from whalejax.planner.entries import Collective
-from whalejax.planner.memory.live_sets import Moments, moments
 from whalejax.planner.memory.peak import largest_gather
 from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
@@ -42,7 +41,7 @@ from whalejax.planner.search.combining import (
     zero_levels,
 )
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory, MomentsByLayout
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
@@ -258,14 +257,9 @@ class Search:
         )
 
     @functools.cached_property
-    def moments(self) -> Moments:
+    def moments(self) -> MomentsByLayout:
         """What memory holds when."""
-        return moments(self.graph, self.facts, self.program.course)
-
-    @functools.cached_property
-    def _apart(self) -> Moments:
-        """The same with activations in host memory."""
-        return moments(self.graph, self.facts, self.program.course_apart)
+        return MomentsByLayout(self.graph, self.facts, self.program)
 
     def run(self) -> list[Scored]:
         """Evaluate everything.
@@ -686,7 +680,7 @@ class Search:
             in_flight=self.request.in_flight,
             gathered=largest_gather(collectives),
         )
-        found = self._apart if "activations" in offload else self.moments
+        found = self.moments.of(laid)
         memory = self.memory.of(found, laid, s)
         met = self.combining.of(case.layouts, case.mesh)
         return with_buffers(memory, met.nbytes) if met.nbytes else memory

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.memory.live_sets import Moments
+from whalejax.planner.memory.live_sets import Course, Moments, moments
 from whalejax.planner.memory.peak import peak_of
 from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import Hosting
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.sharding.parameter_layout import (
@@ -43,6 +45,33 @@ class Laid:
     accumulates: bool = False
     in_flight: float = 1.0
     gathered: float = 0.0
+
+
+class MomentsByLayout:
+    """What memory holds when, by what layouts ask of the lowering.
+
+    Args:
+        graph: the captured loss.
+        facts: its parameters.
+        program: its operations.
+    """
+
+    def __init__(
+        self, graph: Graph, facts: LeafFacts, program: AnalysedProgram
+    ) -> None:
+        self.graph, self.facts, self.program = graph, facts, program
+        self._found: dict[Course, Moments] = {}
+
+    def of(self, one: Laid) -> Moments:
+        """Moments under a layout."""
+        gathers = any(layout.compute != layout.param for layout in one.layouts)
+        course = self.program.course(
+            apart="activations" in one.offload,
+            regathers=gathers or "params" in one.offload,
+        )
+        if course not in self._found:
+            self._found[course] = moments(self.graph, self.facts, course)
+        return self._found[course]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

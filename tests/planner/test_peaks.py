@@ -54,6 +54,12 @@ def test_a_library_product_needs_its_operand_in_memory() -> None:
     assert memory(feed_forward(), "h100:4").activations_bytes == 3 * VALUE
 
 
+def test_a_product_that_gathers_its_weight_again_needs_its_operand_in_memory() -> None:
+    # It is a checkpointed region of its own, and fusions end at its border.
+    found = memory(feed_forward(), axis="fsdp")
+    assert found.activations_bytes == 3 * VALUE
+
+
 def test_float32_that_products_alone_read_is_kept_in_half_on_tpu() -> None:
     p = GraphBuilder()
     x = p.einsum("bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH))

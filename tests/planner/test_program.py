@@ -14,6 +14,7 @@ from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.memory.peak import peak_of
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_memory import Laid
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
@@ -155,7 +156,7 @@ def _peak(search: Search, tables: dict[int, Table], sizes: dict[str, int]) -> ob
     return peak_of(
         search.facts,
         layouts,
-        search.moments,
+        search.moments.of(Laid(tables=tables, layouts=layouts)),
         tables,
         search.setting(sizes, 1),
         state_bytes=0,

@@ -12,14 +12,14 @@ import functools
 from dataclasses import dataclass
 
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.memory.live_sets import Moments, moments
+from whalejax.planner.memory.live_sets import Moments
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.batched.cases import Cases, Group
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.space import Space
 from whalejax.planner.search.host_offload import Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory, MomentsByLayout
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import GRID_AXES
 from whalejax.planner.sharding.parameter_layout import batch_homes, lay_out
@@ -101,12 +101,8 @@ class ExactMemory:
         return once and not self.space.cluster.compiler.reduces_at_end
 
     @functools.cached_property
-    def _moments(self) -> Moments:
-        return moments(self.chain.graph, self.facts, self.program.course)
-
-    @functools.cached_property
-    def _apart(self) -> Moments:
-        return moments(self.chain.graph, self.facts, self.program.course_apart)
+    def _moments(self) -> MomentsByLayout:
+        return MomentsByLayout(self.chain.graph, self.facts, self.program)
 
     @functools.cached_property
     def _group_places(self) -> list[int]:
@@ -150,7 +146,7 @@ class ExactMemory:
             self.space.reading.dims,
             self.batch,
         )
-        found = self._apart if apart else self._moments
+        found = self._moments.of(laid)
         stages = [
             Fullest.of(
                 cases,
