@@ -23,7 +23,7 @@ from whalejax.distributed.launch_env import (
     split_address,
 )
 from whalejax.distributed.reserved_port import reserve_port
-from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.phases import STOPPED, WAITING
 
 
@@ -68,7 +68,6 @@ def placed(
     if address is None:
         return None
     from whalejax.elastic.control import Control
-    from whalejax.elastic.member import local_host
 
     host = local_host(address)
     # For the coordinator of a generation in which this is the first process.
