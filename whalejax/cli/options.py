@@ -370,6 +370,8 @@ class LaunchCommand:
     host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
     """of MIN:MAX: address of this machine at which whalejax agent joins from others;
     the processes run where agents are"""
+    ray: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    """of MIN:MAX: hold the processes on the nodes of this Ray cluster; auto finds it"""
     cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
     """percent of a core for each process, to try mixed speeds: 100,33"""
     logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
 from whalejax.distributed.launch_env import PORT, joined_address
@@ -29,6 +29,10 @@ from whalejax.elastic import outcome
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
+
+
+if TYPE_CHECKING:
+    from whalejax.elastic.engines.ray_agents import RayAgents
 
 
 _MOST_RESTARTS: Final = 1000
@@ -69,25 +73,23 @@ def launch_elastic(command: LaunchCommand) -> int:
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     words = (sys.executable, str(command.script), *command.arguments)
     host = command.host or (_address_for(hosts) if hosts else None)
+    if command.ray is not None:
+        host = host or socket.gethostname()
     with contextlib.ExitStack() as stack:
-        if host is not None and hosts:
-            room = -(-(most + command.spares) // len(hosts))
+        awaited: Sequence[str] = hosts
+        if host is not None:
             where = joined_address(host, command.port or PORT)
-            agents = HostAgents(
-                hosts,
-                where,
-                command.logs,
-                processes=room,
-                remote_shell=shlex.split(command.remote_shell),
-            )
-            stack.enter_context(agents)
+            if command.ray is not None:
+                awaited = stack.enter_context(_on_ray(command, where, most)).names
+            elif hosts:
+                stack.enter_context(_on_hosts(command, hosts, where, most))
         status = supervise(
             words,
             command.logs,
             settings,
             host=host,
             port=command.port if host is None else command.port or PORT,
-            awaited=hosts,
+            awaited=awaited,
             seconds=command.exit_timeout,
             quiet=command.json,
         )
@@ -113,11 +115,36 @@ def _check_hosts(
             f"--remote-shell: there is no program {command.remote_shell.split()[0]!r} "
             f"here, and {', '.join(away)} are other hosts. Install it, or name another"
         )
+    if hosts and command.ray is not None:
+        problems.add(
+            f"--hosts is {command.hosts} with --ray {command.ray}; agents are started "
+            "by one of the two. Leave one out"
+        )
     if not hosts and command.remote_shell != _REMOTE_SHELL:
         problems.add(
             f"--remote-shell is {command.remote_shell} without --hosts, and is used "
             "for these only. Leave it out, or name hosts"
         )
+
+
+def _on_hosts(
+    command: LaunchCommand, hosts: Sequence[str], where: str, most: int
+) -> HostAgents:
+    return HostAgents(
+        hosts,
+        where,
+        command.logs,
+        processes=-(-(most + command.spares) // len(hosts)),
+        remote_shell=shlex.split(command.remote_shell),
+    )
+
+
+def _on_ray(command: LaunchCommand, where: str, most: int) -> RayAgents:
+    from whalejax.elastic.engines.ray_agents import RayAgents
+
+    assert command.ray is not None
+    processes = most + command.spares
+    return RayAgents(command.ray, where, command.logs, processes=processes)
 
 
 def _address_for(hosts: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ def test_options_of_the_other_way_to_launch_are_refused(
         )
         assert why in capsys.readouterr().err
     assert main(["launch", "--processes", "2", "--host", "a", str(script)]) == 2
-    assert "Give MIN:MAX, such as 2:2" in capsys.readouterr().err
+    assert "Give MIN:MAX, as 2:2" in capsys.readouterr().err
     assert main(["train", "mlp-test", "--spares", "2"]) == 2
     said = capsys.readouterr().err
     assert "--spares is 2 without --processes MIN:MAX" in said

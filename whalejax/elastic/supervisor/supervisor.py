@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.distributed.launch_env import KEY_FILE, joined_address
+from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
 from whalejax.elastic.agents.fleet import Fleet, program
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor import journal
@@ -515,7 +515,9 @@ class Supervisor:
         named = socket.gethostname() if host in _ALL_ADDRESSES else host
         where = joined_address(named, port)
         key = (self._folder / KEY).absolute()
-        tell_user(f"to add a machine: whalejax agent {where} --key {key}")
+        alone = ", on this machine alone" if is_loopback(host) else ""
+        text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
+        tell_user(text)
 
     def _enlist(self, now: float, channel: Channel, message: Message) -> None:
         fields = message.fields
