@@ -83,8 +83,8 @@ def default_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _check(name: str, host: str | None) -> None:
-    """Refuse a name or an address that this agent cannot have.
+def _check(name: str, host: str | None) -> str | None:
+    """The address in numbers; a name or an address that no agent can have is refused.
 
     Raises:
         WhaleError: what is wrong.
@@ -97,12 +97,14 @@ def _check(name: str, host: str | None) -> None:
             )
         try:
             if host is not None:
-                listen(host).close()
+                with listen(host) as found:
+                    host = str(found.getsockname()[0])
         except OSError as error:
             problems.add(
                 f"--host is {host}; nothing can listen at that address of this machine "
                 f"({error.strerror or error}). Give one of its own addresses"
             )
+    return host
 
 
 class Agent:
@@ -122,7 +124,7 @@ class Agent:
             split_address(options.supervisor, "HOST:PORT"),
         )
         self.name = options.name or default_name()
-        _check(self.name, options.host)
+        self._host = _check(self.name, options.host)
         self._logs = (options.logs / FOLDER).absolute()
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -257,7 +259,7 @@ class Agent:
         self._say(
             "enlist",
             agent=self.name,
-            host=self._options.host or local_host(where),
+            host=self._host or local_host(where),
             machine=machine(),
             room=self._options.processes,
             version=__version__,
@@ -330,7 +332,7 @@ class Agent:
             SUPERVISOR: self._options.supervisor,
             KEY_FILE: str(self._options.key.absolute()),
             HELD_BY: self.name,
-            **({MEMBER_HOST: self._options.host} if self._options.host else {}),
+            **({MEMBER_HOST: self._host} if self._host else {}),
         }
         self._beat_seconds = fields["beat_seconds"]
         for said in self._unnoted.values():
