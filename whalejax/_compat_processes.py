@@ -87,13 +87,13 @@ def preemption_service(*, on: bool) -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def listen_locally(host: str) -> None:
-    """Have CPU devices listen for each other at an address of this machine alone.
+def listen_at(host: str) -> None:
+    """Have CPU devices listen for each other at one address of this machine.
 
     JAX leaves it to Gloo, which takes the address of this machine's name.
 
     Args:
-        host: a loopback address.
+        host: the address, in numbers.
     """
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "gloo":
         return

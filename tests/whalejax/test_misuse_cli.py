@@ -53,6 +53,7 @@ GIVEN: Final[Mapping[str, tuple[str, ...]]] = {
     "estimate": ("table.csv", "-o", "out.csv"),
     "completion": ("bash",),
     "launch": ("script.py",),
+    "agent": ("localhost:1",),
     "status": (".",),
     "goodput": ("plan.json", "--mtbf", "1000"),
     "doctor": ("--coordinator", "localhost:8476", "--processes", "2"),
@@ -78,6 +79,8 @@ LEGAL: Final[Mapping[str, tuple[str, str]]] = {
     "logs": ("empty text minus", "a folder that can be made, or this one"),
     "train.save": ("empty text minus", "a folder that can be made, or this one"),
     "calibrate.kind": ANY_WORDS,
+    "agent.key": ("text minus", "a file that is waited for"),
+    "agent.name": ("text minus", "any name"),
     "remote_shell": ANY_WORDS,
     "hosts": ("text", "a name that ssh may know"),
     "plan.output": ("text minus", "a file that can be made"),
@@ -109,6 +112,7 @@ SAYS: Final[Mapping[str, str]] = {
     "--topology": "topology",
     "--hosts": "--hosts|host",
     "--coordinator": "coordinator",
+    "HOST:PORT": "HOST:PORT",
 }
 """What else errors call an option; those of ``wh.plan`` have its names."""
 
@@ -120,6 +124,7 @@ STOPS: Final = (
     "whalejax.distributed.launcher:run",
     "whalejax.distributed.doctor:report",
     "whalejax.distributed.doctor:_on_all",
+    "whalejax.elastic.agents.agent:Agent.run",
 )
 """What takes time or touches devices."""
 

@@ -24,6 +24,31 @@ class StatusCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCommand:
+    """Hold processes of an elastic run on this machine, until the run is over.
+
+    They are those of whalejax launch --processes MIN:MAX --host ADDRESS, and run in
+    this folder. SIGTERM or Ctrl-C lets them leave after a step.
+    """
+
+    supervisor: Annotated[conf.Positional[str], conf.arg(metavar="HOST:PORT")]
+    """what whalejax launch says it listens at"""
+    key: Annotated[Path, conf.arg(metavar="FILE")] = Path("logs/elastic/key")
+    """file of the key of the run, or a copy; waited for where it is not there yet"""
+    processes: Annotated[int, conf.arg(metavar="N")] = 1
+    """how many it may hold; each takes all devices that it sees"""
+    name: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    """unlike that of any other agent; the name of this host if left out"""
+    host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    """address of this machine at which other members reach those here; that from
+    which it reaches the supervisor if left out"""
+    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    """one file per process, in its folder elastic"""
+    patience: Seconds = 120.0
+    """to wait for a supervisor that does not answer; then the processes are ended"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputCommand:
     """Estimate useful time over wall time under failures, with and without spares.
 

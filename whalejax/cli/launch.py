@@ -30,6 +30,13 @@ def launch(command: LaunchCommand) -> int:
     from whalejax.elastic.supervisor.settings import least_and_most
 
     least, _ = least_and_most(command.processes)
+    for name, value in (("--host", command.host), ("--ray", command.ray)):
+        if value is not None and ":" not in command.processes:
+            raise WhaleError(
+                f"{name} is {value} with --processes {command.processes}; agents hold "
+                f"the processes of elastic runs. Give MIN:MAX, as {least}:{least}, "
+                f"or leave {name} out"
+            )
     if ":" in command.processes or command.spares:
         from whalejax.elastic.launching import launch_elastic
 

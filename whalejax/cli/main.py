@@ -1,7 +1,7 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
-``diff``, ``verify``, ``estimate``, ``calibrate``, ``launch``, ``status``,
-``goodput``, ``doctor``, ``completion``; and ``whalejax swarm`` with commands of its
-own.
+``diff``, ``verify``, ``estimate``, ``calibrate``, ``launch``, ``agent``,
+``status``, ``goodput``, ``doctor``, ``completion``; and ``whalejax swarm`` with
+commands of its own.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -30,6 +30,7 @@ from whalejax._version import __version__
 from whalejax.cli.named_jobs import find_job, is_file, lasting_name
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
+    AgentCommand,
     CalibrateCommand,
     Command,
     CompletionCommand,
@@ -210,6 +211,11 @@ def _run(command: Command, started: float) -> int:
             from whalejax.cli import launch
 
             return launch.launch(command)
+        case AgentCommand():
+            from whalejax.elastic.agents.agent import Agent, AgentOptions
+
+            options = AgentOptions(**dataclasses.asdict(command))
+            return Agent(options).run()
         case StatusCommand():
             from whalejax.elastic import status
 

@@ -48,15 +48,16 @@ _WHOLE: Final = {
 }
 """Options that are whole numbers: the least and the most."""
 
-_SECONDS: Final = ("exit_timeout", "seconds", "timeout")
+_SECONDS: Final = ("exit_timeout", "patience", "seconds", "timeout")
 _SECONDS_OR_NONE: Final = ("mtbf", "restart", "snapshot", "recovery", "repair")
 _MOST_SECONDS: Final = 1e12
 _MAY_BE_EMPTY: Final = ("cpu_quota", "arguments")
-_NO_FOLDER: Final = ("output", "plan", "before", "after", "table", "script")
+_NO_FOLDER: Final = ("output", "plan", "before", "after", "table", "script", "key")
 
 _POSITIONAL: Final = {
     "after": "B.json",
     "before": "A.json",
+    "supervisor": "HOST:PORT",
     "folder": "FOLDER",
     "path": "PATH",
     "script": "SCRIPT.py",

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
+from whalejax.cli.elastic_options import AgentCommand as AgentCommand
 from whalejax.cli.elastic_options import GoodputCommand as GoodputCommand
 from whalejax.cli.elastic_options import StatusCommand as StatusCommand
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
@@ -360,18 +361,24 @@ class LaunchCommand:
     arguments: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="ARG")] = ()
     """what the script is given, options and all that stands behind it"""
     processes: Annotated[str, conf.arg(metavar="N|MIN:MAX")] = "2"
-    """how many, over all hosts; MIN:MAX goes on with those that are left, on this
-    machine, and starts lost ones again: see docs/elastic.md"""
+    """how many, over all hosts; MIN:MAX goes on with those that are left, and starts
+    lost ones again: see docs/elastic.md"""
     spares: Annotated[int, conf.arg(metavar="N")] = 0
     """of MIN:MAX: further processes that stand by and step in at once"""
     hosts: Annotated[str, conf.arg(metavar="A,B")] = "localhost"
     """where; others than this one by ssh, in this folder, with this Python"""
+    host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    """of MIN:MAX: address of this machine at which whalejax agent joins from others;
+    the processes run where agents are"""
+    ray: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    """of MIN:MAX: hold the processes on the nodes of this Ray cluster; auto finds it"""
     cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
     """percent of a core for each process, to try mixed speeds: 100,33"""
     logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
     """one file per rank, rank-0.log and so on; of MIN:MAX in its folder elastic"""
     port: OptionalNumber = None
-    """where process 0 listens; a free one, or 8476 on other hosts"""
+    """where process 0 listens, or the supervisor of MIN:MAX; a free one, or 8476 on
+    other hosts"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
     """what is given a host and a command"""
     exit_timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 300.0
@@ -414,6 +421,7 @@ Command = (
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
     | Annotated[CompletionCommand, conf.subcommand("completion")]
     | Annotated[LaunchCommand, conf.subcommand("launch")]
+    | Annotated[AgentCommand, conf.subcommand("agent")]
     | Annotated[StatusCommand, conf.subcommand("status")]
     | Annotated[GoodputCommand, conf.subcommand("goodput")]
     | Annotated[DoctorCommand, conf.subcommand("doctor")]

@@ -31,6 +31,7 @@ from whalejax.distributed.launch_env import (
     split_address,
 )
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
+from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.placing import placed
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
@@ -140,13 +141,18 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
         )
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
+    supervisor = os.environ.get(SUPERVISOR)
+    # What a supervisor names is the very address that its members reach.
+    narrow = local or supervisor is not None
     if place.count > 1:
         joining()
     came = rendezvous(place, functools.partial(end_process, rank=place.rank))
     try:
         if local:
             # Gloo takes numbers, of the kind that the name has.
-            _compat_processes.listen_locally("::1" if ":" in host else "127.0.0.1")
+            _compat_processes.listen_at("::1" if ":" in host else "127.0.0.1")
+        elif supervisor is not None:
+            _compat_processes.listen_at(local_host(supervisor))
         bind = None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else (host, port)
         with _compat_processes.preemption_service(on=preemption):
             jax.distributed.initialize(
@@ -157,7 +163,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
                 # JAX's own end is for what ours does not see, and tells less.
                 heartbeat_timeout_seconds=math.ceil(2 * heartbeat),
                 coordinator_bind_address=joined_address(*bind)
-                if local and bind
+                if narrow and bind
                 else None,
             )
     except (RuntimeError, ValueError) as error:

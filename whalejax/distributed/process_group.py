@@ -110,7 +110,7 @@ class ProcessGroup:
                     stderr=subprocess.STDOUT,
                     bufsize=0,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,  # noqa: PLW1509
+                    preexec_fn=die_with_parent,  # noqa: PLW1509
                 )
             except OSError as error:
                 raise WhaleError(
@@ -425,7 +425,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A launcher that is killed outright takes its processes with it, on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

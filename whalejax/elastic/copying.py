@@ -22,6 +22,7 @@ from whalejax.elastic.copies import (
     whole_sets,
 )
 from whalejax.elastic.supervisor.memory_folder import memory_folder
+from whalejax.elastic.supervisor.processes import machine
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.runtime.adopt_state import to_save
@@ -40,7 +41,7 @@ class Copying:
     def __init__(
         self,
         step: TrainStep,
-        run: Path,
+        key: Path,
         generation: int,
         *,
         every: int | None,
@@ -51,7 +52,7 @@ class Copying:
 
         Args:
             step: whose states are copied.
-            run: folder of its journal and key.
+            key: file of the key of the run.
             generation: that these processes are in.
             every: steps between copies; None finds the best number, by Daly.
             mtbf: seconds between failures, for that.
@@ -64,9 +65,15 @@ class Copying:
         self._copies: Copies | None = None
         error = ""
         try:
-            self._copies = Copies(memory_folder(run))
+            self._copies = Copies(memory_folder(key))
         except BadCopies as found:
             error = str(found)
+        machines = set(told_by_all(machine(), "machines"))
+        if len(machines) > 1:
+            error = (
+                f"these processes run on {len(machines)} machines, and copies are of "
+                "one; steps since the newest checkpoint are done again after a loss"
+            )
         self._stop_together(0, error)
 
     def _stop_together(self, done: int, error: str) -> None:

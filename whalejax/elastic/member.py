@@ -9,16 +9,18 @@ are kept, and only those that were lost are run again, by others.
 from __future__ import annotations
 
 import contextlib
-import socket
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whalejax.distributed.launch_env import split_address
+from whalejax.distributed.launch_env import is_loopback, joined_address
 from whalejax.elastic.assignment import Node
 from whalejax.elastic.control import Control, RunStopped, on_notice
+from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.phases import (
@@ -37,6 +39,8 @@ from whalejax.elastic.phases import (
 from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
 from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import LOCK
 from whalejax.runtime.state import TrainState
 
 
@@ -45,6 +49,7 @@ _TERMINATED_STATUS = 143
 _FLUSH_SECONDS = 10.0
 _EACH_WEIGHT = 0.2
 _KEEP_SECONDS = 300.0
+_SHARED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +145,11 @@ class Member:
             SystemExit: it was told to leave, or was a spare that nobody needed.
         """
         self._control.open()
+        check_shared(self._training.save)
+        if not is_loopback(self._peers.host):
+            where = joined_address(self._peers.host, self._peers.port)
+            text = f"other members reach {self._control.name} at {where}"
+            print(f"whalejax: {text}", file=sys.stderr, flush=True)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             stack.enter_context(on_notice(self._leave))
@@ -421,15 +431,27 @@ class Member:
         self._peers.close()
 
 
-def local_host(address: str) -> str:
-    """The address of this host from which the supervisor is reached.
+def check_shared(save: Path | None) -> None:
+    """Refuse a folder of checkpoints that is not the supervisor's.
 
-    >>> local_host("127.0.0.1:1")
-    '127.0.0.1'
+    The supervisor holds it before a member is admitted, so that its lock is seen there,
+    after a while on some network file systems.
+
+    Args:
+        save: the folder; None for no checkpoints.
+
+    Raises:
+        WhaleError: the lock is not there.
     """
-    host, port = split_address(address, "supervisor")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # Nothing is sent.
-        found: str = probe.getsockname()[0]
-        return found
+    agent = os.environ.get(HELD_BY)
+    if save is None or agent is None:
+        return
+    end = time.monotonic() + _SHARED_SECONDS
+    while not (save / LOCK).exists():
+        if time.monotonic() > end:
+            raise WhaleError(
+                f"save is {save}, and the folder of that name on the machine of agent "
+                f"{agent} is not the one that the supervisor holds: {LOCK} is missing "
+                "there. Name a folder that all machines share"
+            )
+        time.sleep(0.2)

@@ -23,7 +23,7 @@ from whalejax.distributed.launch_env import (
     split_address,
 )
 from whalejax.distributed.reserved_port import reserve_port
-from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.phases import STOPPED, WAITING
 
 
@@ -68,7 +68,6 @@ def placed(
     if address is None:
         return None
     from whalejax.elastic.control import Control
-    from whalejax.elastic.member import local_host
 
     host = local_host(address)
     # For the coordinator of a generation in which this is the first process.
@@ -113,16 +112,13 @@ def listens(coordinator: str) -> str:
         coordinator: host and port of it.
 
     >>> listens("10.0.0.1:8476").partition(";")[0]
-    'the coordination service of JAX listens on all addresses of 10.0.0.1 at port 8476'
+    'the coordination service of JAX listens at 10.0.0.1:8476'
     """
-    host, port = split_address(coordinator)
-    if is_loopback(host):
-        where, who = f"at {coordinator}", "any user of this machine"
-    else:
-        where, who = f"on all addresses of {host} at port {port}", "whoever reaches it"
+    host, _ = split_address(coordinator)
+    who = "any user of this machine" if is_loopback(host) else "whoever reaches it"
     return (
-        f"the coordination service of JAX listens {where}; it asks nobody for the key "
-        f"of the run, so that {who} can end a generation or join it "
+        f"the coordination service of JAX listens at {coordinator}; it asks nobody for "
+        f"the key of the run, so that {who} can end a generation or join it "
         "(docs/elastic.md, Security)"
     )
 

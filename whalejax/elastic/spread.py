@@ -25,7 +25,7 @@ from whalejax.distributed.init_distributed import init_distributed
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
 from whalejax.elastic.copying import Copying
-from whalejax.elastic.member import Training
+from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.elastic.placing import connection, placed
 from whalejax.elastic.spread_programs import SpreadPrograms
@@ -141,6 +141,7 @@ class SpreadMember:
         }
         place = placed(told=told, hears=self._hears)
         assert place is not None
+        check_shared(training.save)
         self._control = connection()
         init_distributed(*place)
 
@@ -163,7 +164,7 @@ class SpreadMember:
             return self._programs.begun(save)
         self._copying = Copying(
             self._programs.step,
-            Path(os.environ[KEY_FILE]).parent,
+            Path(os.environ[KEY_FILE]),
             control.generation,
             every=self._training.copy_every,
             mtbf=self._training.mtbf,

@@ -33,6 +33,7 @@ run = Supervised(
     folder=Path(given["folder"]),
     settings=SupervisorSettings(**given["settings"]),
     exit_seconds=60.0,
+    **given["more"],
 )
 sys.exit(Supervisor(run).run())
 """
@@ -52,7 +53,11 @@ class Run:
     """A supervisor and its members."""
 
     def __init__(
-        self, folder: Path, options: dict[str, Any], settings: dict[str, Any]
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        settings: dict[str, Any],
+        more: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.out = folder / "out"
@@ -67,6 +72,7 @@ class Run:
             ],
             "folder": str(folder),
             "settings": {"lease_seconds": 20.0, **settings},
+            "more": more or {},
         }
         self.start()
 

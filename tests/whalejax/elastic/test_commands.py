@@ -12,7 +12,7 @@ from tests.whalejax.elastic.test_status import Journal, written
 from whalejax.cli import launch
 from whalejax.cli.main import main
 from whalejax.cli.options import LaunchCommand
-from whalejax.elastic.supervisor.supervisor import _shown
+from whalejax.elastic.supervisor.telling import shown
 from whalejax.meshes.errors import WhaleError
 
 
@@ -72,9 +72,14 @@ def test_options_of_the_other_way_to_launch_are_refused(
 ) -> None:
     words = ["launch", "--processes", "1:2", "--remote-shell", "rsh", str(script)]
     assert main(words) == 2
-    assert "--remote-shell is rsh; MIN:MAX starts processes of this machine only" in (
-        capsys.readouterr().err
-    )
+    assert "--remote-shell is rsh without --hosts" in capsys.readouterr().err
+    for hosts, why in [("a,a", "different names"), ("a,b,c", "3 hosts for at most 2")]:
+        assert (
+            main(["launch", "--processes", "1:2", "--hosts", hosts, str(script)]) == 2
+        )
+        assert why in capsys.readouterr().err
+    assert main(["launch", "--processes", "2", "--host", "a", str(script)]) == 2
+    assert "Give MIN:MAX, as 2:2" in capsys.readouterr().err
     assert main(["train", "mlp-test", "--spares", "2"]) == 2
     said = capsys.readouterr().err
     assert "--spares is 2 without --processes MIN:MAX" in said
@@ -150,9 +155,9 @@ def test_a_supervisor_that_could_not_run_is_said_in_json_too(
 def test_quiet_runs_say_what_goes_wrong_and_no_more() -> None:
     begun = {"generation": 1, "members": ["m1"], "step": 0}
     lost = {"name": "m1", "why": "it was silent", "step": 1}
-    assert _shown("begun", begun) and _shown("lost", lost)
-    assert not _shown("begun", begun, quiet=True)
-    assert "m1 is lost" in _shown("lost", lost, quiet=True)
+    assert shown("begun", begun) and shown("lost", lost)
+    assert not shown("begun", begun, quiet=True)
+    assert "m1 is lost" in shown("lost", lost, quiet=True)
 
 
 def test_a_run_without_steps_is_told(

@@ -156,4 +156,4 @@ def test_a_loss_costs_no_more_than_the_steps_since_a_copy(tmp_path: Path) -> Non
     told = [e["source"] for e in events if e["event"] == "recovered"]
     assert told[0] == "a new state" and len(told) >= 2
     assert all(source.startswith("copies in memory, of step") for source in told[1:])
-    assert not memory_folder(tmp_path / "elastic").exists()
+    assert not memory_folder(tmp_path / "elastic" / "key").exists()

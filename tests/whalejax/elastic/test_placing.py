@@ -109,5 +109,5 @@ def test_the_port_that_a_process_announces_is_its_own(
 
 def test_who_can_reach_the_service_is_said() -> None:
     said = placing.listens("10.0.0.1:8476")
-    assert "on all addresses of 10.0.0.1 at port 8476" in said
+    assert "JAX listens at 10.0.0.1:8476; it asks nobody" in said
     assert "so that whoever reaches it can end a generation" in said

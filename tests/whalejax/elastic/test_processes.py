@@ -24,8 +24,8 @@ from whalejax.elastic.supervisor.supervisor import (
     FOLDER,
     Supervised,
     Supervisor,
-    _tell_user,
 )
+from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.meshes.errors import WhaleError
 
 
@@ -159,7 +159,7 @@ def test_a_reader_that_is_gone_ends_no_supervisor(
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     monkeypatch.setattr(sys, "stderr", Gone())
-    _tell_user("m1 is lost")
+    tell_user("m1 is lost")
 
 
 # A run that was, in the same folder.

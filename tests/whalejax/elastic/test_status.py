@@ -212,5 +212,4 @@ def test_options_that_contradict_each_other_are_refused(
     words = ["launch", "--processes", "1:2", "--hosts", "a,b", "--cpu-quota", "50,50"]
     assert main([*words, str(script)]) == 2
     said = capsys.readouterr().err
-    assert "--hosts is a,b; MIN:MAX starts processes of this machine only" in said
     assert "--cpu-quota is 50,50; with MIN:MAX no process has one" in said

@@ -75,7 +75,7 @@ class Generations(Losing):
                 len(found) == settings.most
                 or self._is_finishing()
                 or (self._formed and not self.restarts)
-                or not (coming or self.failures.due)
+                or not (coming or self.failures.due or self.awaited)
                 or (waited > settings.gather_seconds and len(found) >= self._expected)
             ):
                 self._change(now, -1)
@@ -86,7 +86,8 @@ class Generations(Losing):
             names = ", ".join(m.name for m in gone) or "nobody"
             why = (
                 f"{len(found)} of at least {settings.least} members are there, and no "
-                f"other came in {waited:.0f} s; gone are {names}{self._where()}"
+                f"other came in {waited:.0f} s; gone are {names}"
+                f"{self._agents_told()}{self._where()}"
             )
             self._end(now, Ending.LOST, why)
 

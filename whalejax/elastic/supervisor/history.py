@@ -24,6 +24,8 @@ class MemberHistory:
     slot: int | None
     pid: int = 0
     began: str = ""
+    agent: str = ""
+    machine: str = ""
     token: str = ""
     status: Status = "starting"
     leaving: bool = False
@@ -104,7 +106,11 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
     match said["event"]:
         case "started":
             found.members[name] = MemberHistory(
-                slot=said["slot"], pid=said["pid"], began=said["began"]
+                slot=said["slot"],
+                pid=said["pid"],
+                began=said["began"],
+                agent=said.get("agent", ""),
+                machine=said.get("machine", ""),
             )
         case "registered":
             known = found.members.setdefault(name, MemberHistory(slot=None))

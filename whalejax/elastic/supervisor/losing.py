@@ -16,12 +16,36 @@ _LASTING_SECONDS: Final = 60.0
 class Losing(Roster):
     """Members that can be lost."""
 
-    def _lose(self, now: float, member: Member, why: str, said: str = "") -> None:
+    def agent_lost(self, now: float, agent: str, why: str) -> None:
+        """An agent is lost with all members that it holds, which is one failure.
+
+        Args:
+            now: the time.
+            agent: its name.
+            why: it is given up.
+        """
+        self._record("agent_lost", agent=agent, why=why)
+        self.agents.pop(agent, None)
+        alone = True
+        for member in [m for m in self._there() if m.agent == agent]:
+            what = f"its agent {agent} is lost: {why}"
+            self._lose(now, member, what, counts=alone)
+            alone = False
+
+    def _lose(
+        self,
+        now: float,
+        member: Member,
+        why: str,
+        said: str = "",
+        *,
+        counts: bool = True,
+    ) -> None:
         """Give a member up, and end it before its work is given to others."""
         if not member.is_there:
             return
         over = self.phase in ("draining", "ending")
-        counts = not member.leaving and not over
+        counts = counts and not member.leaving and not over
         member.becomes("gone", now)
         self._record(
             "lost", name=member.name, why=why, step=self.pace.step, counts=counts

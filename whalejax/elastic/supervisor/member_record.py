@@ -26,6 +26,8 @@ class Member:
             supervisor did not start.
         pid: of a local process; 0 where it is not known.
         began: when that process began.
+        agent: that holds the process; empty where it runs on the supervisor's machine.
+        machine: of the process, as ``processes.machine`` names it.
         status: ``"starting"`` until it says something, ``"registered"`` while it
             compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
             ``"finished"`` behind the last step, ``"left"`` where its loop was left.
@@ -51,6 +53,8 @@ class Member:
     slot: int | None
     pid: int = 0
     began: str = ""
+    agent: str = ""
+    machine: str = ""
     status: Status = "starting"
     since: float = 0.0
     heard_at: float = 0.0

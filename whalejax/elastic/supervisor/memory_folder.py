@@ -16,16 +16,16 @@ MEMORY: Final = Path("/dev/shm")
 """The memory file system of Linux."""
 
 
-def memory_folder(run: Path) -> Path:
+def memory_folder(key: Path) -> Path:
     """Where the copies of a run go.
 
     Args:
-        run: folder of its journal and key.
+        key: file of the key of the run, which no other run has.
     """
-    name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
+    name = hashlib.sha256(str(key.absolute()).encode()).hexdigest()[:16]
     return MEMORY / f"whalejax-{os.getuid()}-{name}"
 
 
-def remove_copies(run: Path) -> None:
+def remove_copies(key: Path) -> None:
     """Remove what a run keeps in memory; nothing where it keeps nothing."""
-    shutil.rmtree(memory_folder(run), ignore_errors=True)
+    shutil.rmtree(memory_folder(key), ignore_errors=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from whalejax.distributed.process_group import die_with_parent
 from whalejax.meshes.errors import WhaleError
 
 
@@ -48,6 +49,8 @@ class Processes:
         environment: Mapping[str, str],
         logs: Path,
         selector: selectors.BaseSelector,
+        *,
+        end_with_this: bool = False,
     ) -> None:
         """Start nothing yet.
 
@@ -56,9 +59,11 @@ class Processes:
             environment: variables that are added to those of this process.
             logs: folder of one log for each process.
             selector: is told of the end of each, with its name as data.
+            end_with_this: they are killed where this process is; it must start them
+                in its main thread, and have no other.
         """
-        self._command = list(command)
-        self._environment = environment
+        self.command, self.environment = list(command), environment
+        self._prepare = die_with_parent if end_with_this else None
         self._logs, self._selector = logs, selector
         self._there: dict[str, _Process] = {}
         self._held: dict[str, int] = {}
@@ -73,21 +78,22 @@ class Processes:
             WhaleError: there is no such program.
             OSError: the system has no room for it now.
         """
-        if shutil.which(self._command[0]) is None:
+        if shutil.which(self.command[0]) is None:
             raise WhaleError(
-                f"{self._command[0]} cannot be started: there is no such program. "
+                f"{self.command[0]} cannot be started: there is no such program. "
                 "Correct the command"
             )
         read, write = os.pipe()
         try:
             with self.log(name).open("ab") as log:
                 child = subprocess.Popen(
-                    [*_WAITING, *self._command],
-                    env={**os.environ, **self._environment},
+                    [*_WAITING, *self.command],
+                    env={**os.environ, **self.environment},
                     stdin=read,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=self._prepare,  # noqa: PLW1509
                 )
         except BaseException:
             os.close(write)
@@ -198,8 +204,12 @@ def began_at(pid: int) -> str:
 
 
 def machine() -> str:
-    """What tells this machine, as it was started, from any other."""
+    """What tells this machine, as it was started, from any other.
+
+    Containers have process numbers of their own, and count as machines.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return os.uname().nodename

@@ -27,7 +27,15 @@ class Roster(RunEnds):
     # What happens.
 
     def started(
-        self, now: float, name: str, slot: int, pid: int, began: str = ""
+        self,
+        now: float,
+        name: str,
+        slot: int,
+        pid: int,
+        began: str = "",
+        *,
+        agent: str = "",
+        machine: str = "",
     ) -> None:
         """A process was started, and waits until that is written down.
 
@@ -37,12 +45,22 @@ class Roster(RunEnds):
             slot: that it fills.
             pid: its number.
             began: when it began, by which a later supervisor knows it.
+            agent: that holds it; empty for none.
+            machine: of the process.
         """
         self._starting.discard(slot)
         self.members[name] = Member(
-            name=name, slot=slot, pid=pid, began=began, since=now, heard_at=now
+            name=name,
+            slot=slot,
+            pid=pid,
+            began=began,
+            agent=agent,
+            machine=machine,
+            since=now,
+            heard_at=now,
         )
-        self._record("started", name=name, slot=slot, pid=pid, began=began)
+        where = {"agent": agent, "machine": machine} if agent else {}
+        self._record("started", name=name, slot=slot, pid=pid, began=began, **where)
         self._effects.append(Release(name=name))
 
     def not_started(self, now: float, slot: int, why: str) -> None:
@@ -58,6 +76,41 @@ class Roster(RunEnds):
         self.failures.due[slot] = now + max(
             self.settings.hold_seconds, self.failures.hold(now, slot)
         )
+
+    def unplaced(self, slot: int) -> None:
+        """No agent has room for a process: it is started when one has."""
+        self._starting.discard(slot)
+        self._unplaced.add(slot)
+
+    def started_later(self, at: float, slot: int) -> None:
+        """A process is started later, when one that was given up has ended."""
+        self._starting.discard(slot)
+        self.failures.due[slot] = at
+
+    def room(self, now: float) -> None:
+        """An agent has room for further processes."""
+        for slot in self._unplaced:
+            self.failures.due.setdefault(slot, now)
+        self._unplaced.clear()
+
+    def agent_came(self, now: float, agent: str, host: str, room: int) -> None:
+        """An agent joined the run, or came back.
+
+        Args:
+            now: the time.
+            agent: its name.
+            host: where its members are reached.
+            room: processes that it may hold.
+        """
+        self._record("agent_joined", agent=agent, host=host, room=room)
+        self.awaited.discard(agent)
+        self.agents[agent] = room
+        self.room(now)
+
+    def agent_left(self, agent: str) -> None:
+        """An agent was told to end, and holds no process any more."""
+        self._record("agent_left", agent=agent)
+        self.agents.pop(agent, None)
 
     def disconnected(self, now: float, name: str) -> None:
         """A connection ended; its member may come back while its lease lasts."""

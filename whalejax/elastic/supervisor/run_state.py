@@ -12,6 +12,7 @@ from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Ph
 from whalejax.elastic.supervisor.member_record import Effect, Member, Send, WriteEvent
 from whalejax.elastic.supervisor.pace import StepPace
 from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.telling import counted
 from whalejax.elastic.wire.framing import Message
 
 
@@ -43,6 +44,9 @@ class RunState:
         stops: such members can be stopped at a step, with their state saved.
         unfit: numbers of members that no plan was found for, and why.
         over: how the run has ended; None before.
+        awaited: agents that were started for this run and have not joined yet.
+        agents: those that are there, with the processes that each has room for.
+        placed: processes are placed on agents.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -67,6 +71,10 @@ class RunState:
         self._short_since: float | None = None
         self._well: set[str] = set()
         self._starting: set[int] = set()
+        self._unplaced: set[int] = set()
+        self.awaited: set[str] = set()
+        self.agents: dict[str, int] = {}
+        self.placed = False
         self._expected = 0
         self._suspected_at: float | None = None
         self._suspects: Counter[str] = Counter()
@@ -101,6 +109,8 @@ class RunState:
                     slot=m.slot,
                     pid=m.pid,
                     began=m.began,
+                    agent=m.agent,
+                    machine=m.machine,
                     token=m.token,
                     status=m.status,
                     leaving=m.leaving,
@@ -148,6 +158,8 @@ class RunState:
                 slot=one.slot,
                 pid=one.pid,
                 began=one.began,
+                agent=one.agent,
+                machine=one.machine,
                 token=one.token,
                 status=one.status,
                 leaving=one.leaving,
@@ -199,6 +211,15 @@ class RunState:
         if self.checkpoint:
             return f". The last checkpoint is {self.checkpoint}"
         return ". No checkpoint was written"
+
+    def _agents_told(self) -> str:
+        """Which agents are there and which are missing; nothing in a run without."""
+        if not self.placed:
+            return ""
+        there = [f"{name} ({counted(room)})" for name, room in self.agents.items()]
+        missing = sorted(self.awaited)
+        said = f"; agents that are there: {', '.join(there) or 'none'}"
+        return said + (f"; missing: {', '.join(missing)}" if missing else "")
 
     def _limit(self, member: Member) -> float | None:
         """How long what a member does may take; None where it waits for others."""

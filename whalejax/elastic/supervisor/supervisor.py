@@ -8,13 +8,9 @@ back, and they do not stop for it.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import queue
-import re
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -25,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.distributed.launch_env import KEY_FILE, joined_address
+from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
+from whalejax.elastic.agents.fleet import Fleet, program
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
@@ -42,12 +39,23 @@ from whalejax.elastic.supervisor.member_record import (
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
+from whalejax.elastic.supervisor.run_folder import (
+    COMPILED,
+    compilation_cache,
+    remove_unfinished,
+    write_pointer,
+)
 from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.telling import shown, tell_user
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import Channel, TooLate, listen
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key, make_key
-from whalejax.elastic.wire.messages import TO_SUPERVISOR, checked
+from whalejax.elastic.wire.messages import (
+    TO_SUPERVISOR,
+    TO_SUPERVISOR_OF_AGENT,
+    checked,
+)
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 
@@ -58,64 +66,16 @@ FOLDER: Final = "elastic"
 ADDRESS: Final = "supervisor.json"
 KEY: Final = "key"
 
+_SAID: Final = {**TO_SUPERVISOR, **TO_SUPERVISOR_OF_AGENT}
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 2.0
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::")
+_LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Messages that wait for the loop; who sends more waits too."""
 _SILENT_SECONDS: Final = 600.0
 _FULL_SECONDS: Final = 1.0
-_UNFINISHED: Final = re.compile(r"step_\d{6,}\.(unfinished|deleted)")
-
-
-_PROGRESS: Final = frozenset({"begun", "leaving", "saved"})
-"""Events of a run that goes well."""
-
-_CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
-_LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-
-
-def _compilation_cache(folder: Path) -> dict[str, str]:
-    """Where members find the programs that others have compiled, unless it is said."""
-    if _CACHE in os.environ:
-        return {}
-    return {_CACHE: str((folder / "compiled").absolute()), _LEAST_CACHED: "0"}
-
-
-def _shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
-    """What a user is told of an event, if anything."""
-    if quiet and event in _PROGRESS:
-        return ""
-    match event:
-        case "begun":
-            names = ", ".join(fields["members"])
-            step = max(fields["step"], 0)
-            return f"generation {fields['generation']} from step {step}: {names}"
-        case "lost":
-            return f"{fields['name']} is lost: {fields['why']}"
-        case "refused" | "leaving":
-            return f"{fields['name']}: {fields['why']}"
-        case "left":
-            return f"{fields['name']}: its loop was left at step {fields['step']}"
-        case "not_started":
-            return f"a process could not be started: {fields['why']}"
-        case "saved":
-            return f"checkpoint {fields['path']}"
-        case "not_saved":
-            return (
-                f"no checkpoint after step {fields['step']}, and the run goes on: "
-                f"{fields['why']}"
-            )
-        case "not_copied":
-            return f"no copies in memory, and the run goes on: {fields['why']}"
-        case "unfit":
-            return f"{fields['count']} processes have no plan: {fields['why']}"
-        case "short":
-            return (
-                f"{len(fields['members'])} members are left, of at least "
-                f"{fields['least']}; waiting for others"
-            )
-    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +93,9 @@ class Supervised:
         again: an earlier supervisor of this run was ended by a signal: go on from its
             journal, also where the run is over or nobody is left.
         quiet: say what goes wrong, and no progress.
+        places: processes are placed on agents, which join at ``host`` and ``port``;
+            else they are started on this machine.
+        awaited: names of agents that are started for this run.
     """
 
     command: tuple[str, ...]
@@ -145,42 +108,8 @@ class Supervised:
     pulse: int | None = None
     again: bool = False
     quiet: bool = False
-
-
-def _tell_user(text: str) -> None:
-    """Print a line, where somebody still reads it."""
-    if text:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"whalejax: {text}", file=sys.stderr, flush=True)
-
-
-def _write_pointer(path: Path, said: Mapping[str, str]) -> None:
-    """Write what helps to find a run; it goes on where a full disk does not take it.
-
-    Raises:
-        OSError: for another reason than a full disk.
-    """
-    draft = path.with_name(f".{path.name}")
-    try:
-        draft.write_text(json.dumps(said))
-        draft.replace(path)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        _tell_user(
-            f"{path} cannot be written ({error.strerror}); the run goes on, and "
-            "whalejax status does not find it by that"
-        )
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what was being written or removed by members that were killed then."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+    places: bool = False
+    awaited: tuple[str, ...] = ()
 
 
 class Supervisor:
@@ -204,6 +133,7 @@ class Supervisor:
         self._names: dict[Channel, str] = {}
         self._is_closed = False
         self._processes: Processes | None = None
+        self._fleet: Fleet[Channel] | None = None
         self._save: Path | None = None
         self._is_full = False
         self._terminated = False
@@ -228,12 +158,14 @@ class Supervisor:
                 # Nobody would watch over them any more.
                 if self._processes is not None:
                     self._processes.end_all()
+                self._finish_agents("its supervisor failed")
                 raise
             assert self._end is not None
             if self._save is not None:
-                _remove_unfinished(self._save)
-            remove_copies(self._folder)
-            _tell_user(self._end.text)
+                remove_unfinished(self._save)
+            remove_copies(self._folder / KEY)
+            self._finish_agents(self._end.text)
+            tell_user(self._end.text)
             return self._end.status
 
     # Starting.
@@ -260,21 +192,24 @@ class Supervisor:
         )
         self._held.callback(self._commits.close)
         self._listen(before)
+        self._environment = dict(self._run.environment or {})
         environment = {
-            **_compilation_cache(self._folder),
-            **(self._run.environment or {}),
+            **compilation_cache(self._folder / COMPILED),
+            **self._environment,
             SUPERVISOR: joined_address(*self._address),
             KEY_FILE: str((self._folder / KEY).absolute()),
         }
         self._processes = Processes(
             self._run.command, environment, self._folder, self._selector
         )
+        if self._run.places:
+            self._open_fleet()
         if before is not None:
             self._take_back(run)
         else:
             host, port = self._address
             told = {"host": host, "port": port, "machine": machine()}
-            remove_copies(self._folder)  # Of a run that nobody could end in order.
+            remove_copies(self._folder / KEY)  # Of a run that was killed.
             self._journal.write("opened", told)
             if self._run.command:
                 self._membership.begin(time.monotonic())
@@ -294,6 +229,9 @@ class Supervisor:
         here = run[0].get("machine", machine()) == machine()
         if any(m.slot is None for m in there):
             return here and not self._run.command
+        if any(m.agent for m in there):
+            asked = self._run.host, self._run.port
+            return here and asked == (run[0]["host"], run[0]["port"])
         return here and any(began_at(m.pid) == m.began for m in there if m.pid)
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
@@ -316,7 +254,7 @@ class Supervisor:
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
         address = {"address": joined_address(*self._address)}
-        _write_pointer(self._folder / ADDRESS, address)
+        write_pointer(self._folder / ADDRESS, address)
         for end in (self._wakes, self._woken):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._events)
@@ -338,8 +276,10 @@ class Supervisor:
             committed_at=since[-1]["time"] if since else 0.0,
         )
         assert self._processes is not None
+        if self._fleet is not None:
+            self._fleet.expect(now)
         for name, member in [*self._membership.members.items()]:
-            if member.is_there and member.slot is not None:
+            if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
                     log = self._processes.said(name)
                     self._membership.exited(now, name, None, log)
@@ -383,6 +323,8 @@ class Supervisor:
             self._write_kept()
             if self._terminated:
                 self._membership.terminate(now)
+            if self._fleet is not None:
+                self._fleet.tick(now)
             self._membership.tick(now)
             self._do_all()
 
@@ -397,13 +339,13 @@ class Supervisor:
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
-            _tell_user(
+            tell_user(
                 f"events of this run cannot be written ({problem}); the run goes on, "
                 "and no process is started until there is space. A supervisor that is "
                 "killed now may not take all its members back"
             )
         elif was_full and not self._is_full:
-            _tell_user("events of this run can be written again")
+            tell_user("events of this run can be written again")
 
     def _is_written(self) -> bool:
         written = self._journal.flush()
@@ -412,12 +354,15 @@ class Supervisor:
     def _is_over(self) -> bool:
         if self._end is None or self._processes is None:
             return False
-        there = self._processes.names
-        late = time.monotonic() > self._ends_at
-        if there and late:
+        there, now = self._processes.names, time.monotonic()
+        held = [] if self._fleet is None else self._fleet.names
+        if now > self._ends_at:
             for name in there:
                 self._processes.kill(name)
-        return not there
+            for name in held:
+                self._kill_held(name)
+        # Agents that are lost take their processes out of the list.
+        return not there and not held
 
     def _ended(self, name: str) -> None:
         assert self._processes is not None
@@ -439,7 +384,7 @@ class Supervisor:
         try:
             while True:
                 said = channel.receive(seconds=_SILENT_SECONDS)
-                self._tell("said", channel, checked(said, TO_SUPERVISOR))
+                self._tell("said", channel, checked(said, _SAID))
         except WireError as error:
             self._tell("closed", channel, Message(kind=str(error), fields={}))
 
@@ -465,12 +410,18 @@ class Supervisor:
         for _ in range(self._events.qsize()):  # Not those that come meanwhile.
             what, channel, message = self._events.get_nowait()
             if what == "closed":
+                if self._fleet is not None:
+                    self._fleet.closed(now, channel)
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
                     self._membership.disconnected(now, name)
             elif message.kind == "register":
                 self._register(now, channel, message)
+            elif message.kind == "enlist":
+                self._enlist(now, channel, message)
+            elif message.kind in TO_SUPERVISOR_OF_AGENT:
+                self._heard_agent(now, channel, message)
             elif channel in self._names:
                 self._heard(now, channel, message)
             self._do_all()
@@ -521,9 +472,10 @@ class Supervisor:
             # It may not have heard its name before its connection ended.
             if member.token and member.token == fields["token"] and member.is_there:
                 return member.name, member.slot
-        if fields["machine"] == machine():
-            for member in members.values():
-                if member.status == "starting" and member.pid == fields["pid"]:
+        for member in members.values():
+            where = member.machine or machine()
+            if member.status == "starting" and fields["machine"] == where:
+                if member.pid == fields["pid"]:
                     return member.name, member.slot
         self._count += 1
         return f"x{self._count}", None
@@ -535,7 +487,7 @@ class Supervisor:
         try:
             self._held.enter_context(FolderLock(Path(save)))
             folder = {"folder": str(self._folder.absolute())}
-            _write_pointer(Path(save) / f"{FOLDER}.json", folder)
+            write_pointer(Path(save) / f"{FOLDER}.json", folder)
         except WhaleError as error:
             return str(error)
         except OSError as error:
@@ -550,6 +502,56 @@ class Supervisor:
             if isinstance(error, TooLate):  # Half a frame may be under way.
                 channel.close()
 
+    # Agents.
+
+    def _open_fleet(self) -> None:
+        """Take agents, and say how they join."""
+        given = program(self._run.command, self._environment, sys.executable)
+        self._fleet = Fleet(self._membership, self._send, Channel.close, given)
+        self._membership.placed = True
+        self._membership.awaited = set(self._run.awaited)
+        host, port = self._address
+        # Who listens at all addresses of this machine is reached by its name.
+        named = socket.gethostname() if host in _ALL_ADDRESSES else host
+        where = joined_address(named, port)
+        key = (self._folder / KEY).absolute()
+        alone = ", on this machine alone" if is_loopback(host) else ""
+        text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
+        tell_user(text)
+
+    def _enlist(self, now: float, channel: Channel, message: Message) -> None:
+        fields = message.fields
+        if self._fleet is None:
+            why = (
+                "the processes of this run are started on its own machine. Give "
+                "whalejax launch --host"
+            )
+        else:
+            why = self._fleet.refusal(fields)
+        if why or self._fleet is None:
+            told = {"agent": fields["agent"], "why": why}
+            self._do(WriteEvent(event="agent_refused", fields=told))
+            self._send(channel, Message(kind="refused", fields={"why": why}))
+            return
+        self._fleet.enlist(now, channel, fields)
+
+    def _heard_agent(self, now: float, channel: Channel, message: Message) -> None:
+        if self._fleet is None:
+            return
+        self._fleet.heard(now, channel, message)
+        self._do_all()
+        if message.kind == "exited" and self._is_written():
+            fields = {"name": message.fields["name"]}
+            self._send(channel, Message(kind="noted", fields=fields))
+
+    def _kill_held(self, name: str) -> None:
+        if self._fleet is not None:
+            self._fleet.kill(name)
+
+    def _finish_agents(self, why: str) -> None:
+        if self._fleet is not None:
+            self._fleet.finish(why[:_LONGEST_WHY])
+
     # Effects.
 
     def _do_all(self) -> None:
@@ -561,7 +563,7 @@ class Supervisor:
         match effect:
             case WriteEvent(event=event, fields=fields):
                 self._journal.write(event, fields)
-                _tell_user(_shown(event, fields, quiet=self._run.quiet))
+                tell_user(shown(event, fields, quiet=self._run.quiet))
             case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
                 self._commits.write("committed", {**fields, "parts": parts})
@@ -571,8 +573,11 @@ class Supervisor:
                     self._send(channel, message)
             case Kill(name=name) if self._processes is not None:
                 self._processes.kill(name)
+                self._kill_held(name)
             case Release(name=name) if self._processes is not None:
                 self._processes.release(name)
+                if self._fleet is not None:
+                    self._fleet.release(name)
             case Start(slot=slot):
                 self._start(slot)
             case End():
@@ -587,8 +592,11 @@ class Supervisor:
         if not self._is_written():
             self._membership.failures.due[slot] = now + _FULL_SECONDS
             return
+        name = f"m{self._count + 1}"
+        if self._fleet is not None:
+            self._count += self._fleet.start(now, slot, name)
+            return
         self._count += 1
-        name = f"m{self._count}"
         try:
             pid, began = self._processes.start(name)
         except OSError as error:  # Too many processes or files, or no memory.

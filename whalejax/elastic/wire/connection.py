@@ -220,6 +220,10 @@ class Channel:
             except (OSError, ValueError) as error:
                 raise Closed(f"{self.peer} is gone ({error})") from None
 
+    def fileno(self) -> int:
+        """Of the socket, for a selector."""
+        return self._link.fileno()
+
     def close(self) -> None:
         """End the connection; a thread that waits in it raises ``Closed``."""
         with contextlib.suppress(OSError):

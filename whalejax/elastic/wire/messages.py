@@ -54,6 +54,38 @@ def _is_shares(x: Any) -> bool:
     return isinstance(x, dict) and all(_is_text(k) and _is_nodes(x[k]) for k in x)
 
 
+def _is_words(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(map(_is_text, x))
+
+
+def _is_name(x: Any) -> bool:
+    """Of a member, as a supervisor makes them: also the name of a log."""
+    return isinstance(x, str) and x.isascii() and x.isalnum() and len(x) < 32
+
+
+def _is_agent(x: Any) -> bool:
+    return isinstance(x, str) and x.isprintable() and 0 < len(x) < 100
+
+
+def _is_count(x: Any) -> bool:
+    return _is_int(x) and 0 < x <= 1 << 20
+
+
+def _is_status(x: Any) -> bool:
+    return x is None or (type(x) is int and -256 < x < 256)
+
+
+def _are_processes(x: Any) -> bool:
+    return isinstance(x, list) and all(
+        isinstance(one, list)
+        and len(one) == 3
+        and _is_name(one[0])
+        and _is_int(one[1])
+        and _is_text(one[2])
+        for one in x
+    )
+
+
 def _is_members(x: Any) -> bool:
     return (
         isinstance(x, list)
@@ -138,6 +170,38 @@ TO_MEMBER: Final[Mapping[str, Fields]] = {
     "done": {},
 }
 """What the supervisor says."""
+
+TO_SUPERVISOR_OF_AGENT: Final[Mapping[str, Fields]] = {
+    "enlist": {
+        "agent": _is_agent,
+        "host": _is_text,
+        "machine": _is_text,
+        "room": _is_count,
+        "version": _is_text,
+        "token": _is_text,
+        "there": _are_processes,
+    },
+    "agent_beat": {"leaving": _is_flag},
+    "launched": {"name": _is_text, "pid": _is_int, "began": _is_text},
+    "not_launched": {"name": _is_text, "why": _is_text},
+    "exited": {"name": _is_text, "status": _is_status, "said": _is_text},
+}
+"""What agents say to the supervisor."""
+
+TO_AGENT: Final[Mapping[str, Fields]] = {
+    "enlisted": {
+        "command": _is_words,
+        "environment": _is_texts,
+        "beat_seconds": _is_seconds,
+    },
+    "refused": {"why": _is_text},
+    "start": {"name": _is_name},
+    "release": {"name": _is_name},
+    "kill": {"name": _is_name},
+    "noted": {"name": _is_name},
+    "finish": {"why": _is_text},
+}
+"""What the supervisor says to agents."""
 
 TO_PEER: Final[Mapping[str, Fields]] = {
     "hello": {"generation": _is_int, "name": _is_text},

@@ -1,0 +1,184 @@
+"""Agents of real processes: killed, frozen, told to end, and back again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.flags import QUICK
+from tests.whalejax.elastic.runs import ROOT, Run
+from tests.whalejax.elastic.test_runs import audit, lost
+from whalejax.distributed.reserved_port import release_port, reserve_port
+from whalejax.elastic.agents.agent import Agent, AgentOptions, _check
+from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.elastic.wire.acceptor import Acceptor
+from whalejax.elastic.wire.connection import listen
+from whalejax.elastic.wire.keys import make_key
+from whalejax.meshes.errors import WhaleError
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+
+class Agents:
+    """A run, and agents that hold its processes."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], **settings: Any) -> None:
+        self.port = reserve_port("127.0.0.1")
+        release_port(self.port)
+        more = {"host": "127.0.0.1", "port": self.port, "places": True}
+        self.run = Run(folder, options, settings, more=more)
+        self.folder = folder
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def add(self, name: str, *words: str) -> None:
+        """Start an agent."""
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("XLA_")},
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": QUICK,
+        }
+        command = [
+            *(sys.executable, "-m", "whalejax", "agent", f"127.0.0.1:{self.port}"),
+            *("--key", str(self.folder / FOLDER / KEY), "--name", name),
+            *("--logs", str(self.folder / name), *words),
+        ]
+        with (self.folder / f"agent-{name}.log").open("a") as log:
+            self.agents[name] = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, cwd=ROOT
+            )
+
+    def told(self, name: str) -> str:
+        return (self.folder / f"agent-{name}.log").read_text()
+
+    def end(self) -> None:
+        """Leave nothing behind; members end with their agents."""
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+        self.run.end()
+
+
+@contextlib.contextmanager
+def running(folder: Path, options: dict[str, Any], **settings: Any) -> Iterator[Agents]:
+    found = Agents(folder, options, **settings)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def members_of(run: Run, agent: str) -> list[str]:
+    there = run.members()
+    return [
+        e["name"]
+        for e in run.events("started")
+        if e["agent"] == agent and e["name"] in there
+    ]
+
+
+def test_a_killed_agent_costs_no_step_and_another_is_taken(tmp_path: Path) -> None:
+    steps = 300
+    options = {"steps": steps, "pause": 0.02, "save": str(tmp_path / "save")}
+    with running(tmp_path, options, least=1, most=3) as there:
+        run = there.run
+        there.add("a", "--processes", "2")
+        there.add("b", "--host", "127.0.0.2")
+        run.until(lambda: bool(run.events("begun")) and run.step() >= 5)
+        run.until(lambda: len(run.members()) == 3)
+        (one,) = members_of(run, "b")
+        there.agents["b"].kill()
+        there.agents["b"].wait()
+        run.until(lambda: lost(run) == [one])
+        at = run.step()
+        run.until(lambda: run.step() >= at + 3)
+        there.add("b")
+        run.until(lambda: bool(members_of(run, "b")))
+        assert run.wait() == 0, run.told()
+        audit(run, steps)
+        hosts = {e["name"]: e["host"] for e in run.events("registered")}
+        assert hosts[one] == "127.0.0.2"
+        assert [a.wait(60) for a in there.agents.values()] == [0, 0]
+    assert "the run is over: all steps are done" in there.told("a")
+
+
+@pytest.mark.full
+def test_a_thawed_agent_ends_what_was_given_up(tmp_path: Path) -> None:
+    options = {"steps": 3000, "pause": 0.02, "save": str(tmp_path / "save")}
+    settings = {"least": 1, "most": 2, "lease_seconds": 5.0}
+    with running(tmp_path, options, **settings) as there:
+        run = there.run
+        there.add("a")
+        there.add("b")
+        run.until(lambda: len(run.events("ready")) == 2 and run.step() >= 5)
+        (one,) = members_of(run, "b")
+        there.agents["b"].send_signal(signal.SIGSTOP)
+        run.until(lambda: one in lost(run))
+        at = run.step()
+        run.until(lambda: run.step() >= at + 5)
+        there.agents["b"].send_signal(signal.SIGCONT)
+        run.until(lambda: len(members_of(run, "b")) == 1)
+        generation = run.events("begun")[-1]["generation"]
+        # The supervisor is killed: agents and members come back to the next.
+        run.supervisor.kill()
+        run.supervisor.wait()
+        before = len(lost(run))
+        run.start()
+        at = run.step()
+        run.until(lambda: run.step() >= at + 5)
+        run.until(lambda: len(run.events("agent_joined")) >= 5)
+        assert len(lost(run)) == before
+        assert run.events("begun")[-1]["generation"] >= generation
+        # A notice to all: no step is lost.
+        for agent in there.agents.values():
+            agent.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.told()
+        assert run.events("ending")[-1]["how"] == "drained"
+        saved = [said["step"] for said in run.events("saved")]
+        assert saved[-1] == run.step()
+        assert [a.wait(60) for a in there.agents.values()] == [0, 0]
+
+
+def test_an_agent_without_supervisor_ends(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    options = AgentOptions(
+        supervisor="127.0.0.1:1", key=tmp_path / "key", logs=tmp_path, patience=0.5
+    )
+    with pytest.raises(WhaleError, match="127.0.0.1:1 does not answer; it was away"):
+        Agent(options).run()
+    missing = AgentOptions(
+        supervisor="127.0.0.1:1", key=tmp_path / "no", logs=tmp_path, patience=0.5
+    )
+    with pytest.raises(WhaleError, match="no is not there yet"):
+        Agent(missing).run()
+
+
+def test_an_agent_with_another_key_ends_at_once(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    listening = listen()
+    port = listening.getsockname()[1]
+    acceptor = Acceptor(listening, b"another key of some length", lambda channel: None)
+    try:
+        options = AgentOptions(
+            supervisor=f"127.0.0.1:{port}", key=tmp_path / "key", logs=tmp_path
+        )
+        with pytest.raises(WhaleError, match="refused the key of this process. Give"):
+            Agent(options).run()
+    finally:
+        acceptor.close()
+
+
+def test_names_and_addresses_that_no_agent_can_have() -> None:
+    with pytest.raises(WhaleError, match="--name is 'a/b'; expected at most 64"):
+        _check("a/b", None)
+    with pytest.raises(WhaleError, match="--host is 192.0.2.1; nothing can listen"):
+        _check("a", "192.0.2.1")

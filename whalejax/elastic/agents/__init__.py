@@ -1,0 +1,1 @@
+"""Processes of elastic runs on other machines, each held by an agent."""

@@ -1,0 +1,374 @@
+"""The process that holds members of an elastic run on its machine: ``whalejax agent``.
+
+It starts and ends processes as the supervisor says, and tells how they ended. They end
+with it, and where the supervisor is away for too long. It has one thread, because the
+system ends its processes with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax._version import __version__
+from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.elastic.environment import HELD_BY, MEMBER_HOST, SUPERVISOR, local_host
+from whalejax.elastic.supervisor.memory_folder import remove_copies
+from whalejax.elastic.supervisor.processes import Processes, machine
+from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
+from whalejax.elastic.supervisor.telling import counted, tell_user
+from whalejax.elastic.wire.connection import (
+    Channel,
+    OtherProtocol,
+    WrongKey,
+    dial,
+    listen,
+)
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.keys import load_key
+from whalejax.elastic.wire.messages import TO_AGENT, checked
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+FOLDER: Final = "elastic"
+"""Folder of logs, inside that of ``--logs``."""
+
+_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_TICK_SECONDS: Final = 0.2
+_AGAIN_SECONDS: Final = 0.5
+_FIRST_BEAT_SECONDS: Final = 1.0
+_SEND_SECONDS: Final = 5.0
+_DIAL_SECONDS: Final = 5.0
+_MOST_SAID: Final = 4000
+_TERMINATED: Final = 143
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What an agent is started with.
+
+    Attributes:
+        supervisor: host and port where it listens.
+        key: file of the key of the run.
+        processes: that this agent may hold at once.
+        name: unlike that of any other agent of the run; that of the machine if None.
+        host: where other members reach those of this machine; if None, the address
+            from which this machine reaches the supervisor.
+        logs: folder of logs.
+        patience: seconds after which a supervisor that is away does not come back.
+    """
+
+    supervisor: str
+    key: Path
+    processes: int = 1
+    name: str | None = None
+    host: str | None = None
+    logs: Path = Path("logs")
+    patience: float = 120.0
+
+
+def default_name() -> str:
+    """The name of this machine, or of its node under Slurm."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _check(name: str, host: str | None) -> str | None:
+    """The address in numbers; a name or an address that no agent can have is refused.
+
+    Raises:
+        WhaleError: what is wrong.
+    """
+    with Problems("whalejax agent") as problems:
+        if not _NAME.fullmatch(name):
+            problems.add(
+                f"--name is {name[:80]!r}; expected at most 64 letters, digits, dots, "
+                "dashes and underscores"
+            )
+        try:
+            if host is not None:
+                with listen(host) as found:
+                    host = str(found.getsockname()[0])
+        except OSError as error:
+            problems.add(
+                f"--host is {host}; nothing can listen at that address of this machine "
+                f"({error.strerror or error}). Give one of its own addresses"
+            )
+    return host
+
+
+class Agent:
+    """Holds processes until the run is over, or it is told to end."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            options: what it is started with.
+
+        Raises:
+            WhaleError: the address is none, or the folder of logs cannot be made.
+        """
+        self._options, self._address = (
+            options,
+            split_address(options.supervisor, "HOST:PORT"),
+        )
+        self.name = options.name or default_name()
+        self._host = _check(self.name, options.host)
+        self._logs = (options.logs / FOLDER).absolute()
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WhaleError(
+                f"--logs {options.logs}: {error.strerror}. Name a folder that can be "
+                "made"
+            ) from error
+        self._token = secrets.token_hex(16)
+        self._selector = selectors.DefaultSelector()
+        self._processes = Processes(
+            [], {}, self._logs, self._selector, end_with_this=True
+        )
+        self._started: dict[str, tuple[int, str]] = {}
+        self._unnoted: dict[str, Message] = {}
+        self._channel: Channel | None = None
+        self._away_since = time.monotonic()
+        self._beat_seconds, self._beat_at = _FIRST_BEAT_SECONDS, 0.0
+        self._told = 0
+        self._passed_on = False
+        self._joined = self._waits = False
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Hold processes until the run is over.
+
+        Returns:
+            0 where the run is over, however it ended, or this agent was told to end
+            and its members left; 143 where it was told twice.
+
+        Raises:
+            WhaleError: the supervisor refuses it, has another key, or is away.
+        """
+        with self._selector, self._signals():
+            try:
+                while self._status is None:
+                    self._turn()
+            finally:
+                self._processes.end_all()
+                if self._joined:
+                    remove_copies(self._options.key)
+                if self._channel is not None:
+                    self._channel.close()
+        return self._status
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        def told(number: int, _: object) -> None:
+            self._told += 1
+
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {
+            n: signal.signal(n, told)
+            for n in numbers
+            if signal.getsignal(n) != signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # One turn.
+
+    def _turn(self) -> None:
+        if self._channel is None:
+            self._connect()
+        for key, _ in self._selector.select(_TICK_SECONDS):
+            if isinstance(key.data, str):
+                self._ended(key.data)
+            elif key.data is self._channel:
+                self._listen()
+        self._obey_signals()
+        if self._channel is not None and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + self._beat_seconds
+            self._say("agent_beat", leaving=self._told > 0)
+
+    def _obey_signals(self) -> None:
+        if self._told > 1:
+            tell_user("told to end twice: the members of this machine are ended")
+            self._status = _TERMINATED
+        elif self._told and not self._passed_on:
+            self._passed_on, self._beat_at = True, 0.0
+            names = self._processes.names
+            what = f"told to end: {len(names)} of its processes leave after a step"
+            tell_user(f"{what}; once more to end them at once")
+            for name in names:
+                self._processes.terminate(name)
+        elif self._told and not self._processes.names and not self._unnoted:
+            # The supervisor heard of it by the beat before.
+            self._say("agent_beat", leaving=True)
+            self._status = 0
+
+    def _connect(self) -> None:
+        """Try once to be taken by the supervisor; it may be away for a while.
+
+        Raises:
+            WhaleError: it refuses this agent, or was away for too long.
+        """
+        patience = self._options.patience
+        where = self._options.supervisor
+        try:
+            if not self._joined and not self._options.key.exists():
+                raise WireError(f"{self._options.key} is not there yet")
+            key = load_key(self._options.key)
+            channel = dial(self._address, key, seconds=min(patience, _DIAL_SECONDS))
+        except WireError as error:
+            if isinstance(error, WrongKey | OtherProtocol):
+                raise WhaleError(
+                    f"{error}. Give --key the key file of the supervisor at {where}, "
+                    "or a copy of it, and the same whalejax"
+                ) from None
+            away = time.monotonic() - self._away_since
+            if away > patience:
+                what = "is gone, and" if self._joined else "does not answer; it"
+                raise WhaleError(
+                    f"the supervisor at {where} {what} was away for {away:.0f} s "
+                    f"({error}); the members of this machine are ended. See that "
+                    "whalejax launch --host runs there and that this machine reaches "
+                    "it, or give more --patience"
+                ) from None
+            if not self._waits:
+                self._waits = True
+                tell_user(f"waiting for the supervisor ({error})")
+            self._wait()
+            return
+        self._waits = False
+        self._channel = channel
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+        there = [[name, *known] for name, known in self._started.items()]
+        there += [[name, 0, ""] for name in self._unnoted]
+        self._say(
+            "enlist",
+            agent=self.name,
+            host=self._host or local_host(where),
+            machine=machine(),
+            room=self._options.processes,
+            version=__version__,
+            token=self._token,
+            there=there,
+        )
+
+    def _wait(self) -> None:
+        """Until the next try; processes may end meanwhile, and signals come."""
+        end = time.monotonic() + _AGAIN_SECONDS
+        while time.monotonic() < end and not self._told:
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                self._ended(key.data)
+
+    def _listen(self) -> None:
+        assert self._channel is not None
+        try:
+            said = checked(self._channel.receive(seconds=1.0), TO_AGENT)
+        except WireError:
+            self._drop()
+            return
+        self._hear(said)
+
+    def _drop(self) -> None:
+        """The connection ended: another is tried."""
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self._channel.close()
+            self._channel, self._away_since = None, time.monotonic()
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(Message(kind=kind, fields=fields), seconds=_SEND_SECONDS)
+        except WireError:
+            self._drop()
+
+    # What the supervisor says.
+
+    def _hear(self, said: Message) -> None:
+        match said.kind:
+            case "enlisted":
+                self._enlisted(said.fields)
+            case "refused":
+                raise WhaleError(
+                    f"the supervisor at {self._options.supervisor} refused this agent: "
+                    f"{said.fields['why']}"
+                )
+            case "start":
+                self._start(said.fields["name"])
+            case "release":
+                self._processes.release(said.fields["name"])
+            case "kill":
+                self._kill(said.fields["name"])
+            case "noted":
+                self._unnoted.pop(said.fields["name"], None)
+            case "finish":
+                why = said.fields["why"] or "all steps are done"
+                tell_user(f"the run is over: {why}")
+                self._status = 0
+
+    def _enlisted(self, fields: Mapping[str, Any]) -> None:
+        first, *rest = fields["command"]
+        self._processes.command = [first or sys.executable, *rest]
+        compiled = self._logs / f"{COMPILED}-{self.name}"
+        self._processes.environment = {
+            **compilation_cache(compiled),
+            **fields["environment"],
+            SUPERVISOR: self._options.supervisor,
+            KEY_FILE: str(self._options.key.absolute()),
+            HELD_BY: self.name,
+            **({MEMBER_HOST: self._host} if self._host else {}),
+        }
+        self._beat_seconds = fields["beat_seconds"]
+        for said in self._unnoted.values():
+            self._say(said.kind, **said.fields)
+        if not self._joined:
+            self._joined = True
+            tell_user(
+                f"agent {self.name} joined the run at {self._options.supervisor}; it "
+                f"holds at most {counted(self._options.processes)}, with logs in "
+                f"{self._logs}"
+            )
+
+    def _start(self, name: str) -> None:
+        if name in self._started or self._told:
+            why = "it was told to end" if self._told else f"{name} is there"
+            self._say("not_launched", name=name, why=why)
+            return
+        try:
+            pid, began = self._processes.start(name)
+        except (OSError, WhaleError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            self._say("not_launched", name=name, why=why)
+            return
+        self._started[name] = pid, began
+        self._say("launched", name=name, pid=pid, began=began)
+
+    def _kill(self, name: str) -> None:
+        if name in self._processes.names:
+            self._processes.kill(name)
+        elif name not in self._unnoted:
+            self._say("exited", name=name, status=None, said="")
+
+    def _ended(self, name: str) -> None:
+        status = self._processes.ended(name)
+        self._started.pop(name, None)
+        said = self._processes.said(name)[-_MOST_SAID:]
+        fields = {"name": name, "status": status, "said": said}
+        self._unnoted[name] = Message(kind="exited", fields=fields)
+        self._say("exited", **fields)

@@ -1,0 +1,335 @@
+"""The agents of a run as its supervisor sees them, and the processes that they hold.
+
+No socket is touched here: what agents say comes in with the time of it, and what they
+are told goes out by a function. So that it can be tried with a clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from whalejax._version import __version__
+from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.wire.framing import Message
+
+
+RETURN_SECONDS: Final = 2.0
+"""An agent whose connections all ended is back by then, or lost."""
+
+_PAUSE_SECONDS: Final = 1.0
+"""Between two ticks: more, and it was the supervisor that stood still."""
+
+_SOON_SECONDS: Final = 0.2
+
+Link = TypeVar("Link")
+"""A connection, of which nothing is known here."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentRecord(Generic[Link]):
+    """An agent, as the supervisor last heard of it.
+
+    Attributes:
+        name: unlike that of any other agent.
+        host: where its members are reached.
+        machine: that it runs on, as ``processes.machine`` names it.
+        room: processes that it may hold.
+        token: what its process drew; another one has another.
+        link: its connection; None where that ended.
+        heard_at: of its last word.
+        gone_at: when its connection ended.
+        leaving: it was told to end, and takes no further process.
+        asked: processes that it was asked to start: names and slots.
+        there: names of processes that it holds.
+    """
+
+    name: str
+    host: str = ""
+    machine: str = ""
+    room: int = 0
+    token: str = ""
+    link: Link | None = None
+    heard_at: float = 0.0
+    gone_at: float = 0.0
+    leaving: bool = False
+    asked: dict[str, int] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
+
+    @property
+    def free(self) -> int:
+        """Processes that it can take."""
+        if self.link is None or self.leaving:
+            return 0
+        return self.room - len(self.there) - len(self.asked)
+
+
+class Fleet(Generic[Link]):
+    """All agents of a run."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        send: Callable[[Link, Message], None],
+        close: Callable[[Link], None],
+        program: Mapping[str, Any],
+    ) -> None:
+        """No agent is there yet.
+
+        Args:
+            membership: told of what agents do.
+            send: sends a message over a connection.
+            close: ends one; what is behind it connects anew.
+            program: ``command``, words of the program that agents start, and
+                ``environment``, variables for it.
+        """
+        self._membership, self._program = membership, program
+        self._send, self._close = send, close
+        self._agents: dict[str, AgentRecord[Link]] = {}
+        self._ticked_at: float | None = None
+
+    # What agents say.
+
+    def refusal(self, fields: Mapping[str, Any]) -> str:
+        """Why an agent is not taken, or nothing.
+
+        Args:
+            fields: of a checked ``"enlist"``.
+        """
+        name, known = fields["agent"], self._agents.get(fields["agent"])
+        if fields["version"] != __version__:
+            return (
+                f"agent {name} is of whalejax {fields['version']}, and this supervisor "
+                f"of {__version__}. Install the same on all machines"
+            )
+        if known is not None and known.link is not None:
+            if known.token != fields["token"]:
+                return (
+                    f"an agent of the name {name} is there already, at {known.host}. "
+                    "Give this one another --name, or end that one"
+                )
+        if self._membership.phase == "ending":
+            return "the run is over"
+        return ""
+
+    def enlist(self, now: float, link: Link, fields: Mapping[str, Any]) -> None:
+        """Take an agent, first or again.
+
+        Args:
+            now: the time.
+            link: its connection.
+            fields: of a checked ``"enlist"`` that is not refused.
+        """
+        name, told = fields["agent"], {one[0]: one for one in fields["there"]}
+        known = self._agents.get(name)
+        if known is not None and known.token not in ("", fields["token"]):
+            self._lose(now, known, "another took its place")
+            known = None
+        old = None if known is None else known.link
+        is_new = known is None or not known.token
+        record = known or AgentRecord[Link](name=name)
+        record.host, record.machine = fields["host"], fields["machine"]
+        record.room, record.token = fields["room"], fields["token"]
+        record.link, record.heard_at, record.leaving = link, now, False
+        asked, record.asked = record.asked, {}
+        before, record.there = record.there, set(told)
+        self._agents[name] = record
+        beats = self._membership.settings.beat_seconds
+        self._tell(record, "enlisted", **self._program, beat_seconds=beats)
+        if is_new:
+            self._membership.agent_came(now, name, record.host, record.room)
+        for one, slot in asked.items():
+            if one in told:
+                self._started(now, record, one, slot, told[one][1], told[one][2])
+            else:
+                self._membership.not_started(now, slot, "the agent was away")
+        for one in before - set(told):
+            self._membership.exited(now, one, None)
+        for one in told:
+            member = self._membership.members.get(one)
+            if member is None or not member.is_there or member.agent != name:
+                self._tell(record, "kill", name=one)
+            else:
+                self._tell(record, "release", name=one)
+        if old is not None:
+            self._close(old)
+
+    def heard(self, now: float, link: Link, message: Message) -> None:
+        """An agent said something else."""
+        record = self._of(link)
+        if record is None:
+            return
+        record.heard_at = now
+        match message:
+            case Message(kind="agent_beat", fields={"leaving": leaving}):
+                record.leaving = leaving
+            case Message(kind="launched", fields={"name": name, **more}):
+                slot = record.asked.pop(name, None)
+                if slot is not None:
+                    record.there.add(name)
+                    pid, began = more["pid"], more["began"]
+                    self._started(now, record, name, slot, pid, began)
+            case Message(kind="not_launched", fields={"name": name, "why": why}):
+                slot = record.asked.pop(name, None)
+                if slot is not None:
+                    why = f"agent {record.name}: {why}"
+                    self._membership.not_started(now, slot, why)
+            case Message(kind="exited", fields={"name": name, **more}):
+                record.there.discard(name)
+                self._membership.exited(now, name, more["status"], more["said"])
+                self._membership.room(now)
+
+    def closed(self, now: float, link: Link) -> None:
+        """A connection of an agent ended; it may come back."""
+        record = self._of(link)
+        if record is None:
+            return
+        record.link, record.gone_at = None, now
+        if record.leaving and not record.there:
+            del self._agents[record.name]
+            self._give_back(now, record)
+            self._membership.agent_left(record.name)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: agents that are silent are lost, with their members."""
+        before, self._ticked_at = self._ticked_at, now
+        if before is not None and now - before > _PAUSE_SECONDS:
+            for record in self._agents.values():
+                record.heard_at = min(record.heard_at + now - before, now)
+                record.gone_at = min(record.gone_at + now - before, now)
+        lease = self._membership.settings.lease_seconds
+        for record in [*self._agents.values()]:
+            silent = now - record.heard_at
+            if silent > lease:
+                self._lose(now, record, f"it was silent for {silent:.1f} s")
+            elif record.link is None and now - record.gone_at > RETURN_SECONDS:
+                members = self._membership.members
+                held = [members[n] for n in record.there if n in members]
+                if not any(m.is_there and m.connected for m in held):
+                    self._lose(now, record, "its connection ended")
+
+    def _lose(self, now: float, record: AgentRecord[Link], why: str) -> None:
+        del self._agents[record.name]
+        self._give_back(now, record)
+        self._membership.agent_lost(now, record.name, why)
+        if record.link is not None:
+            self._close(record.link)  # It is told anew which of its processes end.
+
+    def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
+        """Let other agents start what this one was asked to start."""
+        for slot in record.asked.values():
+            self._membership.not_started(now, slot, f"agent {record.name} is gone")
+
+    def expect(self, now: float) -> None:
+        """Give the agents of an earlier supervisor time to come back."""
+        settings = self._membership.settings
+        back_at = now + settings.rejoin_seconds
+        for member in self._membership.members.values():
+            if member.is_there and member.agent:
+                record = self._agents.setdefault(
+                    member.agent,
+                    AgentRecord[Link](
+                        name=member.agent,
+                        heard_at=back_at - settings.lease_seconds,
+                        gone_at=back_at - RETURN_SECONDS,
+                    ),
+                )
+                record.there.add(member.name)
+
+    # What agents are told.
+
+    def start(self, now: float, slot: int, name: str) -> bool:
+        """Have a process started where there is most room; whether there is any.
+
+        Args:
+            now: the time.
+            slot: that it fills.
+            name: of its member.
+        """
+        found = [r for r in self._agents.values() if r.free > 0]
+        if not found:
+            members = self._membership.members
+            ends = {n for r in self._agents.values() for n in r.there}
+            if any(n not in members or not members[n].is_there for n in ends):
+                self._membership.started_later(now + _SOON_SECONDS, slot)
+            else:
+                self._membership.unplaced(slot)
+            return False
+        # Members are spread; among agents with equally many, the first that came.
+        record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
+        record.asked[name] = slot
+        self._tell(record, "start", name=name)
+        return True
+
+    def release(self, name: str) -> None:
+        """Let a process run that was started."""
+        self._tell_holder(name, "release")
+
+    def kill(self, name: str) -> None:
+        """Have a process ended at once."""
+        self._tell_holder(name, "kill")
+
+    def finish(self, why: str) -> None:
+        """Tell all agents that the run is over."""
+        for record in self._agents.values():
+            self._tell(record, "finish", why=why)
+
+    @property
+    def names(self) -> list[str]:
+        """Of processes whose end was not told."""
+        return [name for r in self._agents.values() for name in sorted(r.there)]
+
+    def holds(self, link: Link) -> bool:
+        """Whether a connection is one of an agent."""
+        return self._of(link) is not None
+
+    def _of(self, link: Link) -> AgentRecord[Link] | None:
+        return next((r for r in self._agents.values() if r.link is link), None)
+
+    def _tell_holder(self, name: str, kind: str) -> None:
+        for record in self._agents.values():
+            if name in record.there:
+                self._tell(record, kind, name=name)
+
+    def _tell(self, record: AgentRecord[Link], kind: str, **fields: Any) -> None:
+        if record.link is not None:
+            self._send(record.link, Message(kind=kind, fields=fields))
+
+    def _started(
+        self,
+        now: float,
+        record: AgentRecord[Link],
+        name: str,
+        slot: int,
+        pid: int,
+        began: str,
+    ) -> None:
+        record.there.add(name)
+        self._membership.started(
+            now,
+            name,
+            slot,
+            pid,
+            began,
+            agent=record.name,
+            machine=record.machine,
+        )
+
+
+def program(
+    command: Sequence[str], environment: Mapping[str, str], python: str
+) -> dict[str, Any]:
+    """What agents start: each by its own Python where that is the first word.
+
+    Args:
+        command: words of the program.
+        environment: variables for it.
+        python: path of this machine's Python.
+
+    >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
+    ['', 'a.py']
+    """
+    first, *rest = command
+    words = ["" if first == python else first, *rest]
+    return {"command": words, "environment": dict(environment)}

@@ -1,0 +1,138 @@
+"""Agents of a run on named hosts, started by a remote shell and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from whalejax.distributed.launch_spec import is_here
+from whalejax.elastic.agents.agent import FOLDER
+from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.elastic.wire.keys import make_key
+
+
+KEY: Final = "key"
+_HOLD_SECONDS: Final = 1.0
+_MOST_HOLD_SECONDS: Final = 60.0
+_END_SECONDS: Final = 30.0
+
+
+class HostAgents:
+    """One agent on each host while a block runs; one that fails is started again."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        supervisor: str,
+        logs: Path,
+        *,
+        processes: int,
+        remote_shell: Sequence[str],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            hosts: their names, which are the agents' too.
+            supervisor: host and port where it listens.
+            logs: folder of ``--logs``, of the same name on all hosts.
+            processes: that each may hold.
+            remote_shell: words before a host's name and the command for it.
+        """
+        self._hosts, self._supervisor, self._logs = hosts, supervisor, logs
+        self._processes, self._remote_shell = processes, remote_shell
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> HostAgents:
+        """Start them.
+
+        Raises:
+            WhaleError: the key of the run cannot be written.
+        """
+        make_key(self._logs / FOLDER / KEY)
+        for host in self._hosts:
+            thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End those that have not ended with the run."""
+        self._over.set()
+        with self._lock:
+            running = [*self._running.values()]
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS if exc is None else 0.0)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.kill()
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
+
+    def words(self, host: str) -> list[str]:
+        """The command that starts the agent of a host, from here.
+
+        Args:
+            host: its name.
+
+        >>> agents = HostAgents(
+        ...     ["b"], "a:1", Path("logs"), processes=2, remote_shell=["ssh"]
+        ... )
+        >>> agents.words("b")[:2]
+        ['ssh', 'b']
+        """
+        agent = [
+            *(sys.executable, "-m", "whalejax", "agent", self._supervisor),
+            *("--key", str((self._logs / FOLDER / KEY).absolute())),
+            *("--processes", str(self._processes), "--name", host),
+            *("--logs", str(self._logs)),
+        ]
+        if is_here(host):
+            return agent
+        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(agent)}"
+        return [*self._remote_shell, host, there]
+
+    def _keep(self, host: str) -> None:
+        """Start an agent, again where it fails, after a growing while."""
+        hold = _HOLD_SECONDS
+        path = self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
+        while not self._over.is_set():
+            try:
+                with path.open("ab") as log:
+                    process = subprocess.Popen(
+                        self.words(host),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                tell_user(f"the agent of {host} cannot be started: {error.strerror}")
+                self._over.wait(hold)
+                continue
+            with self._lock:
+                self._running[host] = process
+            status = process.wait()
+            if status == 0 or self._over.is_set():
+                return
+            why = f"ended with status {status}; {path} says more"
+            tell_user(f"the agent of {host} {why}. It is started again in {hold:.0f} s")
+            self._over.wait(hold)
+            hold = min(2 * hold, _MOST_HOLD_SECONDS)

@@ -1,0 +1,1 @@
+"""Engines that place the agents of elastic runs on their machines."""

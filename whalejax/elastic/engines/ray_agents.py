@@ -1,0 +1,182 @@
+"""Agents as actors of a Ray cluster: one on each node, also on those that come later.
+
+Ray is an extra, ``whalejax[ray]``. It unpickles what its cluster sends: whoever reaches
+the cluster runs what they like on its nodes. Only words go over it here; what members
+say goes over the wire of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from whalejax.distributed.process_group import die_with_parent
+from whalejax.elastic.agents.agent import FOLDER
+from whalejax.elastic.agents.on_hosts import KEY
+from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.elastic.wire.keys import make_key
+from whalejax.meshes.errors import WhaleError
+
+
+_LOOK_SECONDS: Final = 2.0
+_END_SECONDS: Final = 30.0
+_NAME_LETTERS: Final = 12
+_FAILED_SECONDS: Final = 10.0
+
+
+def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
+    """What an actor does: it runs an agent, which ends with it.
+
+    Args:
+        words: of the agent's command, behind the Python of its node.
+        folder: that it runs in.
+        log: where it writes to.
+
+    Returns:
+        The agent's status.
+    """
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as file:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,  # noqa: PLW1509
+            check=False,
+        ).returncode
+
+
+def name_of(node: Mapping[str, Any]) -> str:
+    """The agent's name on a node, as ``ray.nodes()`` tells of it.
+
+    >>> name_of({"NodeID": "0123456789abcdef"})
+    'ray-0123456789ab'
+    """
+    return f"ray-{node['NodeID'][:_NAME_LETTERS]}"
+
+
+class RayAgents:
+    """One agent on each node of a Ray cluster while a block runs.
+
+    Attributes:
+        names: of the agents on the nodes that are there in the beginning.
+    """
+
+    def __init__(
+        self, address: str, supervisor: str, logs: Path, *, processes: int
+    ) -> None:
+        """Connect to the cluster; start nothing yet.
+
+        Args:
+            address: of the cluster, or ``"auto"``.
+            supervisor: host and port where it listens.
+            logs: folder of ``--logs``, of the same name on all nodes.
+            processes: of the run, which the nodes share; each node holds as many as
+                its part is now.
+
+        Raises:
+            WhaleError: Ray is not installed, or there is no cluster.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise WhaleError(
+                "--ray needs Ray, which is not installed here. Install whalejax[ray]"
+            ) from None
+        self._ray: Any = ray
+        self._supervisor, self._logs = supervisor, logs.absolute()
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise WhaleError(
+                f"--ray is {address}, where no Ray cluster answers "
+                f"({str(error).splitlines()[0][:200]}). Start one by ray start --head, "
+                "or give its address"
+            ) from error
+        nodes = self._nodes()
+        self.names = tuple(map(name_of, nodes))
+        self._room = max(-(-processes // max(len(nodes), 1)), 1)
+        self._over = threading.Event()
+        self._running: dict[str, tuple[Any, Any]] = {}
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+
+    def _nodes(self) -> list[Mapping[str, Any]]:
+        """Those that are alive and run anything."""
+        nodes = self._ray.nodes()
+        return [n for n in nodes if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
+
+    def __enter__(self) -> RayAgents:
+        """Start them."""
+        make_key(self._logs / FOLDER / KEY)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for agents that end with the run, and end the others."""
+        self._over.set()
+        self._thread.join(_END_SECONDS)
+        ends = [end for _, end in self._running.values()]
+        if exc is None and ends:
+            with contextlib.suppress(Exception):  # Of nodes that are gone.
+                self._ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
+        self._ray.shutdown()
+
+    def _keep(self) -> None:
+        """Start an agent on every node that has none."""
+        while not self._over.is_set():
+            with contextlib.suppress(Exception):  # The cluster may be changing.
+                self._look()
+            self._over.wait(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        for node in self._nodes():
+            name = name_of(node)
+            if name in self._running:
+                ready, _ = self._ray.wait([self._running[name][1]], timeout=0)
+                if not ready:
+                    continue
+                tell_user(f"agent {name} ended; it is started again")
+                del self._running[name]
+                if self._over.wait(_FAILED_SECONDS):
+                    return
+            self._running[name] = self._start(node, name)
+
+    def _start(self, node: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        # Ray hides the GPUs that an actor has not asked for.
+        gpus = node["Resources"].get("GPU", 0)
+        actor = (
+            self._ray.remote(_Holder)
+            .options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy)
+            .remote()
+        )
+        words = [
+            *("-m", "whalejax", "agent", self._supervisor, "--name", name),
+            *("--key", str(self._logs / FOLDER / KEY), "--logs", str(self._logs)),
+            *("--processes", str(self._room)),
+        ]
+        log = str(self._logs / FOLDER / f"agent-{name}.log")
+        return actor, actor.hold.remote(words, os.getcwd(), log)
+
+
+class _Holder:
+    """The actor of a node."""
+
+    def hold(self, words: Sequence[str], folder: str, log: str) -> int:
+        return hold_agent(words, folder, log)

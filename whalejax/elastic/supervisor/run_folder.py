@@ -1,0 +1,59 @@
+"""Files that a supervisor keeps for others in the folders of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from whalejax.elastic.supervisor.telling import tell_user
+
+
+COMPILED: Final = "compiled"
+"""Folder of compiled programs, beside the logs of the processes."""
+
+_UNFINISHED: Final = re.compile(r"step_\d{6,}\.(unfinished|deleted)")
+_CACHE: Final = "JAX_COMPILATION_CACHE_DIR"
+_LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
+
+def compilation_cache(folder: Path) -> dict[str, str]:
+    """Where members find the programs that others have compiled, unless it is said."""
+    if _CACHE in os.environ:
+        return {}
+    return {_CACHE: str(folder.absolute()), _LEAST_CACHED: "0"}
+
+
+def write_pointer(path: Path, said: Mapping[str, str]) -> None:
+    """Write what helps to find a run; it goes on where a full disk does not take it.
+
+    Raises:
+        OSError: for another reason than a full disk.
+    """
+    draft = path.with_name(f".{path.name}")
+    try:
+        draft.write_text(json.dumps(said))
+        draft.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        tell_user(
+            f"{path} cannot be written ({error.strerror}); the run goes on, and "
+            "whalejax status does not find it by that"
+        )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what was being written or removed by members that were killed then."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)

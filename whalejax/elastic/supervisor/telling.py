@@ -1,0 +1,73 @@
+"""What the user of a run is told of its events."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+
+_PROGRESS: Final = frozenset({"begun", "leaving", "saved"})
+"""Events of a run that goes well."""
+
+
+def counted(processes: int) -> str:
+    """A number of processes.
+
+    >>> counted(1), counted(2)
+    ('1 process', '2 processes')
+    """
+    return f"{processes} process" + "es" * (processes != 1)
+
+
+def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
+    """What a user is told of an event, if anything."""
+    if quiet and event in _PROGRESS:
+        return ""
+    match event:
+        case "begun":
+            names = ", ".join(fields["members"])
+            step = max(fields["step"], 0)
+            return f"generation {fields['generation']} from step {step}: {names}"
+        case "lost":
+            return f"{fields['name']} is lost: {fields['why']}"
+        case "refused" | "leaving":
+            return f"{fields['name']}: {fields['why']}"
+        case "left":
+            return f"{fields['name']}: its loop was left at step {fields['step']}"
+        case "agent_joined":
+            most = f"it holds at most {counted(fields['room'])}"
+            return f"agent {fields['agent']} at {fields['host']} joined; {most}"
+        case "agent_lost":
+            return f"agent {fields['agent']} is lost: {fields['why']}"
+        case "agent_left":
+            return f"agent {fields['agent']} was told to end, and left"
+        case "agent_refused":
+            return f"agent {fields['agent']} is refused: {fields['why']}"
+        case "not_started":
+            return f"a process could not be started: {fields['why']}"
+        case "saved":
+            return f"checkpoint {fields['path']}"
+        case "not_saved":
+            return (
+                f"no checkpoint after step {fields['step']}, and the run goes on: "
+                f"{fields['why']}"
+            )
+        case "not_copied":
+            return f"no copies in memory, and the run goes on: {fields['why']}"
+        case "unfit":
+            return f"{fields['count']} processes have no plan: {fields['why']}"
+        case "short":
+            return (
+                f"{len(fields['members'])} members are left, of at least "
+                f"{fields['least']}; waiting for others"
+            )
+    return ""
+
+
+def tell_user(text: str) -> None:
+    """Print a line, where somebody still reads it."""
+    if text:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"whalejax: {text}", file=sys.stderr, flush=True)
