@@ -1,6 +1,6 @@
 """Swarms under faults: what is lost, counted twice, or differs from one process.
 
-    python scripts/bench_swarm.py [--faults 4] [--full] [--refresh] [--model gpt-test]
+    python scripts/bench_swarm.py [--faults 4] [--first 0] [--seconds 540] [--full] [--refresh] [--model gpt-test]
 
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
 Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
@@ -64,6 +64,9 @@ STEPS: Final = 30
 MICRO_BATCHES: Final = 8
 MOST_STEPS: Final = 4
 """A peer whose fault has not come about after so many is killed from outside."""
+
+MOST_FAULTS: Final = 15
+"""Of a run, three at a time."""
 
 POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
 SIGNALS: Final = ("SIGKILL", "SIGSTOP")
@@ -232,8 +235,8 @@ def faulty_run(
     serving = Serving(
         cut_of(options),
         KEY,
-        Settings(steps=STEPS, call_seconds=20.0, state_seconds=30.0, snapshot_every=5),
-        lease_seconds=15.0,
+        Settings(steps=STEPS, call_seconds=12.0, state_seconds=30.0, snapshot_every=5),
+        lease_seconds=12.0,
         write=write,
         tell=lambda kind, **_: told.update([kind]),
     )
@@ -356,12 +359,12 @@ class Kept:
         return record
 
 
-def seeds(faults: int) -> Iterator[tuple[int, int]]:
-    """A seed and a number of faults for each run, at most 6 a run."""
-    number = 0
+def seeds(faults: int, first: int) -> Iterator[tuple[int, int]]:
+    """A seed and a number of faults for each run."""
+    number = first
     while faults > 0:
-        yield number, min(6, faults)
-        faults, number = faults - 6, number + 1
+        yield number, min(MOST_FAULTS, faults)
+        faults, number = faults - MOST_FAULTS, number + 1
 
 
 def main() -> None:
@@ -370,12 +373,14 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=4, help="in all runs together")
     parser.add_argument("--full", action="store_true", help="20 faults")
     parser.add_argument("--refresh", action="store_true", help="forget what is kept")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seconds", type=float, default=LONGEST_SECONDS, help="limit")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")
     words = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    until = time.monotonic() + (1e9 if words.full else LONGEST_SECONDS)
+    until = time.monotonic() + (1e9 if words.full else words.seconds)
     options, kept, here = given(words.model), Kept(refresh=words.refresh), commit()
     whole = single_losses(options, STEPS)
     same = {"commit": here, "model": words.model}
@@ -383,7 +388,7 @@ def main() -> None:
     if narrow is None:
         narrow = kept.add(kind="wires", **same, **wires(options, whole))
     runs = []
-    for seed, faults in seeds(20 if words.full else words.faults):
+    for seed, faults in seeds(20 if words.full else words.faults, words.first):
         wanted = {"kind": "faults", **same, "seed": seed, "asked": faults}
         found = kept.find(**wanted)
         if found is None:
