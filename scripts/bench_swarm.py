@@ -1,6 +1,7 @@
 """Swarms under faults: what is lost, counted twice, or differs from one process.
 
-    python scripts/bench_swarm.py [--faults 4] [--first 0] [--seconds 540] [--full] [--refresh] [--model gpt-test]
+    python scripts/bench_swarm.py [--faults 4] [--first 0] [--seconds 540] [--full]
+        [--refresh] [--model gpt-test]
 
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
 Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
@@ -50,10 +51,10 @@ from swarm_peer import cut_of, job_of
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.ledger import committed, counted
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving
-from whalejax.swarm.trainer import Settings
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -62,8 +62,8 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     """
     _check(command)
     from whalejax.swarm.cut import Cut
+    from whalejax.swarm.leading.state import Settings
     from whalejax.swarm.running import Place, Run
-    from whalejax.swarm.trainer import Settings
 
     cut = Cut(
         find_job(command.model, named_values(command.set)),

@@ -19,10 +19,10 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
 from whalejax.swarm.checkpoints import Checkpoints
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.moving import PERIOD_SECONDS, Mover
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving
-from whalejax.swarm.trainer import Settings, Snapshot, Tell
 
 
 KEY: Final = "swarm.key"

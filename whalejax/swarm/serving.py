@@ -13,9 +13,10 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.ledger import Write
 from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry, facts_of
-from whalejax.swarm.trainer import Settings, Snapshot, Tell, Trainer, as_told
+from whalejax.swarm.trainer import Trainer, as_told
 from whalejax.swarm.wire.messages import TO_TRAINER
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Member
 from whalejax.swarm.serving import Serving
-from whalejax.swarm.trainer import Settings
 
 
 KEY: Final = b"k" * 32

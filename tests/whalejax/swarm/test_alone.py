@@ -19,11 +19,12 @@ import whalejax as wh
 from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.fleet import Fleet
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm.passage import Counts, Passage, StepContext
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
-from whalejax.swarm.trainer import Settings, Trainer
+from whalejax.swarm.trainer import Trainer
 from whalejax.swarm.wire.service import Gone, Refused
 
 

@@ -13,9 +13,9 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.running import Place, Run
-from whalejax.swarm.trainer import Settings
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
