@@ -100,6 +100,9 @@ class Serving:
             "state": self.trainer.give_state,
             "join": self._join,
             "announce": self._announce,
+            "enlist": self._enlist,
+            "take": self.trainer.sharing.give,
+            "led": self.trainer.sharing.take_in,
             "show": self._show,
             "terms": self._terms,
         }
@@ -130,7 +133,7 @@ class Serving:
         self.stop("all steps are done")
 
     def stop(self, why: str, *, failed: bool = False) -> None:
-        """Tell all peers that the run is over.
+        """Tell all peers and trainers that the run is over.
 
         Args:
             why: in words.
@@ -138,7 +141,9 @@ class Serving:
         """
         fields = {"why": why, "failed": failed}
         members = self.registry.members(time.monotonic())
-        self._all([m.address for m in members], "stop", fields, REACH_SECONDS)
+        addresses = [m.address for m in members]
+        addresses += self.trainer.sharing.addresses()
+        self._all(addresses, "stop", fields, REACH_SECONDS)
 
     def _all(
         self,
@@ -166,13 +171,21 @@ class Serving:
     # What peers ask.
 
     def _reach(self, address: Address) -> str:
+        why = self._ping(address)
+        others = self._neighbours(address)
+        if others and not why:
+            peers = [[m.name, list(m.address)] for m in others]
+            own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
+            outward = {} if own is None else own.fields["unreached"]
+            self._check_links("peer", address, others, outward)
+        return why
+
+    def _ping(self, address: Address) -> str:
+        """Why a process does not answer; empty where it does."""
         try:
             self._caller.ask(address, "ping", {}, seconds=REACH_SECONDS)
         except (Gone, Refused) as error:
             return str(error)
-        others = self._neighbours(address)
-        if others:
-            self._check_links(address, others)
         return ""
 
     def _neighbours(self, address: Address) -> list[Member]:
@@ -187,15 +200,25 @@ class Serving:
         order = sorted(range(len(others)), key=lambda n: (ranks[n], others[n].stage))
         return [others[n] for n in order[:_MOST_LINKS]]
 
-    def _check_links(self, address: Address, others: Sequence[Member]) -> None:
+    def _check_links(
+        self,
+        what: str,
+        address: Address,
+        others: Sequence[Member],
+        outward: Mapping[str, str],
+    ) -> None:
         """Refuse a newcomer that most others do not reach, or that reaches not them.
+
+        Args:
+            what: the newcomer is.
+            address: of it.
+            others: peers.
+            outward: why it does not reach those that it does not.
 
         Raises:
             Refused: which of them, and why.
         """
         where = f"{address[0]}:{address[1]}"
-        peers = [[m.name, list(m.address)] for m in others]
-        own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
         fields = {"peers": [[where, list(address)]]}
         told = self._all([m.address for m in others], "reach", fields, LINK_SECONDS)
         there = {
@@ -203,7 +226,6 @@ class Serving:
             for m, answer in zip(others, told, strict=True)
             if answer is not None
         }
-        outward: Mapping[str, str] = {} if own is None else own.fields["unreached"]
         problems = [
             f"it does not reach {name} ({outward[name]})"
             if name in outward
@@ -213,14 +235,15 @@ class Serving:
         ]
         if not problems:
             return
-        text = f"the peer at {where}: {'; '.join(problems)}"
+        text = f"the {what} at {where}: {'; '.join(problems)}"
         if 2 * len(problems) <= len(there):
             self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
             return
         raise Refused(
             "failed",
-            f"{text}. Peers take tensors from each other: give --host an address of "
-            "that machine that all machines of the swarm reach, and open its port",
+            f"{text}. Peers take tensors from each other and from trainers: give "
+            "--host an address of that machine that all machines of the swarm reach, "
+            "and open its port",
         )
 
     def _join(self, asked: Message) -> Message:
@@ -250,6 +273,24 @@ class Serving:
         found = self.registry.announce(name, time.monotonic(), **told)
         return Message(kind="heard", fields={"known": found is not None, "free": False})
 
+    def _enlist(self, asked: Message) -> Message:
+        """One more trainer."""
+        fields = asked.fields
+        name, (host, port) = fields["name"], fields["address"]
+        self.registry.check(f"trainer {name}", fields["facts"])
+        if why := self._ping((host, port)):
+            raise Refused(
+                "failed",
+                f"trainer {name} says that it listens at {host}:{port}, which cannot "
+                f"be reached from here ({why}). Give --host an address of that machine "
+                "that others reach, and open its port",
+            )
+        others = self._neighbours((host, port))
+        if others:
+            self._check_links("trainer", (host, port), others, {})
+        self.trainer.sharing.enlist(name, (host, port))
+        return Message(kind="enlisted", fields={"run": self.trainer.run_id})
+
     def _terms(self, asked: Message) -> Message:
         """What a newcomer must know to cut the job alike."""
         del asked
@@ -263,6 +304,7 @@ class Serving:
             "seed": cut.seed,
             "delayed_updates": cut.delayed_updates,
             "pull_seconds": self._settings.call_seconds / 3,
+            "call_seconds": self._settings.call_seconds,
         }
         return Message(kind="terms", fields=fields)
 
@@ -282,6 +324,7 @@ class Serving:
             "sum_error": self._sum_error,
             "left": 0 if ledger is None else ledger.left,
             "counts": as_told(trainer.counts),
+            "trainers": trainer.sharing.shown(),
             "peers": [show(m) for m in self.registry.members(now)],
         }
         return Message(kind="shown", fields=fields)

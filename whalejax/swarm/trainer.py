@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +23,8 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.shares import OWN
+from whalejax.swarm.leading.sharing import Sharing
 from whalejax.swarm.leading.state import RunState, Settings, Snapshot, Tell, digests_of
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm.passage import (
@@ -57,7 +59,12 @@ class _Computed:
 
 
 class Trainer(RunState):
-    """Leads the steps of one run."""
+    """Leads the steps of one run.
+
+    Attributes:
+        ledger: of the step that is under way.
+        sharing: gives further trainers micro-batches to lead.
+    """
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ class Trainer(RunState):
             clock=clock,
         )
         self._write, self._between = write, between
+        self.sharing = Sharing(self.fleet, caller, tell, registry.lease_seconds)
         self._sum_wire = sum_wire
         self.ledger: Ledger | None = None
         self._seconds = 0.0
@@ -286,25 +294,37 @@ class Trainer(RunState):
             self._keeps = True
 
     def _travel(self, context: StepContext, passages: Sequence[Passage]) -> None:
-        """Take all micro-batches through; what the first error was is raised."""
+        """Take all micro-batches through; what the first error was is raised.
+
+        Those that further trainers lead are taken through by them.
+        """
         peers = len(self.fleet.synced())
-        count = self.settings.in_flight or 2 * peers
+        count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))
+        shares = self.sharing.open(context, passages, count)
         errors: list[Exception] = []
 
-        def one(passage: Passage) -> None:
+        def lead() -> None:
             try:
-                if context.stop.is_set():
-                    raise Stopped
-                passage.run()
+                while not shares.is_over:
+                    share = shares.wait_for(OWN, self.sharing.most, LOOK_SECONDS)
+                    if share is not None:
+                        passages[share.number].run(share.attempts.start - 1)
+                        self.sharing.led += shares.finish(share, lambda: None)
             except Exception as error:
                 errors.append(error)
                 context.stop.set()
 
-        with threads(max(1, min(count, len(passages))), context.stop) as pool:
-            for waiting in [pool.submit(one, p) for p in passages]:
-                waiting.result()
+        try:
+            with threads(count, context.stop) as pool:
+                leading = [pool.submit(lead) for _ in range(count)]
+                while wait(leading, timeout=LOOK_SECONDS).not_done:
+                    self.sharing.watch()
+        finally:
+            self.sharing.close()
         if errors:
             raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
+        if context.stop.is_set():
+            raise Stopped
 
     # Between steps.
 
