@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -94,7 +94,24 @@ class Serving:
         )
         self._settings, self._tell = settings, tell
         self._shown = {"wire": wire, "sum_wire": sum_wire}
-        handlers = {
+        try:
+            listening = listen(host, port)
+        except OSError as error:
+            raise WhaleError(
+                f"host {host}, port {port}: the registry cannot listen there "
+                f"({error.strerror or error}). Give an address of this machine and a "
+                "free port"
+            ) from error
+        self._service = Service(listening, key, TO_TRAINER, self._handlers)
+        self.address = self.trainer.address = self._service.address
+        self._loss: float | None = None
+        self._sum_error: float | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def _handlers(self) -> Mapping[str, Callable[[Message], Message]]:
+        """What answers each kind of question."""
+        return {
             "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
             "batch": self.trainer.give_batch,
             "state": self.trainer.give_state,
@@ -106,19 +123,6 @@ class Serving:
             "show": self._show,
             "terms": self._terms,
         }
-        try:
-            listening = listen(host, port)
-        except OSError as error:
-            raise WhaleError(
-                f"host {host}, port {port}: the registry cannot listen there "
-                f"({error.strerror or error}). Give an address of this machine and a "
-                "free port"
-            ) from error
-        self._service = Service(listening, key, TO_TRAINER, handlers)
-        self.address = self.trainer.address = self._service.address
-        self._loss: float | None = None
-        self._sum_error: float | None = None
-        self._lock = threading.Lock()
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Do the steps; see ``Trainer.run``. In the end, peers are told."""
