@@ -8,8 +8,9 @@ these sums in the order of the peers, so that all mates hold the same sum.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import numpy as np
 from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.stage import Stage, StageState
 from whalejax.swarm.wire import coding
-from whalejax.swarm.wire.service import Gone, Refused
+from whalejax.swarm.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 from whalejax.swarm.working.holding import Part, at
 from whalejax.swarm.working.summing import SumHolder
@@ -26,6 +27,9 @@ from whalejax.swarm.working.summing import SumHolder
 
 REACH_SECONDS: Final = 10.0
 """In which another peer answers whether it is there."""
+
+PATIENT_TRANSFERS: Final = 8
+"""Transfers like it, over the slowest link, for which one waits for its turn."""
 
 _MOST_PINGS: Final = 16
 """At once."""
@@ -138,7 +142,9 @@ class Worker(SumHolder):
         wanted = self.cut.sources(stage.number)
         for source, name, address, attempt in asked.fields["sources"]:
             places = wanted.get(source, [])
-            arrays = self._fetched(asked, "forward", stage, name, address, attempt)
+            arrays = self._fetched(
+                asked, "forward", source, stage, name, address, attempt
+            )
             avals = [stage.imports[p] for p in places]
             values = coding.decoded(arrays, avals, self.wire, name)
             for place, value in zip(places, values, strict=True):
@@ -152,7 +158,9 @@ class Worker(SumHolder):
         sums: dict[Any, np.ndarray] = {}
         for source, name, address, attempt in asked.fields["cotangents"]:
             values = self.cut.returned(source, stage.number)
-            arrays = self._fetched(asked, "backward", stage, name, address, attempt)
+            arrays = self._fetched(
+                asked, "backward", source, stage, name, address, attempt
+            )
             avals = [self.cut.avals[v] for v in values]
             for value, array in zip(
                 values, coding.decoded(arrays, avals, self.wire, name), strict=True
@@ -167,6 +175,7 @@ class Worker(SumHolder):
         self,
         asked: Message,
         phase: str,
+        stage_of: int,
         stage: Stage,
         name: str,
         address: Sequence[Any],
@@ -179,7 +188,31 @@ class Worker(SumHolder):
             "attempt": attempt,
             "target": stage.number,
         }
-        return self._pull(address, "fetch", fields, name, name).arrays
+        wanted = (
+            self.cut.handed(stage_of, stage.number)
+            if phase == "forward"
+            else self.cut.returned(stage_of, stage.number)
+        )
+        with self._turn(sum(_bytes(self.cut.avals[v]) for v in wanted)):
+            return self._pull(address, "fetch", fields, name, name).arrays
+
+    @contextlib.contextmanager
+    def _turn(self, size: int) -> Iterator[None]:
+        """Take tensors from others a few at a time, in the order of the calls.
+
+        All at once they would share the link and arrive together, and the device would
+        wait for that. Where a turn does not come, another may stand still: go on.
+
+        Args:
+            size: bytes of what is to be taken.
+        """
+        seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
+        taken = self._turns.acquire(timeout=seconds)
+        try:
+            yield
+        finally:
+            if taken:
+                self._turns.release()
 
     def _fetch(self, asked: Message) -> Message:
         fields = asked.fields
@@ -381,6 +414,10 @@ class Worker(SumHolder):
             found = zip(peers, pool.map(why, peers), strict=True)
             unreached = {one[0]: text for one, text in found if text}
         return Message(kind="reached", fields={"unreached": unreached})
+
+
+def _bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape)) * int(np.dtype(aval.dtype).itemsize)
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,6 +19,9 @@ Hook = Callable[[str, int], None]
 """Is told a point of the protocol and the step as it is reached."""
 
 Part = list[np.ndarray]
+
+TRANSFERS: Final = 2
+"""Tensors that a peer takes from others at once."""
 
 
 class StageHolder:
@@ -66,6 +69,7 @@ class StageHolder:
         self.done, self.waiting, self.seconds, self.sent_bytes = 0, 0, 0.0, 0
         self._lock = threading.RLock()
         self._device = threading.Lock()
+        self._turns = threading.BoundedSemaphore(TRANSFERS)
         self._states: dict[int, StageState] = {}
         self._digests: dict[int, str] = {}
         self._tensors: dict[tuple[int, str, int, int], Part] = {}
