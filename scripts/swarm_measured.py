@@ -7,7 +7,8 @@ whose links are shaped by ``tc tbf``. All peers share the cores of this machine,
 is compared was measured in one run of the same processes, or beside a prediction from
 times that were measured in it.
 
-``quotas``: 3 stages, each of one peer with 40 % of a core and one with 10 %.
+``quotas``: 3 stages, each of one peer with 40 % of a core and one with 10 %; 256
+micro-batches a step, 24 at once.
 ``of_max_flow``: micro-batches a second, sums and updates included, as a part of what
 the stage that needs most processor time could do if its peers computed all the time:
 the quotas of its peers over the processor seconds that they spent on a micro-batch.
@@ -84,7 +85,10 @@ ENVIRONMENT: Final = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
 }
 QUOTAS: Final = (40.0, 10.0)
-STATIC_STEPS: Final = 2
+STATIC_STEPS: Final = 1
+OTHERS: Final = 30.0
+"""Other processes that would compute at the same time."""
+
 ROWS: Final = 8192
 WIDTH: Final = 64
 
@@ -206,7 +210,7 @@ def in_turn(serving: Serving) -> Callable[..., Member | None]:
 
 def quotas(steps: int) -> dict[str, Any]:
     """Peers of unlike speed, chosen by speed and in turn."""
-    count = 64
+    count = 256
     options = gpt(STAGES, batch=4 * count, width=128, sequence=64)
     given = {
         "job": "gpt-test",
@@ -214,9 +218,10 @@ def quotas(steps: int) -> dict[str, Any]:
         "stages": STAGES,
         "micro_batches": count,
     }
-    serving = Serving(
-        cut_of(given), KEY, Settings(steps=1 + steps + STATIC_STEPS, call_seconds=300.0)
+    settings = Settings(
+        steps=1 + steps + STATIC_STEPS, call_seconds=300.0, in_flight=24
     )
+    serving = Serving(cut_of(given), KEY, settings)
     peers = Peers(given)
     with contextlib.ExitStack() as stack:
         stack.callback(serving.close)
@@ -228,6 +233,7 @@ def quotas(steps: int) -> dict[str, Any]:
         for several in hosts:
             for host, percent in zip(several, QUOTAS, strict=True):
                 quota = stack.enter_context(Quota(percent))
+                quota.weigh(OTHERS)
                 quota.add(peers.processes[host].pid)
 
         def used() -> list[float]:
@@ -577,7 +583,7 @@ def measured(kind: str, *, interval: float = 15.0, seconds: float = 120.0) -> An
         seconds: of churn.
     """
     if kind == "quotas":
-        return quotas(4)
+        return quotas(2)
     return links(3) if kind == "links" else churn(interval, seconds)
 
 

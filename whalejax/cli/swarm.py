@@ -132,13 +132,12 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
 def _step_words(
     command: SwarmServeCommand, step: int, metrics: Mapping[str, Any]
 ) -> str:
-    loss, error = float(metrics["loss"]), metrics.get("sum_error")
+    loss = float(metrics["loss"])
+    errors = {n: metrics[n] for n in ("wire_error", "sum_error") if n in metrics}
     if command.json:
-        fields = {"event": "step", "step": step, "loss": loss}
-        if error is not None:
-            fields["sum_error"] = error
+        fields = {"event": "step", "step": step, "loss": loss, **errors}
         return json.dumps(fields)
-    lost = "" if error is None else f"  sum error {error:.2g}"
+    lost = "".join(f"  {n.replace('_', ' ')} {x:.2g}" for n, x in errors.items())
     return f"step {step}/{command.steps}  loss {loss:.6g}{lost}"
 
 
@@ -302,12 +301,15 @@ def as_text(found: Mapping[str, Any]) -> str:
     Args:
         found: the registry's answer.
     """
-    error = found["sum_error"]
-    lost = "" if error is None else f" (relative error {error:.2g})"
+    lost = {
+        name: "" if found[name] is None else f" (relative error {found[name]:.2g})"
+        for name in ("wire_error", "sum_error")
+    }
     loss = "none yet" if found["loss"] is None else f"{found['loss']:.6g}"
     lines = [
         f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
-        f"loss {loss}, wire {found['wire']}, sums in {found['sum_wire']}{lost}",
+        f"loss {loss}, wire {found['wire']}{lost['wire_error']}, sums in "
+        f"{found['sum_wire']}{lost['sum_error']}",
         f"ledger: {found['left']} parts of the step under way are not counted yet",
         ", ".join(
             f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()

@@ -8,6 +8,7 @@ believes that.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -249,10 +250,12 @@ class Made:
     Attributes:
         member: the peer.
         attempt: of which call it was the answer.
+        lost: by the wire's format, as a part of the squares of what was made.
     """
 
     member: Member
     attempt: int
+    lost: float = 0.0
 
 
 class Passage:
@@ -301,6 +304,17 @@ class Passage:
         with self._lock:
             self.need_backward(stage)
 
+    @property
+    def wire_error(self) -> float:
+        """What the wire's format loses of a tensor, as a part of its norm.
+
+        The root of the mean of squares, over all borders there and back.
+        """
+        borders = self._context.cut.stages - 1
+        with self._lock:
+            made = [*self._forward.values(), *self.backward.values()]
+            return math.sqrt(sum(one.lost for one in made) / (2 * borders))
+
     # What another trainer has had made.
 
     @property
@@ -315,6 +329,7 @@ class Passage:
                     made.member.name,
                     made.member.incarnation,
                     made.attempt,
+                    made.lost,
                 ]
                 for phase, several in held.items()
                 for stage, made in sorted(several.items())
@@ -355,11 +370,11 @@ class Passage:
         read = coding.decoded(list(sums), context.cut.flat_sums, "f32", trainer)
         members = {(m.name, m.incarnation): m for m in context.fleet.members()}
         with self._lock, context.lock:
-            for phase, stage, name, incarnation, number in made:
+            for phase, stage, name, incarnation, number, lost in made:
                 member = members.get((name, incarnation))
                 if member is None or member.stage != stage:
                     continue
-                one = Made(member=member, attempt=number)
+                one = Made(member=member, attempt=number, lost=lost)
                 if phase == Phase.FORWARD:
                     self._forward[stage] = one
                     continue
@@ -452,7 +467,8 @@ class Passage:
             self._failed(stage, phase, member, attempt, error, begun, task)
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
-        return self._answered(stage, phase, member, attempt, number, answer.arrays)
+        made = Made(member=member, attempt=number, lost=answer.fields["lost"])
+        return self._answered(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: Member) -> Attempt | None:
         """Note an attempt. What forward makes is no gradient and may be made twice."""
@@ -470,12 +486,11 @@ class Passage:
         self,
         stage: int,
         phase: Phase,
-        member: Member,
+        made: Made,
         attempt: Attempt | None,
-        number: int,
         arrays: tuple[Any, ...],
     ) -> Made | None:
-        context = self._context
+        context, member = self._context, made.member
         last = stage == context.cut.stages - 1
         if phase is Phase.BACKWARD and last:
             wanted = context.cut.flat_sums
@@ -498,7 +513,7 @@ class Passage:
                     context.counts.late_answers += 1
                     return None
         self._made.add((str(phase), stage))
-        return Made(member=member, attempt=number)
+        return made
 
     def _failed(
         self,

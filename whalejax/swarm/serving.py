@@ -25,6 +25,9 @@ REACH_SECONDS: Final = 5.0
 LINK_SECONDS: Final = 20.0
 """In which a peer says whether others answer it."""
 
+ERRORS: Final = ("sum_error", "wire_error")
+"""Of each step's metrics, what formats lose; shown."""
+
 _MOST_LINKS: Final = 8
 """Of a newcomer to others, that are tried when it joins."""
 
@@ -89,6 +92,7 @@ class Serving:
             write=write,
             snapshot=snapshot,
             generation=generation,
+            wire=wire,
             sum_wire=sum_wire,
             **more,
         )
@@ -105,7 +109,7 @@ class Serving:
         self._service = Service(listening, key, TO_TRAINER, self._handlers)
         self.address = self.trainer.address = self._service.address
         self._loss: float | None = None
-        self._sum_error: float | None = None
+        self._errors: dict[str, float | None] = {}
         self._lock = threading.Lock()
 
     @property
@@ -129,7 +133,7 @@ class Serving:
         try:
             for step, metrics in self.trainer.run():
                 self._loss = float(metrics["loss"])
-                self._sum_error = metrics.get("sum_error")
+                self._errors = {name: metrics.get(name) for name in ERRORS}
                 yield step, metrics
         except Exception as error:
             self.stop(f"the run has failed: {error}"[:_MOST_WORDS], failed=True)
@@ -325,7 +329,7 @@ class Serving:
             "generation": trainer.generation,
             "micro_batches": trainer.cut.count,
             "loss": self._loss,
-            "sum_error": self._sum_error,
+            **{name: self._errors.get(name) for name in ERRORS},
             "left": 0 if ledger is None else ledger.left,
             "counts": as_told(trainer.counts),
             "trainers": trainer.sharing.shown(),

@@ -77,6 +77,7 @@ class Trainer(RunState):
         write: Write | None = None,
         snapshot: Snapshot | None = None,
         generation: int = 0,
+        wire: str = "f32",
         sum_wire: str = "f32",
         on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
         between: Callable[[Trainer], None] = lambda trainer: None,
@@ -93,6 +94,7 @@ class Trainer(RunState):
             write: of the ledger's journal.
             snapshot: where the run goes on; a fresh run if left out.
             generation: counts how often the run has begun or gone back.
+            wire: how peers send tensors.
             sum_wire: how peers send gradients while they add them up.
             on_snapshot: is given each snapshot, such as to write a checkpoint.
             between: called between two steps, such as to move peers.
@@ -111,7 +113,7 @@ class Trainer(RunState):
         )
         self._write, self._between = write, between
         self.sharing = Sharing(self.fleet, caller, tell, registry.lease_seconds)
-        self._sum_wire = sum_wire
+        self._wire, self._sum_wire = wire, sum_wire
         self.ledger: Ledger | None = None
         self._seconds = 0.0
         self._pending: _Computed | None = None
@@ -195,6 +197,8 @@ class Trainer(RunState):
         self._seconds = self.fleet.now() - begun
         if commit.sum_error is not None:
             metrics["sum_error"] = commit.sum_error
+        if self._wire != "f32":
+            metrics["wire_error"] = computed.passages[0].wire_error
         return {**metrics, "generation": self.generation, "seconds": self._seconds}
 
     def _is_alone(self) -> bool:
@@ -316,8 +320,11 @@ class Trainer(RunState):
 
         try:
             with threads(count, context.stop) as pool:
-                leading = [pool.submit(lead) for _ in range(count)]
-                while wait(leading, timeout=LOOK_SECONDS).not_done:
+                leading = {pool.submit(lead) for _ in range(count)}
+                while leading:
+                    done, leading = wait(leading, timeout=LOOK_SECONDS)
+                    for one in done:
+                        one.result()  # An interrupt.
                     self.sharing.watch()
         finally:
             self.sharing.close()
@@ -342,7 +349,8 @@ class Trainer(RunState):
             coming = self._coming_stages()
             lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
             waited = self.fleet.now() - begun
-            if not lacking and (not coming or waited >= newcomers):
+            most = max(newcomers, self._held_seconds)
+            if not lacking and (not coming or waited >= most):
                 break
             lacking = [s for s in lacking if s not in coming]
             if lacking and lacking != said:

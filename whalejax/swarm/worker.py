@@ -76,9 +76,9 @@ class Worker(SumHolder):
         results = self._computed(lambda: stage.forward(state, number, batch, imports))
         coding.check_finite(results, self.name)
         key = step, "forward", number, asked.fields["attempt"]
-        coded = self._coded(results)
+        coded, lost = self._coded(results, number)
         self._keep(asked, stage, lambda: self._tensors.update({key: coded}))
-        return _receipt(time.monotonic() - begun)
+        return _receipt(time.monotonic() - begun, lost)
 
     def _backward(self, asked: Message) -> Message:
         stage, state = self._computes_with(asked)
@@ -91,17 +91,30 @@ class Worker(SumHolder):
             lambda: stage.backward(state, number, batch, imports, cotangents)
         )
         coding.check_finite([*found.sums, *found.returns, *found.gradients], self.name)
-        attempt, returns = asked.fields["attempt"], self._coded(found.returns)
+        attempt = asked.fields["attempt"]
+        returns, lost = self._coded(found.returns, number)
 
         def keep() -> None:
             self._tensors[step, "backward", number, attempt] = returns
             self._gradients[step, number, attempt] = list(found.gradients)
 
         self._keep(asked, stage, keep)
-        return _receipt(time.monotonic() - begun, *found.sums)
+        return _receipt(time.monotonic() - begun, lost, *found.sums)
 
-    def _coded(self, arrays: Sequence[np.ndarray]) -> Part:
-        return coding.coded(arrays, self.wire)
+    def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
+        """Tensors as others are sent them, and what that loses.
+
+        The squares of what is lost as a part of those of the whole; of the first
+        micro-batch of a step only, since it takes as long as reading the tensors.
+        """
+        sent = coding.coded(arrays, self.wire)
+        if self.wire == "f32" or number:
+            return sent, 0.0
+        read = coding.decoded(sent, arrays, self.wire, self.name)
+        whole = coding.squared(arrays)
+        pairs = zip(arrays, read, strict=True)
+        lost = coding.squared([a - b for a, b in pairs])
+        return sent, lost / whole if whole else 0.0
 
     def _given(self, stage: Stage, asked: Message) -> tuple[Part, Part]:
         """Leaves of the micro-batch, and what earlier stages made of it."""
@@ -424,8 +437,9 @@ def _is_finite(array: np.ndarray) -> bool:
     return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
 
 
-def _receipt(seconds: float, *arrays: np.ndarray) -> Message:
-    return Message(kind="receipt", fields={"seconds": seconds}, arrays=arrays)
+def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> Message:
+    fields = {"seconds": seconds, "lost": lost}
+    return Message(kind="receipt", fields=fields, arrays=arrays)
 
 
 def _applied(digest: str, arrays: tuple[np.ndarray, ...]) -> Message:

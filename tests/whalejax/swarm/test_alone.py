@@ -50,7 +50,7 @@ def cut_of(stages: int) -> Any:
 
 
 def receipt(*given: Any, **more: Any) -> Message:
-    return Message(kind="receipt", fields={"seconds": 0.0})
+    return Message(kind="receipt", fields={"seconds": 0.0, "lost": 0.0})
 
 
 def untold(*given: Any, **more: Any) -> None:
@@ -390,7 +390,7 @@ class Interrupts:
         self.once = threading.Lock()
         self.context = context_of(1)
 
-    def run(self) -> None:
+    def run(self, first: int = 0) -> None:
         self.runs += 1
         if self.once.acquire(blocking=False):
             # A signal, as interrupt_main wakes no thread that waits.

@@ -125,6 +125,22 @@ def test_a_trainer_that_dies_or_stands_still_loses_nothing(
                 assert running[0].wait(_SECONDS) == -9
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_what_the_wire_loses_is_told(count: int) -> None:
+    """Of the first micro-batch of a step, whoever leads it."""
+    with swarm(steps=2, wire="int8") as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage, hook=slow)
+        for _ in range(count):
+            found.lead()
+        errors = [metrics["wire_error"] for _, metrics in found.serving.run()]
+        assert len(errors) == 2
+        assert all(1e-4 < error < 0.02 for error in errors)
+        shown = found.serving._show(Message(kind="show", fields={})).fields
+        assert shown["wire_error"] == errors[-1]
+        assert shown["sum_error"] is None
+
+
 def test_one_that_leaves_and_one_that_comes_while_a_step_goes_on() -> None:
     with swarm(steps=STEPS) as found:
         for stage in range(jobs.STAGES):

@@ -22,6 +22,9 @@ from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 STATE_SECONDS: Final = 600.0
 """Deadline of the state of a stage, from peer to peer or to the trainer."""
 
+HELD_SECONDS: Final = 120.0
+"""That a step waits at most, once, for a newcomer that took longer than a step."""
+
 Tell = Callable[..., None]
 
 
@@ -135,6 +138,7 @@ class RunState:
         self.moving: dict[str, int] = {}
         self.pace = Pace()
         self._coming: dict[tuple[str, int], _Coming] = {}
+        self._late: dict[tuple[str, int], float] = {}
         self._changed = threading.Event()
         self._owed = False
         self._is_overlapping = False
@@ -271,6 +275,7 @@ class RunState:
         at: tuple[int, int],
     ) -> None:
         """Bring a peer to the step, in a thread of its own."""
+        begun = self.fleet.now()
         tries = [keeps, False] if keeps and sources is not None else [keeps]
         for one in tries:
             digest = self._synced(member, sources or [], keeps=one, at=at)
@@ -282,10 +287,28 @@ class RunState:
             if self.generation != at[0]:
                 return  # All begin again.
             late = self.step != at[1] or self._is_overlapping
+            took = self.fleet.now() - begun
+            key = member.name, member.incarnation
+            again = late and key not in self._late and took <= HELD_SECONDS / 2
+            if late:
+                self._late[key] = 2 * took if again else 0.0
         self.fleet.pause(member)
         if late:
-            why = "it took longer than a step; give it a faster link, or longer steps"
+            why = f"it took {took:.1f} s, longer than a step; "
+            why += (
+                "a step waits for its next try"
+                if again
+                else "give it a faster link, or longer steps"
+            )
             self.tell("not synced", peer=member.name, why=why)
+
+    @property
+    def _held_seconds(self) -> float:
+        """That this step waits for newcomers which took longer than a step before."""
+        with self._lock:
+            now = self.generation, self.step
+            keys = [key for key, c in self._coming.items() if c.at == now]
+            return max((self._late.get(key, 0.0) for key in keys), default=0.0)
 
     def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
         """A peer says that it has a state; whether it is that of the step."""

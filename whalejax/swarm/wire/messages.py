@@ -136,17 +136,18 @@ def _members(x: Any) -> bool:
 
 
 def _made(x: Any) -> bool:
-    """Phase, stage, name, incarnation and attempt of what peers made."""
+    """Phase, stage, name, incarnation, attempt and loss of what peers made."""
     return (
         isinstance(x, list)
         and len(x) <= 2 * MOST_PEERS
         and all(
             isinstance(one, list)
-            and len(one) == 5
+            and len(one) == 6
             and _text(one[0])
             and _whole(one[1])
             and _text(one[2])
-            and all(map(_whole, one[3:]))
+            and all(map(_whole, one[3:5]))
+            and _size(one[5])
             for one in x
         )
     )
@@ -258,7 +259,9 @@ TO_FURTHER_TRAINER: Final[Mapping[str, Fields]] = {
 
 _TENSORS: Final[Mapping[str, Fields]] = {"tensors": {}}
 _SLICES: Final[Mapping[str, Fields]] = {"slices": {}}
-_RECEIPT: Final[Mapping[str, Fields]] = {"receipt": {"seconds": _seconds}}
+_RECEIPT: Final[Mapping[str, Fields]] = {
+    "receipt": {"seconds": _seconds, "lost": _size}
+}
 _TOLD: Final[Mapping[str, Fields]] = {"told": {"numbers": _wholes, "digest": _text}}
 
 ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
@@ -303,6 +306,7 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
             "wire": _text,
             "sum_wire": _text,
             "sum_error": lambda x: x is None or _size(x),
+            "wire_error": lambda x: x is None or _size(x),
             "stages": _whole,
             "step": _whole,
             "steps": _whole,
