@@ -600,7 +600,7 @@ def main() -> None:
         told |= measured(
             kind, interval=words.churn_interval, seconds=words.churn_seconds
         )
-        print(json.dumps(told), flush=True)
+        print(json.dumps({"kind": kind, **told}), flush=True)
 
 
 if __name__ == "__main__":
