@@ -441,70 +441,90 @@ class Journal:
             self.joined.setdefault(more["peer"], more["step"])
 
 
+class Kills:
+    """Kills a drawn peer from time to time, and starts another in its place.
+
+    Attributes:
+        starts: seconds from the start of each newcomer until it was ready.
+        count: of kills.
+    """
+
+    def __init__(self, serving: Serving, peers: Peers, interval: float) -> None:
+        self._serving, self._peers, self._interval = serving, peers, interval
+        self._stages = {
+            peers.start(serving, n % STAGES): n % STAGES for n in range(2 * STAGES)
+        }
+        self._draw, self._over = random.Random(0), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.starts: list[float] = []
+        self.count = 0
+
+    def begin(self) -> None:
+        """Kill from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Kill no more."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval):
+            there = {m.address[0] for m in self._serving.trainer.fleet.synced()}
+            hosts = sorted(there & self._peers.processes.keys())
+            if hosts:
+                host = self._draw.choice(hosts)
+                self._peers.kill(host)
+                self.count += 1
+                again = threading.Thread(target=self._start, args=(self._stages[host],))
+                again.start()
+
+    def _start(self, stage: int) -> None:
+        begun = time.monotonic()
+        host = self._peers.start(self._serving, stage)
+        self._stages[host] = stage
+        fleet = self._serving.trainer.fleet
+        while host not in {m.address[0] for m in fleet.members() if m.ready}:
+            if self._over.wait(0.05):
+                return
+        self.starts.append(time.monotonic() - begun)
+
+
 def churned(
     given: dict[str, Any], interval: float, seconds: float
 ) -> tuple[float, list[float], int, int]:
     """Steps a second of a swarm, starts of newcomers, joiner steps, and kills."""
-    journal, draw = Journal(), random.Random(0)
-    settings = Settings(steps=10**6, call_seconds=12.0, snapshot_every=5)
+    journal, peers = Journal(), Peers(given)
     serving = Serving(
         cut_of(given),
         KEY,
-        settings,
+        Settings(steps=10**6, call_seconds=12.0, snapshot_every=5),
         lease_seconds=12.0,
         write=journal.write,
         tell=journal.tell,
     )
-    peers, over, starts = Peers(given), threading.Event(), []
-    kills = 0
-    stage_of = {peers.start(serving, n % STAGES): n % STAGES for n in range(2 * STAGES)}
-
-    def start(stage: int) -> None:
-        begun = time.monotonic()
-        host = peers.start(serving, stage)
-        stage_of[host] = stage
-        while host not in {
-            m.address[0] for m in serving.trainer.fleet.members() if m.ready
-        }:
-            if over.is_set():
-                return
-            time.sleep(0.05)
-        starts.append(time.monotonic() - begun)
-
-    def kill_some() -> None:
-        nonlocal kills
-        while not over.wait(interval):
-            there = {m.address[0] for m in serving.trainer.fleet.synced()}
-            hosts = sorted(there & peers.processes.keys())
-            if hosts:
-                host = draw.choice(hosts)
-                peers.kill(host)
-                kills += 1
-                threading.Thread(target=start, args=(stage_of[host],)).start()
-
+    kills = Kills(serving, peers, interval)
+    first = done = 0
+    begun = spent = 0.0
     try:
         peers.ready(serving)
-        killing = threading.Thread(target=kill_some)
-        first = begun = 0.0
-        done = 0
         for step, _ in serving.run():
             if not first:
-                first, begun = float(step), time.monotonic()
-                killing.start()
-            done = step
-            if time.monotonic() - begun > seconds:
+                first, begun = step, time.monotonic()
+                kills.begin()
+            done, spent = step, time.monotonic() - begun
+            if spent > seconds:
                 break
-        spent = time.monotonic() - begun
-        over.set()
-        killing.join()
     finally:
-        over.set()
+        kills.close()
         peers.close()
         serving.close()
     late = [
         journal.asked[p] - s for p, s in journal.joined.items() if p in journal.asked
     ]
-    return (done - first) / spent, starts, max(late, default=-1), kills
+    speed = (done - first) / spent
+    return speed, kills.starts, max(late, default=-1), kills.count
 
 
 def restarted(
@@ -556,6 +576,8 @@ def churn(interval: float, seconds: float) -> dict[str, Any]:
         "micro_batches": 8,
     }
     swarm, newcomers, joiner, kills = churned(given, interval, seconds)
+    swarm_part = {"joiner_steps": joiner, "newcomer_seconds": newcomers}
+    print(json.dumps({**swarm_part, "steps_per_second": swarm}), flush=True)
     start = statistics.mean(newcomers) if newcomers else math.nan
     rigid, starts, restarts = restarted(given, interval, seconds, start)
     return {
