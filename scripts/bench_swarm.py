@@ -1,11 +1,14 @@
 """Swarms under faults: what is lost, counted twice, or differs from one process.
 
-    python scripts/bench_swarm.py [--faults 4] [--full] [--refresh] [--model gpt-test]
+    python scripts/bench_swarm.py [--faults 4] [--measure] [--first 0] [--full]
+        [--seconds 540] [--refresh] [--model gpt-test]
 
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
 Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
 (forward, backward, sum, apply, download, save), one after the other, and each is
-replaced by a new process. Each peer answers a question for a sum with the micro-batches
+replaced by a new process. A further trainer leads beside the first; it is killed in the
+middle of a step, the next one is stopped (``trainers_lost``: of both, those that were
+found to be gone). Each peer answers a question for a sum with the micro-batches
 that it has added, which the ledger's journal keeps:
 
 ``drawn``: faults that peers were started with. ``faults``: those that came about; a
@@ -20,6 +23,11 @@ Beside them, runs without faults in one process: ``int8_wire_ratio``, bytes of t
 at borders over a wire of float32 over those of int8, as peers counted them; and the
 largest difference of losses for bf16 and int8.
 
+From ``swarm_measured.py``, which says what they are: ``of_max_flow``, ``over_static``,
+``link_step_ratio``, ``interface_int8_wire_ratio``, ``over_restarting_gpipe`` and
+``joiner_steps``; the newest kept ones, with the commit of each in ``measured_at``, or,
+with ``--measure``, new ones. ``kept``: faults of all kept runs, of whatever commit.
+
 Finished runs are kept in ``scripts/swarm.json`` with commit, versions and seeds; one
 that is there for this commit is not run again, unless ``--refresh``. Those of a changed
 working tree are neither kept nor read. The last line is one JSON object.
@@ -33,9 +41,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -45,15 +55,16 @@ from typing import Any, Final
 import jax
 import jaxlib.version
 import numpy as np
+import swarm_measured
 from swarm_peer import cut_of, job_of
 
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.ledger import committed, counted
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving
-from whalejax.swarm.trainer import Settings
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -64,6 +75,12 @@ STEPS: Final = 30
 MICRO_BATCHES: Final = 8
 MOST_STEPS: Final = 4
 """A peer whose fault has not come about after so many is killed from outside."""
+
+TRAINER_STEPS: Final = 10
+"""After which a further trainer is ended, and another started."""
+
+MOST_FAULTS: Final = 15
+"""Of a run, three at a time."""
 
 POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
 SIGNALS: Final = ("SIGKILL", "SIGSTOP")
@@ -135,6 +152,7 @@ class Processes:
         self.outside = 0
         self.marks = Path(tempfile.mkdtemp(prefix="swarm-"))
         self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
+        self._trainers: list[subprocess.Popen[bytes]] = []
 
     def start(self, stage: int, step: int, *, faulty: bool) -> None:
         """One more peer; with a fault from a step on, where there are faults left."""
@@ -172,6 +190,29 @@ class Processes:
         if "fault" in options:
             self._due[process.pid] = step
 
+    def lead(self, step: int) -> None:
+        """Start and end further trainers, by the steps that are done."""
+        if step % TRAINER_STEPS == 0 and step < STEPS - TRAINER_STEPS:
+            options = {
+                **self._options,
+                "stage": "trainer",
+                "registry": list(self._serving.address),
+                "key": KEY.hex(),
+                "call_seconds": 12.0,
+            }
+            words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
+            process = subprocess.Popen(
+                [*words, json.dumps(options)],
+                env={**os.environ, "PYTHONPATH": str(ROOT), **CACHED},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            self._trainers.append(process)
+        elif step % TRAINER_STEPS == TRAINER_STEPS - 1 and self._trainers:
+            name = SIGNALS[(len(self._trainers) - 1) % 2]
+            send = self._trainers[-1].send_signal
+            threading.Timer(0.2, send, [getattr(signal, name)]).start()
+
     def replace(self, step: int) -> None:
         """Replace those that are gone, and wait until all are ready."""
         end = time.monotonic() + READY_SECONDS
@@ -207,7 +248,7 @@ class Processes:
 
     def close(self) -> None:
         """End all."""
-        for _, process in self._running:
+        for process in [*(p for _, p in self._running), *self._trainers]:
             process.kill()
             process.wait()
 
@@ -232,8 +273,8 @@ def faulty_run(
     serving = Serving(
         cut_of(options),
         KEY,
-        Settings(steps=STEPS, call_seconds=20.0, state_seconds=30.0, snapshot_every=5),
-        lease_seconds=15.0,
+        Settings(steps=STEPS, call_seconds=12.0, state_seconds=30.0, snapshot_every=5),
+        lease_seconds=12.0,
         write=write,
         tell=lambda kind, **_: told.update([kind]),
     )
@@ -245,12 +286,14 @@ def faulty_run(
         for number in range(PEERS):
             processes.start(number % STAGES, 2, faulty=number >= STAGES)
         processes.replace(0)
+        processes.lead(0)
         for step, metrics in serving.run():
             losses[step] = float(metrics["loss"])
             if time.monotonic() > until:
                 break
             if step < STEPS:
                 processes.replace(step)
+                processes.lead(step)
     finally:
         processes.close()
         serving.close()
@@ -271,6 +314,8 @@ def faulty_run(
         "recomputed": serving.trainer.counts.recomputed,
         "late_calls": serving.trainer.counts.late,
         "went_back": told["went back"],
+        "trainers": told["trainer joined"],
+        "trainers_lost": told["trainer lost"],
         "seconds": round(time.monotonic() - begun, 1),
     }
 
@@ -346,6 +391,19 @@ class Kept:
             None,
         )
 
+    def newest(self, kind: str) -> dict[str, Any] | None:
+        """The last result of a kind, of whatever commit."""
+        return next((r for r in reversed(self.runs) if r["kind"] == kind), None)
+
+    def faults(self) -> dict[str, Any]:
+        """Of all kept runs that say which faults came about."""
+        runs = [r for r in self.runs if r["kind"] == "faults" and "drawn" in r]
+        return {
+            "runs": len(runs),
+            "commits": len({r["commit"] for r in runs}),
+            **_sums(runs),
+        }
+
     def add(self, **result: Any) -> dict[str, Any]:
         """Keep a result, unless it is of a changed working tree."""
         versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
@@ -356,12 +414,51 @@ class Kept:
         return record
 
 
-def seeds(faults: int) -> Iterator[tuple[int, int]]:
-    """A seed and a number of faults for each run, at most 6 a run."""
-    number = 0
+def seeds(faults: int, first: int) -> Iterator[tuple[int, int]]:
+    """A seed and a number of faults for each run."""
+    number = first
     while faults > 0:
-        yield number, min(6, faults)
-        faults, number = faults - 6, number + 1
+        yield number, min(MOST_FAULTS, faults)
+        faults, number = faults - MOST_FAULTS, number + 1
+
+
+def _sums(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What runs with faults came to."""
+    return {
+        "drawn": sum(len(r["drawn"]) for r in runs),
+        "faults": sum(len(r["faults"]) for r in runs),
+        "killed_from_outside": sum(r["from_outside"] for r in runs),
+        "trainers_lost": sum(r.get("trainers_lost", 0) for r in runs),
+        "steps": sum(r["steps"] for r in runs),
+        "lost": sum(r["lost"] for r in runs),
+        "doubled": sum(r["doubled"] for r in runs),
+        "digests_equal": all(r["digests_equal"] for r in runs),
+        "max_rel_loss_diff": max((r["max_rel_loss_diff"] for r in runs), default=None),
+    }
+
+
+SLOW_KEYS: Final = {
+    "of_max_flow": "of_max_flow",
+    "over_static": "over_static",
+    "link_step_ratio": "link_step_ratio",
+    "int8_wire_ratio": "interface_int8_wire_ratio",
+    "over_restarting_gpipe": "over_restarting_gpipe",
+    "joiner_steps": "joiner_steps",
+}
+
+
+def _slow(kept: Kept, here: str, *, measure: bool) -> dict[str, Any]:
+    """What slow processors, slow links and churn came to, and at which commit."""
+    found: dict[str, Any] = {}
+    at: dict[str, str] = {}
+    for kind in swarm_measured.KINDS:
+        result = kept.newest(kind)
+        if measure:
+            result = kept.add(kind=kind, commit=here, **swarm_measured.measured(kind))
+        if result is not None:
+            at[kind] = result["commit"]
+            found |= {SLOW_KEYS[k]: v for k, v in result.items() if k in SLOW_KEYS}
+    return {**found, "measured_at": at}
 
 
 def main() -> None:
@@ -370,12 +467,15 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=4, help="in all runs together")
     parser.add_argument("--full", action="store_true", help="20 faults")
     parser.add_argument("--refresh", action="store_true", help="forget what is kept")
+    parser.add_argument("--measure", action="store_true", help="quotas, links, churn")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seconds", type=float, default=LONGEST_SECONDS, help="limit")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")
     words = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    until = time.monotonic() + (1e9 if words.full else LONGEST_SECONDS)
+    until = time.monotonic() + (1e9 if words.full else words.seconds)
     options, kept, here = given(words.model), Kept(refresh=words.refresh), commit()
     whole = single_losses(options, STEPS)
     same = {"commit": here, "model": words.model}
@@ -383,7 +483,7 @@ def main() -> None:
     if narrow is None:
         narrow = kept.add(kind="wires", **same, **wires(options, whole))
     runs = []
-    for seed, faults in seeds(20 if words.full else words.faults):
+    for seed, faults in seeds(20 if words.full else words.faults, words.first):
         wanted = {"kind": "faults", **same, "seed": seed, "asked": faults}
         found = kept.find(**wanted)
         if found is None:
@@ -396,15 +496,10 @@ def main() -> None:
     told = {
         "commit": here,
         "runs": len(runs),
-        "drawn": sum(len(r["drawn"]) for r in runs),
-        "faults": sum(len(r["faults"]) for r in runs),
-        "killed_from_outside": sum(r["from_outside"] for r in runs),
-        "steps": sum(r["steps"] for r in runs),
-        "lost": sum(r["lost"] for r in runs),
-        "doubled": sum(r["doubled"] for r in runs),
-        "digests_equal": all(r["digests_equal"] for r in runs),
-        "max_rel_loss_diff": max((r["max_rel_loss_diff"] for r in runs), default=None),
+        **_sums(runs),
         **{k: v for k, v in narrow.items() if k.endswith(("_ratio", "_diff"))},
+        **_slow(kept, here, measure=words.measure),
+        "kept": kept.faults(),
     }
     print(json.dumps(told))
 

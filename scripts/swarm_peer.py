@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.further import FurtherTrainer
 from whalejax.swarm.peer import Peer
 
 
@@ -60,11 +61,24 @@ def cut_of(given: dict[str, Any]) -> Cut:
     )
 
 
-def main(given: dict[str, Any]) -> None:
-    """Serve until the run is over."""
+def trainer_of(given: dict[str, Any]) -> FurtherTrainer:
+    """A further trainer."""
+    host, port = given["registry"]
+    return FurtherTrainer(
+        cut_of(given),
+        bytes.fromhex(given["key"]),
+        (host, port),
+        host=given.get("host", "127.0.0.1"),
+        wire=given.get("wire", "f32"),
+        call_seconds=given.get("call_seconds", 10.0),
+    )
+
+
+def peer_of(given: dict[str, Any]) -> Peer:
+    """A peer."""
     fault, mark = given.get("fault"), given.get("mark", "")
     host, port = given["registry"]
-    peer = Peer(
+    return Peer(
         cut_of(given),
         bytes.fromhex(given["key"]),
         (host, port),
@@ -74,6 +88,11 @@ def main(given: dict[str, Any]) -> None:
         pull_seconds=given.get("pull_seconds", 10.0),
         hook=Fault(*fault, mark=mark) if fault else lambda point, step: None,
     )
+
+
+def main(given: dict[str, Any]) -> None:
+    """Serve a stage, or lead where that is no number, until the run is over."""
+    peer = trainer_of(given) if given["stage"] == "trainer" else peer_of(given)
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())
     peer.start()
     while not peer.wait(0.5):

@@ -45,6 +45,8 @@ def test_the_second_version_is_written_as_it_is_read(tmp_path: Path) -> None:
     quota = Quota(50, root=tmp_path)
     (group,) = tmp_path.glob("whalejax-*")
     assert (group / "cpu.max").read_text() == "10000 20000"
+    quota.weigh(30)
+    assert (group / "cpu.weight").read_text() == "3000"
     quota.add(os.getpid())
     assert (group / "cgroup.procs").read_text() == str(os.getpid())
 

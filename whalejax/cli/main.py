@@ -55,6 +55,7 @@ from whalejax.cli.swarm_options import (
     SwarmJoinCommand,
     SwarmServeCommand,
     SwarmShowCommand,
+    SwarmTrainCommand,
 )
 from whalejax.distributed.standard_streams import (
     Unwritten,
@@ -172,6 +173,8 @@ def _swarm(command: SwarmCommand) -> int:
             return swarm.serve(command, find_job)
         case SwarmJoinCommand():
             return swarm.join(command, find_job)
+        case SwarmTrainCommand():
+            return swarm.train(command, find_job)
         case SwarmShowCommand():
             return swarm.show(command)
 

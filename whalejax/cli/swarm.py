@@ -1,4 +1,4 @@
-"""``whalejax swarm``: leads a run, joins one, or shows one."""
+"""``whalejax swarm``: leads a run, alone or with others, joins one, or shows one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.api.losses import Job
 from whalejax.cli.options import named_values
@@ -14,11 +14,18 @@ from whalejax.cli.swarm_options import (
     SwarmJoinCommand,
     SwarmServeCommand,
     SwarmShowCommand,
+    SwarmTrainCommand,
 )
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.wire.keys import load_key
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.swarm.wire.service import Address
+
+
+if TYPE_CHECKING:
+    from whalejax.swarm.cut import Cut
+    from whalejax.swarm.leading.further import FurtherTrainer
+    from whalejax.swarm.peer import Peer
 
 
 FindJob = Callable[[str, Mapping[str, Any]], Job]
@@ -46,6 +53,11 @@ _EVENTS: Final = {
     "saved": "step {step} is saved as {path}",
     "not_saved": "no checkpoint of step {step}: {why}",
     "not written": "{why}",
+    "trainer joined": "{trainer} leads micro-batches",
+    "trainer left": "{trainer} leads no more micro-batches",
+    "trainer lost": "trainer {trainer} is lost, what it led is led by others: {why}",
+    "gave back": "{trainer} does not lead micro-batch {number}: {why}",
+    "not counted": "micro-batch {number} is led by another trainer: {why}",
     "note": "{why}",
 }
 
@@ -62,8 +74,8 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     """
     _check(command)
     from whalejax.swarm.cut import Cut
+    from whalejax.swarm.leading.state import Settings
     from whalejax.swarm.running import Place, Run
-    from whalejax.swarm.trainer import Settings
 
     cut = Cut(
         find_job(command.model, named_values(command.set)),
@@ -100,12 +112,14 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
 
     run = Run(cut, place, settings, tell, peers=command.peers)
     host, port = run.serving.address
-    joins = f"whalejax swarm join {host}:{port} {command.model} --key {command.key}"
+    at = f"{host}:{port} {command.model} --key {command.key}"
+    joins = f"whalejax swarm join {at}"
     if command.json:
         fields = {"event": "listening", "host": host, "port": port}
         print(json.dumps(fields), flush=True)
     else:
         say(f"whalejax: listening at {host}:{port}; to add a peer: {joins}")
+        say(f"whalejax: to add a trainer: whalejax swarm train {at}")
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
     for step, metrics in run.run():
@@ -118,13 +132,12 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
 def _step_words(
     command: SwarmServeCommand, step: int, metrics: Mapping[str, Any]
 ) -> str:
-    loss, error = float(metrics["loss"]), metrics.get("sum_error")
+    loss = float(metrics["loss"])
+    errors = {n: metrics[n] for n in ("wire_error", "sum_error") if n in metrics}
     if command.json:
-        fields = {"event": "step", "step": step, "loss": loss}
-        if error is not None:
-            fields["sum_error"] = error
+        fields = {"event": "step", "step": step, "loss": loss, **errors}
         return json.dumps(fields)
-    lost = "" if error is None else f"  sum error {error:.2g}"
+    lost = "".join(f"  {n.replace('_', ' ')} {x:.2g}" for n, x in errors.items())
     return f"step {step}/{command.steps}  loss {loss:.6g}{lost}"
 
 
@@ -149,21 +162,12 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         WhaleError: the registry cannot be reached, or refuses this peer.
     """
     _check(command)
-    from whalejax.swarm.cut import Cut
     from whalejax.swarm.peer import Peer
     from whalejax.swarm.registry import ANY
 
     address, key = parsed_address(command.registry), load_key(command.key)
     terms = _asked(address, key, "terms")
-    cut = Cut(
-        find_job(command.model, named_values(command.set)),
-        stages=terms["stages"],
-        batch=terms["batch"],
-        micro_batches=terms["micro_batches"],
-        precision=terms["precision"],
-        seed=terms["seed"],
-        delayed_updates=terms["delayed_updates"],
-    )
+    cut = _cut_by(terms, command, find_job)
     peer = Peer(
         cut,
         key,
@@ -176,6 +180,80 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         pull_seconds=terms["pull_seconds"],
         patience_seconds=command.patience,
     )
+
+    def started() -> str:
+        stage = peer.worker.stage
+        number = "?" if stage is None else stage.number
+        return f"{peer.name} serves stage {number} of {cut.stages}"
+
+    _until_over(peer, started, "leaving when the step is over")
+    return 0
+
+
+def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
+    """Lead a part of the steps of a run.
+
+    Args:
+        command: the options.
+        find_job: makes the job of a model's name.
+
+    Raises:
+        WhaleError: the registry cannot be reached, or refuses this trainer.
+    """
+    _check(command)
+    from whalejax.swarm.leading.further import FurtherTrainer
+
+    address, key = parsed_address(command.registry), load_key(command.key)
+    terms = _asked(address, key, "terms")
+    trainer = FurtherTrainer(
+        _cut_by(terms, command, find_job),
+        key,
+        address,
+        host=command.host,
+        port=command.port or 0,
+        wire=terms["wire"],
+        sum_wire=terms["sum_wire"],
+        call_seconds=terms["call_seconds"],
+        patience_seconds=command.patience,
+        tell=lambda kind, **more: say(f"whalejax: {_words(kind, more)}"),
+    )
+    said = f"{trainer.name} leads micro-batches of {address[0]}:{address[1]}"
+    _until_over(trainer, lambda: said, "leaving when what it leads is through")
+    return 0
+
+
+def _cut_by(
+    terms: Mapping[str, Any],
+    command: SwarmJoinCommand | SwarmTrainCommand,
+    find_job: FindJob,
+) -> Cut:
+    """The job in stages, as the registry's process has cut it."""
+    from whalejax.swarm.cut import Cut
+
+    return Cut(
+        find_job(command.model, named_values(command.set)),
+        stages=terms["stages"],
+        batch=terms["batch"],
+        micro_batches=terms["micro_batches"],
+        precision=terms["precision"],
+        seed=terms["seed"],
+        delayed_updates=terms["delayed_updates"],
+    )
+
+
+def _until_over(
+    process: Peer | FurtherTrainer, started: Callable[[], str], leaving: str
+) -> None:
+    """Run a process of a swarm until the run is over or it has left.
+
+    Args:
+        process: not started yet.
+        started: says what it does, once it does.
+        leaving: said when it is asked to leave.
+
+    Raises:
+        WhaleError: it cannot start, or has ended otherwise than it should.
+    """
     asked = 0
 
     def leave(*_: Any) -> None:
@@ -183,24 +261,21 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         asked += 1
         if asked > 1:
             raise KeyboardInterrupt
-        say("whalejax: leaving when the step is over; once more to go at once")
-        peer.leave()
+        say(f"whalejax: {leaving}; once more to go at once")
+        process.leave()
 
     try:
-        peer.start()
-        stage = peer.worker.stage
+        process.start()
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGINT, leave)
-        number = "?" if stage is None else stage.number
-        say(f"whalejax: {peer.name} serves stage {number} of {cut.stages}")
-        while not peer.wait(1.0):
+        say(f"whalejax: {started()}")
+        while not process.wait(1.0):
             pass
     finally:
-        peer.close()
-    if peer.failed:
-        raise WhaleError(peer.over)
-    say(f"whalejax: {peer.over}")
-    return 0
+        process.close()
+    if process.failed:
+        raise WhaleError(process.over)
+    say(f"whalejax: {process.over}")
 
 
 def show(command: SwarmShowCommand) -> int:
@@ -226,17 +301,27 @@ def as_text(found: Mapping[str, Any]) -> str:
     Args:
         found: the registry's answer.
     """
-    error = found["sum_error"]
-    lost = "" if error is None else f" (relative error {error:.2g})"
+    lost = {
+        name: "" if found[name] is None else f" (relative error {found[name]:.2g})"
+        for name in ("wire_error", "sum_error")
+    }
     loss = "none yet" if found["loss"] is None else f"{found['loss']:.6g}"
     lines = [
         f"step {found['step']} of {found['steps']}, generation {found['generation']}, "
-        f"loss {loss}, wire {found['wire']}, sums in {found['sum_wire']}{lost}",
+        f"loss {loss}, wire {found['wire']}{lost['wire_error']}, sums in "
+        f"{found['sum_wire']}{lost['sum_error']}",
         f"ledger: {found['left']} parts of the step under way are not counted yet",
         ", ".join(
             f"{n} {name.replace('_', ' ')}" for name, n in found["counts"].items()
         ),
     ]
+    for trainer in found["trainers"]:
+        failed = trainer["counts"].get("failed", 0)
+        lines.append(
+            f"trainer {trainer['name'] or 'of this registry'}  {trainer['address']}  "
+            f"{trainer['state']}  leads {trainer['leads']}  has led {trainer['led']}"
+            + (f"  {failed} failed" if failed else "")
+        )
     for stage in range(found["stages"]):
         peers = [p for p in found["peers"] if p["stage"] == stage]
         lines.append(f"stage {stage}: {len(peers)} peers")
@@ -287,7 +372,9 @@ def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
         caller.close()
 
 
-def _check(command: SwarmServeCommand | SwarmJoinCommand) -> None:
+def _check(
+    command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
+) -> None:
     """Refuse numbers that no run can have; all of them.
 
     Raises:
@@ -312,10 +399,9 @@ def _check(command: SwarmServeCommand | SwarmJoinCommand) -> None:
             "rebalance": command.rebalance,
         }
     else:
-        limits = {
-            "stage": (command.stage, 0, 4095),
-            "port": (command.port, 1, 65535),
-        }
+        limits = {"port": (command.port, 1, 65535)}
+        if isinstance(command, SwarmJoinCommand):
+            limits["stage"] = command.stage, 0, 4095
         waits = {"patience": command.patience}
     for name, seconds in waits.items():
         if not 0.1 <= seconds <= 1e6:

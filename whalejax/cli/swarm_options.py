@@ -1,4 +1,4 @@
-"""Options of ``whalejax swarm``: serve, join and show; see ``options``."""
+"""Options of ``whalejax swarm``: serve, train, join and show; see ``options``."""
 
 from __future__ import annotations
 
@@ -76,6 +76,27 @@ class SwarmServeCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmTrainCommand:
+    """Lead a part of each step of a run that another process serves; none is lost with
+    this one. It computes nothing and runs until the run is over or Ctrl-C."""
+
+    registry: Registry
+    """what whalejax swarm serve says it listens at"""
+    model: Model
+    """as for serve; the code must be the same"""
+    set: Settings = ()
+    """options of the model, or of your function, as for serve"""
+    key: Key = Path("swarm.key")
+    """file of the swarm's key, a copy of that of serve"""
+    host: Host = "127.0.0.1"
+    """address of this machine at which peers reach this trainer"""
+    port: Annotated[int | None, conf.arg(metavar="N")] = None
+    """where this trainer listens; a free one if left out"""
+    patience: Seconds = 3600.0
+    """to wait for a registry that does not answer any more before this trainer ends"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmJoinCommand:
     """Serve a stage of a run, until it is over or Ctrl-C asks to leave in order."""
 
@@ -99,7 +120,7 @@ class SwarmJoinCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmShowCommand:
-    """Show a run: its peers, stages, queues, speeds, and what was lost."""
+    """Show a run: its trainers, peers, stages, queues, speeds, and what was lost."""
 
     registry: Registry
     """what whalejax swarm serve says it listens at"""
@@ -111,6 +132,7 @@ class SwarmShowCommand:
 
 SwarmCommand = (
     Annotated[SwarmServeCommand, conf.subcommand("serve")]
+    | Annotated[SwarmTrainCommand, conf.subcommand("train")]
     | Annotated[SwarmJoinCommand, conf.subcommand("join")]
     | Annotated[SwarmShowCommand, conf.subcommand("show")]
 )

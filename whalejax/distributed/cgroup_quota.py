@@ -80,6 +80,18 @@ class Quota:
         (self._path / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
         (self._path / "cpu.cfs_quota_us").write_text(str(quota))
 
+    def weigh(self, times: float) -> None:
+        """Let the group have its quota where cores are short.
+
+        Args:
+            times: as much of them as one other process of the machine gets.
+        """
+        assert self._path is not None
+        if self._v2:
+            (self._path / "cpu.weight").write_text(str(round(100 * times)))
+        else:
+            (self._path / "cpu.shares").write_text(str(round(1024 * times)))
+
     def add(self, pid: int) -> None:
         """Put a process under the quota; those that it starts later are too.
 

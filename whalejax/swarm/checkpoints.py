@@ -20,7 +20,7 @@ from whalejax.runtime.checkpoint import restore, save
 from whalejax.runtime.resume import resumed
 from whalejax.runtime.state import TrainState
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.trainer import Snapshot
+from whalejax.swarm.leading.state import Snapshot
 
 
 class Checkpoints:

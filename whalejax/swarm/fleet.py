@@ -11,9 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, Protocol
 
-from whalejax.swarm.registry import Member, Registry
+from whalejax.swarm.registry import Member
 from whalejax.swarm.wiring import StageWiring
 
 
@@ -23,12 +23,20 @@ PAUSE_SECONDS: Final = 1.0
 MOST_PAUSE_SECONDS: Final = 300.0
 
 
+class Announced(Protocol):
+    """Knows who has announced itself; a registry, or what one has told."""
+
+    def members(self, now: float) -> list[Member]:
+        """Those whose leases hold."""
+        ...
+
+
 class Fleet:
     """Members by stage, with the wiring of each stage; safe to use from threads."""
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Announced,
         stages: int,
         *,
         seed: int = 0,

@@ -166,6 +166,39 @@ class Ledger:
         cell.newest, cell.current = attempt.attempt, attempt
         return attempt
 
+    def count_from(self, number: int, first: int) -> None:
+        """Attempts at a micro-batch have higher numbers than this from now on.
+
+        Args:
+            number: of the micro-batch.
+            first: that another trainer's attempts at it do not exceed.
+        """
+        for (_, other, _), cell in self._cells.items():
+            if other == number:
+                cell.newest = max(cell.newest, first)
+
+    def take_in(self, attempt: Attempt, trainer: str) -> Verdict:
+        """Count a call that another trainer has made, and whose answer it has.
+
+        Args:
+            attempt: of the call.
+            trainer: who made it.
+        """
+        cell = self._cell(attempt.stage, attempt.number, attempt.phase)
+        if cell.is_done:
+            return Verdict.DUPLICATE
+        if attempt.attempt <= cell.newest:
+            return Verdict.LATE
+        self._record("taken in", {**_fields(attempt), "trainer": trainer})
+        cell.newest, cell.current = attempt.attempt, attempt
+        return self._is_done_now(cell, attempt)
+
+    def _is_done_now(self, cell: _Cell, attempt: Attempt) -> Verdict:
+        cell.is_done = True
+        if attempt.phase is Phase.BACKWARD:
+            self._held[attempt.stage] += 1
+        return Verdict.COUNTED
+
     def done(self, attempt: Attempt) -> Verdict:
         """An answer has come; whether it counts.
 
@@ -178,10 +211,7 @@ class Ledger:
         if cell.is_done:
             return Verdict.DUPLICATE
         self._record("done", _fields(attempt))
-        cell.is_done = True
-        if attempt.phase is Phase.BACKWARD:
-            self._held[attempt.stage] += 1
-        return Verdict.COUNTED
+        return self._is_done_now(cell, attempt)
 
     def give_up(self, attempt: Attempt) -> None:
         """A call has failed or timed out: its answer will not count any more."""
@@ -371,7 +401,7 @@ class Ledger:
 
     def _replay(self, record: Mapping[str, Any]) -> None:
         event = record["event"]
-        if event in ("begun", "done", "given up"):
+        if event in ("begun", "done", "given up", "taken in"):
             attempt = Attempt(
                 stage=record["stage"],
                 number=record["number"],
@@ -382,6 +412,8 @@ class Ledger:
             )
             if event == "done":
                 self.done(attempt)
+            elif event == "taken in":
+                self.take_in(attempt, record["trainer"])
             elif event == "given up":
                 self.give_up(attempt)
             else:

@@ -8,9 +8,10 @@ believes that.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -249,10 +250,12 @@ class Made:
     Attributes:
         member: the peer.
         attempt: of which call it was the answer.
+        lost: by the wire's format, as a part of the squares of what was made.
     """
 
     member: Member
     attempt: int
+    lost: float = 0.0
 
 
 class Passage:
@@ -280,13 +283,19 @@ class Passage:
         self._lock = threading.RLock()
         self.sums: tuple[Any, ...] = ()
 
-    def run(self) -> None:
+    def run(self, first: int = 0) -> None:
         """Take the micro-batch through all stages and back.
+
+        Args:
+            first: that no attempt at it which another trainer made exceeds.
 
         Raises:
             StageLost: a stage has nobody left.
         """
         with self._lock:
+            self._attempts = max(self._attempts, first)
+            with self._context.lock:
+                self._context.ledger.count_from(self._number, first)
             for stage in reversed(range(self._context.cut.stages)):
                 self.need_backward(stage)
 
@@ -294,6 +303,94 @@ class Passage:
         """Make the gradient of a stage again, if its holder was lost."""
         with self._lock:
             self.need_backward(stage)
+
+    @property
+    def wire_error(self) -> float:
+        """What the wire's format loses of a tensor, as a part of its norm.
+
+        The root of the mean of squares, over all borders there and back.
+        """
+        borders = self._context.cut.stages - 1
+        with self._lock:
+            made = [*self._forward.values(), *self.backward.values()]
+            return math.sqrt(sum(one.lost for one in made) / (2 * borders))
+
+    # What another trainer has had made.
+
+    @property
+    def made(self) -> list[list[Any]]:
+        """Phase, stage and holder of all that was made, as ``take_in`` takes it."""
+        with self._lock:
+            held = {Phase.FORWARD: self._forward, Phase.BACKWARD: self.backward}
+            return [
+                [
+                    str(phase),
+                    stage,
+                    made.member.name,
+                    made.member.incarnation,
+                    made.attempt,
+                    made.lost,
+                ]
+                for phase, several in held.items()
+                for stage, made in sorted(several.items())
+            ]
+
+    def take_in(
+        self,
+        trainer: str,
+        made: Sequence[Sequence[Any]],
+        sums: Sequence[Any],
+        attempts: range,
+    ) -> None:
+        """Count what another trainer has had made of this micro-batch.
+
+        What peers held that are gone by now is made again before the sum.
+
+        Args:
+            trainer: its name.
+            made: as that of its ``made``.
+            sums: total, weight and metrics of the loss.
+            attempts: that it may have made.
+
+        Raises:
+            Refused: it is no result of a micro-batch.
+        """
+        context, stages = self._context, range(self._context.cut.stages)
+        wanted = [(str(Phase.BACKWARD), s) for s in stages]
+        wanted += [(str(Phase.FORWARD), s) for s in stages[:-1]]
+        named = sorted((one[0], one[1]) for one in made)
+        if named != sorted(wanted) or any(one[4] not in attempts for one in made):
+            raise Refused(
+                "answer",
+                f"{trainer} sent what is no result of micro-batch {self._number}, of "
+                f"{len(stages)} stages and attempts {attempts.start} to "
+                f"{attempts.stop - 1}",
+                trainer,
+            )
+        read = coding.decoded(list(sums), context.cut.flat_sums, "f32", trainer)
+        members = {(m.name, m.incarnation): m for m in context.fleet.members()}
+        with self._lock, context.lock:
+            for phase, stage, name, incarnation, number, lost in made:
+                member = members.get((name, incarnation))
+                if member is None or member.stage != stage:
+                    continue
+                one = Made(member=member, attempt=number, lost=lost)
+                if phase == Phase.FORWARD:
+                    self._forward[stage] = one
+                    continue
+                attempt = Attempt(
+                    stage=stage,
+                    number=self._number,
+                    phase=Phase.BACKWARD,
+                    peer=name,
+                    incarnation=incarnation,
+                    attempt=number,
+                )
+                if context.ledger.take_in(attempt, trainer) is Verdict.COUNTED:
+                    self.backward[stage] = one
+            self._attempts = max(self._attempts, attempts.stop)
+            context.ledger.count_from(self._number, attempts.stop)
+            self.sums = tuple(read)
 
     # What is there, or is made.
 
@@ -370,7 +467,8 @@ class Passage:
             self._failed(stage, phase, member, attempt, error, begun, task)
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
-        return self._answered(stage, phase, member, attempt, number, answer.arrays)
+        made = Made(member=member, attempt=number, lost=answer.fields["lost"])
+        return self._answered(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: Member) -> Attempt | None:
         """Note an attempt. What forward makes is no gradient and may be made twice."""
@@ -388,12 +486,11 @@ class Passage:
         self,
         stage: int,
         phase: Phase,
-        member: Member,
+        made: Made,
         attempt: Attempt | None,
-        number: int,
         arrays: tuple[Any, ...],
     ) -> Made | None:
-        context = self._context
+        context, member = self._context, made.member
         last = stage == context.cut.stages - 1
         if phase is Phase.BACKWARD and last:
             wanted = context.cut.flat_sums
@@ -416,7 +513,7 @@ class Passage:
                     context.counts.late_answers += 1
                     return None
         self._made.add((str(phase), stage))
-        return Made(member=member, attempt=number)
+        return made
 
     def _failed(
         self,
@@ -430,6 +527,8 @@ class Passage:
     ) -> None:
         """Take note of who is at fault, so that the next attempt goes elsewhere."""
         context, fleet = self._context, self._context.fleet
+        if context.stop.is_set():
+            raise Stopped  # The step may be over: nobody is to blame.
         seconds = fleet.now() - begun
         self._failure = f"{member.name}: {error}"
         with context.lock:

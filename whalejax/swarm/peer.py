@@ -20,7 +20,8 @@ from whalejax.swarm.cut import Cut
 from whalejax.swarm.registry import ANY, facts_of
 from whalejax.swarm.wire.messages import TO_PEER
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
-from whalejax.swarm.worker import Hook, Worker
+from whalejax.swarm.worker import Worker
+from whalejax.swarm.working.holding import Hook
 
 
 BEAT_SECONDS: Final = 1.0

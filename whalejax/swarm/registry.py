@@ -119,17 +119,7 @@ class Registry:
             Refused: it runs other code, asks for a stage that there is not, or cannot
                 be reached at its address.
         """
-        differing = [
-            f"{key} is {facts.get(key, 'not given')} there and {value} here"
-            for key, value in self._facts.items()
-            if facts.get(key) != value
-        ]
-        if differing:
-            raise Refused(
-                "failed",
-                f"peer {name} differs: {'; '.join(differing)}. Run the same code, "
-                "options and versions in all processes",
-            )
+        self.check(f"peer {name}", facts)
         if stage != ANY and not 0 <= stage < self.stages:
             raise Refused(
                 "failed",
@@ -158,6 +148,28 @@ class Registry:
             self._members[name] = member
             self._freed.discard(name)
             return member
+
+    def check(self, who: str, facts: Mapping[str, str]) -> None:
+        """Refuse a process that runs something else.
+
+        Args:
+            who: it is, for the error.
+            facts: of its code, plan and versions.
+
+        Raises:
+            Refused: what differs.
+        """
+        differing = [
+            f"{key} is {facts.get(key, 'not given')} there and {value} here"
+            for key, value in self._facts.items()
+            if facts.get(key) != value
+        ]
+        if differing:
+            raise Refused(
+                "failed",
+                f"{who} differs: {'; '.join(differing)}. Run the same code, "
+                "options and versions in all processes",
+            )
 
     def announce(self, name: str, now: float, **told: Any) -> Member | None:
         """Renew a lease; none where the peer is not known any more.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,16 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
 from whalejax.swarm.checkpoints import Checkpoints
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.moving import PERIOD_SECONDS, Mover
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.serving import Serving
-from whalejax.swarm.trainer import Settings, Snapshot, Tell
 
 
 KEY: Final = "swarm.key"
+RETRY_SECONDS: Final = (1.0, 5.0, 20.0)
+"""After which a last checkpoint that could not be written is tried again."""
+
 LEDGER: Final = "ledger.jsonl"
 _FOLDER: Final = "swarm"
 
@@ -145,9 +149,22 @@ class Run:
                 self.peers.append(peer)
                 peer.start()
             yield from self.serving.run()
+            self._write_last()
         finally:
             self._saver.wait()
             self.close()
+
+    def _write_last(self) -> None:
+        """Try again where the last checkpoint could not be written."""
+        for seconds in RETRY_SECONDS:
+            self._saver.wait()
+            last = self.snapshot()
+            if not self._saver.is_due(last.step, self._settings.steps):
+                return
+            why = f"the checkpoint of step {last.step} is tried again in {seconds:g} s"
+            self._tell("note", why=why)
+            time.sleep(seconds)
+            self._save(last)
 
     def close(self) -> None:
         """End everything that this process does for the run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -13,9 +13,10 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.ledger import Write
 from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry, facts_of
-from whalejax.swarm.trainer import Settings, Snapshot, Tell, Trainer, as_told
+from whalejax.swarm.trainer import Trainer, as_told
 from whalejax.swarm.wire.messages import TO_TRAINER
 from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 
@@ -23,6 +24,9 @@ from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
 REACH_SECONDS: Final = 5.0
 LINK_SECONDS: Final = 20.0
 """In which a peer says whether others answer it."""
+
+ERRORS: Final = ("sum_error", "wire_error")
+"""Of each step's metrics, what formats lose; shown."""
 
 _MOST_LINKS: Final = 8
 """Of a newcomer to others, that are tried when it joins."""
@@ -88,20 +92,12 @@ class Serving:
             write=write,
             snapshot=snapshot,
             generation=generation,
+            wire=wire,
             sum_wire=sum_wire,
             **more,
         )
         self._settings, self._tell = settings, tell
         self._shown = {"wire": wire, "sum_wire": sum_wire}
-        handlers = {
-            "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
-            "batch": self.trainer.give_batch,
-            "state": self.trainer.give_state,
-            "join": self._join,
-            "announce": self._announce,
-            "show": self._show,
-            "terms": self._terms,
-        }
         try:
             listening = listen(host, port)
         except OSError as error:
@@ -110,18 +106,34 @@ class Serving:
                 f"({error.strerror or error}). Give an address of this machine and a "
                 "free port"
             ) from error
-        self._service = Service(listening, key, TO_TRAINER, handlers)
+        self._service = Service(listening, key, TO_TRAINER, self._handlers)
         self.address = self.trainer.address = self._service.address
         self._loss: float | None = None
-        self._sum_error: float | None = None
+        self._errors: dict[str, float | None] = {}
         self._lock = threading.Lock()
+
+    @property
+    def _handlers(self) -> Mapping[str, Callable[[Message], Message]]:
+        """What answers each kind of question."""
+        return {
+            "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
+            "batch": self.trainer.give_batch,
+            "state": self.trainer.give_state,
+            "join": self._join,
+            "announce": self._announce,
+            "enlist": self._enlist,
+            "take": self.trainer.sharing.give,
+            "led": self.trainer.sharing.take_in,
+            "show": self._show,
+            "terms": self._terms,
+        }
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Do the steps; see ``Trainer.run``. In the end, peers are told."""
         try:
             for step, metrics in self.trainer.run():
                 self._loss = float(metrics["loss"])
-                self._sum_error = metrics.get("sum_error")
+                self._errors = {name: metrics.get(name) for name in ERRORS}
                 yield step, metrics
         except Exception as error:
             self.stop(f"the run has failed: {error}"[:_MOST_WORDS], failed=True)
@@ -129,7 +141,7 @@ class Serving:
         self.stop("all steps are done")
 
     def stop(self, why: str, *, failed: bool = False) -> None:
-        """Tell all peers that the run is over.
+        """Tell all peers and trainers that the run is over.
 
         Args:
             why: in words.
@@ -137,7 +149,9 @@ class Serving:
         """
         fields = {"why": why, "failed": failed}
         members = self.registry.members(time.monotonic())
-        self._all([m.address for m in members], "stop", fields, REACH_SECONDS)
+        addresses = [m.address for m in members]
+        addresses += self.trainer.sharing.addresses()
+        self._all(addresses, "stop", fields, REACH_SECONDS)
 
     def _all(
         self,
@@ -165,13 +179,21 @@ class Serving:
     # What peers ask.
 
     def _reach(self, address: Address) -> str:
+        why = self._ping(address)
+        others = self._neighbours(address)
+        if others and not why:
+            peers = [[m.name, list(m.address)] for m in others]
+            own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
+            outward = {} if own is None else own.fields["unreached"]
+            self._check_links("peer", address, others, outward)
+        return why
+
+    def _ping(self, address: Address) -> str:
+        """Why a process does not answer; empty where it does."""
         try:
             self._caller.ask(address, "ping", {}, seconds=REACH_SECONDS)
         except (Gone, Refused) as error:
             return str(error)
-        others = self._neighbours(address)
-        if others:
-            self._check_links(address, others)
         return ""
 
     def _neighbours(self, address: Address) -> list[Member]:
@@ -186,15 +208,25 @@ class Serving:
         order = sorted(range(len(others)), key=lambda n: (ranks[n], others[n].stage))
         return [others[n] for n in order[:_MOST_LINKS]]
 
-    def _check_links(self, address: Address, others: Sequence[Member]) -> None:
+    def _check_links(
+        self,
+        what: str,
+        address: Address,
+        others: Sequence[Member],
+        outward: Mapping[str, str],
+    ) -> None:
         """Refuse a newcomer that most others do not reach, or that reaches not them.
+
+        Args:
+            what: the newcomer is.
+            address: of it.
+            others: peers.
+            outward: why it does not reach those that it does not.
 
         Raises:
             Refused: which of them, and why.
         """
         where = f"{address[0]}:{address[1]}"
-        peers = [[m.name, list(m.address)] for m in others]
-        own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
         fields = {"peers": [[where, list(address)]]}
         told = self._all([m.address for m in others], "reach", fields, LINK_SECONDS)
         there = {
@@ -202,7 +234,6 @@ class Serving:
             for m, answer in zip(others, told, strict=True)
             if answer is not None
         }
-        outward: Mapping[str, str] = {} if own is None else own.fields["unreached"]
         problems = [
             f"it does not reach {name} ({outward[name]})"
             if name in outward
@@ -212,14 +243,15 @@ class Serving:
         ]
         if not problems:
             return
-        text = f"the peer at {where}: {'; '.join(problems)}"
+        text = f"the {what} at {where}: {'; '.join(problems)}"
         if 2 * len(problems) <= len(there):
             self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
             return
         raise Refused(
             "failed",
-            f"{text}. Peers take tensors from each other: give --host an address of "
-            "that machine that all machines of the swarm reach, and open its port",
+            f"{text}. Peers take tensors from each other and from trainers: give "
+            "--host an address of that machine that all machines of the swarm reach, "
+            "and open its port",
         )
 
     def _join(self, asked: Message) -> Message:
@@ -249,6 +281,24 @@ class Serving:
         found = self.registry.announce(name, time.monotonic(), **told)
         return Message(kind="heard", fields={"known": found is not None, "free": False})
 
+    def _enlist(self, asked: Message) -> Message:
+        """One more trainer."""
+        fields = asked.fields
+        name, (host, port) = fields["name"], fields["address"]
+        self.registry.check(f"trainer {name}", fields["facts"])
+        if why := self._ping((host, port)):
+            raise Refused(
+                "failed",
+                f"trainer {name} says that it listens at {host}:{port}, which cannot "
+                f"be reached from here ({why}). Give --host an address of that machine "
+                "that others reach, and open its port",
+            )
+        others = self._neighbours((host, port))
+        if others:
+            self._check_links("trainer", (host, port), others, {})
+        self.trainer.sharing.enlist(name, (host, port))
+        return Message(kind="enlisted", fields={"run": self.trainer.run_id})
+
     def _terms(self, asked: Message) -> Message:
         """What a newcomer must know to cut the job alike."""
         del asked
@@ -262,6 +312,7 @@ class Serving:
             "seed": cut.seed,
             "delayed_updates": cut.delayed_updates,
             "pull_seconds": self._settings.call_seconds / 3,
+            "call_seconds": self._settings.call_seconds,
         }
         return Message(kind="terms", fields=fields)
 
@@ -278,9 +329,10 @@ class Serving:
             "generation": trainer.generation,
             "micro_batches": trainer.cut.count,
             "loss": self._loss,
-            "sum_error": self._sum_error,
+            **{name: self._errors.get(name) for name in ERRORS},
             "left": 0 if ledger is None else ledger.left,
             "counts": as_told(trainer.counts),
+            "trainers": trainer.sharing.shown(),
             "peers": [show(m) for m in self.registry.members(now)],
         }
         return Message(kind="shown", fields=fields)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +23,9 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.cut import Cut
-from whalejax.swarm.fleet import Fleet
+from whalejax.swarm.leading.shares import OWN
+from whalejax.swarm.leading.sharing import Sharing
+from whalejax.swarm.leading.state import RunState, Settings, Snapshot, Tell, digests_of
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm.passage import (
     Counts,
@@ -34,75 +35,12 @@ from whalejax.swarm.passage import (
     Stopped,
 )
 from whalejax.swarm.registry import Member, Registry
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
-from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
+from whalejax.swarm.wire.service import Caller, Gone, Refused
 
 
 LOOK_SECONDS: Final = 0.05
-STATE_SECONDS: Final = 600.0
-"""Deadline of the state of a stage, from peer to peer or to the trainer."""
-
 NEWCOMER_SECONDS: Final = 10.0
 """That a step waits for newcomers, if the step before took less."""
-
-Tell = Callable[..., None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a run is led.
-
-    Attributes:
-        steps: to be done in all.
-        call_seconds: deadline of a call; a peer that takes longer is passed over.
-        in_flight: micro-batches at once; twice the number of peers if 0.
-        patience_seconds: to wait for a stage that has no peer.
-        snapshot_every: steps between snapshots, to which a run goes back where all
-            peers of a stage are lost.
-        state_seconds: deadline of a peer that takes the state.
-        newcomer_seconds: that a step waits for peers that take the state; as long as
-            the step before took, and at least 10 s, if 0.
-        spare_seconds: after which a stage without peers is given one of a stage that
-            has several.
-    """
-
-    steps: int
-    call_seconds: float = 30.0
-    in_flight: int = 0
-    patience_seconds: float = 3600.0
-    snapshot_every: int = 100
-    state_seconds: float = STATE_SECONDS
-    newcomer_seconds: float = 0.0
-    spare_seconds: float = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The state of all stages after a step, in the trainer's memory.
-
-    Attributes:
-        step: steps done.
-        arrays: of each stage, as ``Stage.raw`` gives them; None stands for a run that
-            begins, which every peer can make for itself.
-    """
-
-    step: int
-    arrays: dict[int, list[np.ndarray]] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Coming:
-    """A peer that takes the state.
-
-    Attributes:
-        stage: that it serves.
-        keeps: it says that it has the state already.
-        at: generation and step of that state.
-    """
-
-    stage: int
-    keeps: bool
-    at: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,26 +58,12 @@ class _Computed:
     sums: tuple[np.ndarray, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class Pace:
-    """What a move takes, as the newest one that was measured.
-
-    Attributes:
-        bytes_per_second: of a state from peer to peer; 200 Mb/s before the first.
-        compile_seconds: of the programs of a stage.
-    """
-
-    bytes_per_second: float = 25e6
-    compile_seconds: float = 30.0
-
-
-class Trainer:
+class Trainer(RunState):
     """Leads the steps of one run.
 
     Attributes:
-        pace: of moves.
-        run_id: drawn at random; every question has it.
-        moving: by name of a peer that changes stage, the stage that it is to serve.
+        ledger: of the step that is under way.
+        sharing: gives further trainers micro-batches to lead.
     """
 
     def __init__(
@@ -153,6 +77,7 @@ class Trainer:
         write: Write | None = None,
         snapshot: Snapshot | None = None,
         generation: int = 0,
+        wire: str = "f32",
         sum_wire: str = "f32",
         on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
         between: Callable[[Trainer], None] = lambda trainer: None,
@@ -169,40 +94,31 @@ class Trainer:
             write: of the ledger's journal.
             snapshot: where the run goes on; a fresh run if left out.
             generation: counts how often the run has begun or gone back.
+            wire: how peers send tensors.
             sum_wire: how peers send gradients while they add them up.
             on_snapshot: is given each snapshot, such as to write a checkpoint.
             between: called between two steps, such as to move peers.
             clock: gives seconds.
         """
-        self.cut, self.registry, self.caller = cut, registry, caller
-        self.settings, self.tell, self._write = settings, tell, write
-        self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
-        self._snapshot = snapshot or Snapshot(step=0, arrays=None)
-        self.generation, self.step = generation, self._snapshot.step
-        self._on_snapshot, self._between = on_snapshot, between
-        self._sum_wire = sum_wire
-        self.address: Address = ("", 0)
-        self.counts = Counts()
+        super().__init__(
+            cut,
+            registry,
+            caller,
+            settings,
+            tell=tell,
+            snapshot=snapshot,
+            generation=generation,
+            on_snapshot=on_snapshot,
+            clock=clock,
+        )
+        self._write, self._between = write, between
+        self.sharing = Sharing(self.fleet, caller, tell, registry.lease_seconds)
+        self._wire, self._sum_wire = wire, sum_wire
         self.ledger: Ledger | None = None
-        self.run_id = secrets.token_hex(8)
-        self.moving: dict[str, int] = {}
-        self.pace = Pace()
-        self._coming: dict[tuple[str, int], _Coming] = {}
-        self._changed = threading.Event()
-        self._seconds, self._owed = 0.0, False
+        self._seconds = 0.0
         self._pending: _Computed | None = None
-        self._is_overlapping = False
         self._step_lock = threading.RLock()
         self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
-        self.digests = _digests(self._snapshot)
-        self._lock = threading.RLock()
-        self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
-        self._keeps = True
-
-    @property
-    def newest(self) -> Snapshot:
-        """The newest snapshot."""
-        return self._snapshot
 
     # What peers ask.
 
@@ -219,43 +135,6 @@ class Trainer:
             raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
         arrays = tuple(leaves[p] for p in places)
         return Message(kind="tensors", fields={}, arrays=arrays)
-
-    def _check_now(self, asked: Message, *, ahead: int = 0) -> None:
-        """Refuse a question of another run, generation or step.
-
-        Args:
-            asked: the question.
-            ahead: steps that it may be ahead of those that are done.
-        """
-        now = self._now()
-        step = asked.fields["step"]
-        if self.step < step <= self.step + ahead:
-            now["step"] = step
-        if any(asked.fields[name] != value for name, value in now.items()):
-            given = {name: asked.fields[name] for name in now}
-            raise Refused("stale", f"the trainer is at {now}, and was asked at {given}")
-
-    def _now(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "run": self.run_id,
-                "generation": self.generation,
-                "step": self.step,
-            }
-
-    def give_state(self, asked: Message) -> Message:
-        """A part of a stage's state of the snapshot."""
-        stage, step = asked.fields["stage"], asked.fields["step"]
-        self._check_now(asked)
-        with self._lock:
-            shot = self._snapshot
-            if shot.arrays is None or shot.step != step or stage not in shot.arrays:
-                raise Refused("missing", f"the trainer holds no state of step {step}")
-            if (stage, step) not in self._packed:
-                arrays = shot.arrays[stage]
-                self._packed[stage, step] = packed(arrays), digest_of(arrays)
-            data, digest = self._packed[stage, step]
-        return piece(data, asked.fields["place"], digest)
 
     # The run.
 
@@ -318,6 +197,8 @@ class Trainer:
         self._seconds = self.fleet.now() - begun
         if commit.sum_error is not None:
             metrics["sum_error"] = commit.sum_error
+        if self._wire != "f32":
+            metrics["wire_error"] = computed.passages[0].wire_error
         return {**metrics, "generation": self.generation, "seconds": self._seconds}
 
     def _is_alone(self) -> bool:
@@ -417,25 +298,40 @@ class Trainer:
             self._keeps = True
 
     def _travel(self, context: StepContext, passages: Sequence[Passage]) -> None:
-        """Take all micro-batches through; what the first error was is raised."""
+        """Take all micro-batches through; what the first error was is raised.
+
+        Those that further trainers lead are taken through by them.
+        """
         peers = len(self.fleet.synced())
-        count = self.settings.in_flight or 2 * peers
+        count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))
+        shares = self.sharing.open(context, passages, count)
         errors: list[Exception] = []
 
-        def one(passage: Passage) -> None:
+        def lead() -> None:
             try:
-                if context.stop.is_set():
-                    raise Stopped
-                passage.run()
+                while not shares.is_over:
+                    share = shares.wait_for(OWN, self.sharing.most, LOOK_SECONDS)
+                    if share is not None:
+                        passages[share.number].run(share.attempts.start - 1)
+                        self.sharing.led += shares.finish(share, lambda: None)
             except Exception as error:
                 errors.append(error)
                 context.stop.set()
 
-        with threads(max(1, min(count, len(passages))), context.stop) as pool:
-            for waiting in [pool.submit(one, p) for p in passages]:
-                waiting.result()
+        try:
+            with threads(count, context.stop) as pool:
+                leading = {pool.submit(lead) for _ in range(count)}
+                while leading:
+                    done, leading = wait(leading, timeout=LOOK_SECONDS)
+                    for one in done:
+                        one.result()  # An interrupt.
+                    self.sharing.watch()
+        finally:
+            self.sharing.close()
         if errors:
             raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
+        if context.stop.is_set():
+            raise Stopped
 
     # Between steps.
 
@@ -453,7 +349,8 @@ class Trainer:
             coming = self._coming_stages()
             lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
             waited = self.fleet.now() - begun
-            if not lacking and (not coming or waited >= newcomers):
+            most = max(newcomers, self._held_seconds)
+            if not lacking and (not coming or waited >= most):
                 break
             lacking = [s for s in lacking if s not in coming]
             if lacking and lacking != said:
@@ -490,162 +387,6 @@ class Trainer:
             self.fleet.drop(member.name)
             self.registry.free(member.name)
             self.tell("left", peer=member.name, stage=member.stage)
-
-    # Newcomers.
-
-    def _bring(self) -> None:
-        """Newcomers, and those that were behind, begin to take the state of the step.
-
-        They do so beside the steps: who has it before the gradients are summed works in
-        that step already.
-        """
-        members = self.fleet.members()
-        with self._lock:
-            names = {m.name for m in members}
-            for name in [n for n in self.moving if n not in names]:
-                del self.moving[name]
-            synced = {m.name for m in self.fleet.synced()}
-            coming = [
-                m
-                for m in members
-                if m.ready
-                and not m.leaving
-                and m.name not in synced
-                and (m.name, m.incarnation) not in self._coming
-                and self.moving.get(m.name, m.stage) == m.stage
-                and not self.fleet.is_paused(m)
-            ]
-            # Those that have it already first, so that others can take it from them.
-            coming.sort(key=lambda m: not self._has_state(m))
-            for member in coming:
-                keeps = self._has_state(member)
-                if keeps or member.stage not in self._keeping:
-                    self._begin(member, keeps)
-
-    @property
-    def _keeping(self) -> set[int]:
-        """Stages of peers that are asked whether they have the state already."""
-        now = self.generation, self.step
-        return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
-
-    def _coming_stages(self) -> set[int]:
-        """Stages of peers that take the state of this step."""
-        with self._lock:
-            now = self.generation, self.step
-            return {c.stage for c in self._coming.values() if c.at == now}
-
-    def _has_state(self, member: Member) -> bool:
-        known = member.generation == self.generation or member.stage in self.digests
-        return self._keeps and known and member.step == self.step
-
-    def _begin(self, member: Member, keeps: bool) -> None:
-        sources = self._sources(member)
-        if sources is None and not keeps:
-            return  # Its stage has nobody; the run has to go back.
-        key = member.name, member.incarnation
-        at = self.generation, self.step
-        self._coming[key] = _Coming(stage=member.stage, keeps=keeps, at=at)
-
-        def sync() -> None:
-            try:
-                self._sync(member, sources, keeps, at)
-            finally:
-                with self._lock:
-                    del self._coming[key]
-                self._changed.set()
-
-        threading.Thread(target=sync, daemon=True).start()
-
-    def _sources(self, member: Member) -> list[Any] | None:
-        """Who has the state that a peer needs; none where it is lost.
-
-        An empty list stands for a run that begins, whose state each peer makes itself.
-        """
-        mates = [m for m in self.fleet.usable(member.stage) if m.name != member.name]
-        shot = self._snapshot
-        if mates:
-            return [[m.name, list(m.address), [], []] for m in mates]
-        if shot.step != self.step:
-            return None
-        return [] if shot.arrays is None else [["the trainer", [*self.address], [], []]]
-
-    def _sync(
-        self,
-        member: Member,
-        sources: list[Any] | None,
-        keeps: bool,
-        at: tuple[int, int],
-    ) -> None:
-        """Bring a peer to the step, in a thread of its own."""
-        tries = [keeps, False] if keeps and sources is not None else [keeps]
-        for one in tries:
-            digest = self._synced(member, sources or [], keeps=one, at=at)
-            if digest is None or self._take_in(member, digest, at):
-                break
-        with self._lock:
-            if any(m.name == member.name for m in self.fleet.synced(member.stage)):
-                return
-            if self.generation != at[0]:
-                return  # All begin again.
-            late = self.step != at[1] or self._is_overlapping
-        self.fleet.pause(member)
-        if late:
-            why = "it took longer than a step; give it a faster link, or longer steps"
-            self.tell("not synced", peer=member.name, why=why)
-
-    def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
-        """A peer says that it has a state; whether it is that of the step."""
-        with self._lock:
-            if (self.generation, self.step) != at or self._is_overlapping:
-                return True  # Too late: it begins again with a later step.
-            known = self.digests.setdefault(member.stage, digest)
-            if known == digest:
-                self.moving.pop(member.name, None)
-                self.fleet.add(member)
-        if known == digest:
-            self.tell("joined", peer=member.name, stage=member.stage, step=at[1])
-            return True
-        why = (
-            f"stage {member.stage}, step {at[1]}: {digest[:12]}, and {known[:12]} here"
-        )
-        self.tell("differs", peer=member.name, why=why)
-        return False
-
-    def _synced(
-        self,
-        member: Member,
-        sources: Sequence[Any],
-        *,
-        keeps: bool,
-        at: tuple[int, int],
-    ) -> str | None:
-        """Ask a peer to be at the step; the digest of its state, or none."""
-        fields = {
-            "run": self.run_id,
-            "generation": at[0],
-            "step": at[1],
-            "stage": member.stage,
-            "keeps": keeps,
-            "sources": sources,
-        }
-        begun = self.fleet.now()
-        try:
-            answer = self.caller.ask(
-                member.address, "sync", fields, seconds=self.settings.state_seconds
-            )
-        except (Gone, Refused) as error:
-            if self.step == at[1]:
-                self.tell("not synced", peer=member.name, why=str(error))
-            if isinstance(error, Refused) and error.code == "shape":
-                for mate in self.fleet.usable(member.stage):
-                    if mate.name == error.blame:
-                        self.fleet.failed(mate, 1.0, 0.0, ban=True)
-            return None
-        seconds = self.fleet.now() - begun
-        if sources and not keeps and seconds > 0:
-            size = self.cut.state_bytes(member.stage)
-            self.pace.bytes_per_second = size / seconds
-        return str(answer.fields["digest"])
 
     # Moves.
 
@@ -700,51 +441,6 @@ class Trainer:
                 spare.sort(key=lambda m: (m.name in synced, -counts[m.stage]))
                 self.move(spare[0], stage)
 
-    # Snapshots.
-
-    def _take_snapshot(self, *, now: bool = False) -> None:
-        """Keep the state of all stages, where it is time to, or was and none came."""
-        every = self.settings.snapshot_every
-        due = self.step % every == 0 or self.step == self.settings.steps
-        if self._snapshot.step == self.step or not (due or now or self._owed):
-            return
-        before, self._owed = self._owed, self.snapshot() is None
-        if self._owed and not before:
-            why = "no peer gave the state of a stage; it is asked for again"
-            self.tell("not_saved", step=self.step, why=why)
-
-    def snapshot(self) -> Snapshot | None:
-        """The state of all stages as the next step begins; none if somebody is lost."""
-        arrays = {}
-        for stage in range(self.cut.stages):
-            found = self._state_of(stage)
-            if found is None:
-                return None
-            arrays[stage] = found
-        shot = Snapshot(step=self.step, arrays=arrays)
-        with self._lock:
-            self._snapshot = shot
-            self._packed.clear()
-        self._on_snapshot(shot)
-        return shot
-
-    def _state_of(self, stage: int) -> list[np.ndarray] | None:
-        if self._snapshot.step == self.step and self._snapshot.arrays is not None:
-            return self._snapshot.arrays[stage]
-        for member in self.fleet.usable(stage):
-
-            def ask(place: int, member: Member = member) -> Message:
-                fields = {**self._now(), "stage": stage, "place": place}
-                seconds = self.settings.state_seconds
-                return self.caller.ask(member.address, "state", fields, seconds=seconds)
-
-            try:
-                return downloaded(ask, self.cut, stage, member.name)
-            except (Gone, Refused) as error:
-                self.fleet.failed(member, 1.0, 0.0, ban=True)
-                self.tell("failed", peer=member.name, why=str(error))
-        return None
-
     # Losses.
 
     def _await_peer(self, stage: int) -> None:
@@ -774,7 +470,7 @@ class Trainer:
             self.generation += 1
             before, self.step = self.step, self._snapshot.step
             self._keeps, self._pending = False, None
-            self.digests = _digests(self._snapshot)
+            self.digests = digests_of(self._snapshot)
             self.fleet.drop_all()
         self.tell("went back", stage=stage, step=self.step, before=before)
 
@@ -799,12 +495,6 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
-
-
-def _digests(snapshot: Snapshot) -> dict[int, str]:
-    """Of each stage's state in a snapshot."""
-    arrays = snapshot.arrays or {}
-    return {stage: digest_of(several) for stage, several in arrays.items()}
 
 
 def _summed(passages: Sequence[Passage]) -> tuple[np.ndarray, ...]:

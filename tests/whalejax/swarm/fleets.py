@@ -11,10 +11,11 @@ import numpy as np
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.leading.further import FurtherTrainer
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Member
 from whalejax.swarm.serving import Serving
-from whalejax.swarm.trainer import Settings
 
 
 KEY: Final = b"k" * 32
@@ -28,6 +29,7 @@ class Swarm:
     Attributes:
         serving: the first two.
         peers: by number.
+        trainers: further ones.
         told: what the trainer said.
     """
 
@@ -43,6 +45,7 @@ class Swarm:
         self.cut, self.wire, self.sum_wire = cut, wire, sum_wire
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.peers: list[Peer] = []
+        self.trainers: list[FurtherTrainer] = []
         self._waiting: dict[str, Callable[[], Any]] = {}
         lease = settings.pop("lease_seconds", _SECONDS)
         more = settings.pop("more", {})
@@ -90,6 +93,17 @@ class Swarm:
         peer.start()
         return peer
 
+    def lead(self, **options: Any) -> FurtherTrainer:
+        """One more trainer, which is there when this returns."""
+        wires = {"wire": self.wire, "sum_wire": self.sum_wire}
+        options = {**wires, "call_seconds": _SECONDS, **options}
+        found = FurtherTrainer(
+            options.pop("cut", self.cut), KEY, self.serving.address, **options
+        )
+        self.trainers.append(found)
+        found.start()
+        return found
+
     def members(self) -> list[Member]:
         """The peers, as they last announced themselves."""
         return self.serving.trainer.fleet.members()
@@ -103,8 +117,8 @@ class Swarm:
         return [float(metrics["loss"]) for _, metrics in self.serving.run()]
 
     def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
+        for process in (*self.trainers, *self.peers):
+            process.close()
         self.serving.close()
 
 

@@ -19,11 +19,12 @@ import whalejax as wh
 from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.fleet import Fleet
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm.passage import Counts, Passage, StepContext
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
-from whalejax.swarm.trainer import Settings, Trainer
+from whalejax.swarm.trainer import Trainer
 from whalejax.swarm.wire.service import Gone, Refused
 
 
@@ -49,7 +50,7 @@ def cut_of(stages: int) -> Any:
 
 
 def receipt(*given: Any, **more: Any) -> Message:
-    return Message(kind="receipt", fields={"seconds": 0.0})
+    return Message(kind="receipt", fields={"seconds": 0.0, "lost": 0.0})
 
 
 def untold(*given: Any, **more: Any) -> None:
@@ -389,7 +390,7 @@ class Interrupts:
         self.once = threading.Lock()
         self.context = context_of(1)
 
-    def run(self) -> None:
+    def run(self, first: int = 0) -> None:
         self.runs += 1
         if self.once.acquire(blocking=False):
             # A signal, as interrupt_main wakes no thread that waits.

@@ -71,6 +71,14 @@ def test_no_registry_is_said(
     assert main.main(["swarm", "show", "127.0.0.1:1", "--key", str(key)]) == 2
     found = " ".join(capsys.readouterr().err.split())
     assert "127.0.0.1:1: no registry of a swarm answers there" in found
+    words = ["swarm", "train", "127.0.0.1:1", "gpt-test", "--key", str(key)]
+    assert main.main(words) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert "127.0.0.1:1: no registry of a swarm answers there" in found
+    assert main.main([*words, "--port", "0", "--patience", "0"]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert "--port is 0; expected 1 to 65535" in found
+    assert "--patience is 0; expected 0.1 to 1e6 seconds" in found
 
 
 def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +95,8 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
     assert "working" in text
+    assert "trainer of this registry" in text
+    assert "leads 0  has led 6" in text
     assert "ledger: 0 parts of the step under way are not counted yet" in text
 
 

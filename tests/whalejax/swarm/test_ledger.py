@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import (
+    Attempt,
     Ledger,
     Phase,
     Task,
@@ -213,9 +215,21 @@ def test_what_is_not_of_the_step_is_refused(place: tuple[int, int]) -> None:
         ledger.begin(*place, BACKWARD, "a", 1)
 
 
+def test_attempts_of_other_trainers_have_other_numbers() -> None:
+    """What was given out again counts; what comes of the time before does not."""
+    ledger = Ledger(step=0, stages=1, micro_batches=1)
+    ledger.count_from(0, 10)
+    call = ledger.begin(0, 0, BACKWARD, "a", 1)
+    assert call.attempt == 11
+    ledger.give_up(call)
+    assert ledger.take_in(replace(call, attempt=9), "t") is Verdict.LATE
+    assert ledger.take_in(replace(call, attempt=12), "t") is Verdict.COUNTED
+    assert ledger.assignment(0) == {"a": (0,)}
+
+
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(("begin", "done", "give up", "lose", "restart")),
+        st.sampled_from(("begin", "done", "give up", "lose", "restart", "take in")),
         st.integers(0, 1),
         st.integers(0, 3),
         st.sampled_from("abc"),
@@ -242,6 +256,19 @@ def test_any_order_of_events_ends_in_a_partition(
             elif ledger.done(call) is Verdict.COUNTED:
                 assert (call.stage, call.number) not in held
                 held[call.stage, call.number] = call.peer
+        elif event == "take in":
+            attempt = Attempt(
+                stage=stage,
+                number=number,
+                phase=BACKWARD,
+                peer=peer,
+                incarnation=1,
+                attempt=1000 * (1 + len(journal.read())),
+            )
+            counted = ledger.take_in(attempt, "t") is Verdict.COUNTED
+            assert counted == ((stage, number) not in held)
+            assert ledger.take_in(attempt, "t") is Verdict.DUPLICATE
+            held.setdefault((stage, number), peer)
         elif event == "lose":
             ledger.lost_with(peer, 1)
             held = {place: by for place, by in held.items() if by != peer}

@@ -13,9 +13,10 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.checkpoint import save
+from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.running import Place, Run
-from whalejax.swarm.trainer import Settings
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -164,6 +165,7 @@ def test_a_full_disk_ends_no_step(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("whalejax.swarm.checkpoints.save", full)
+    monkeypatch.setattr("whalejax.swarm.running.RETRY_SECONDS", (0.0, 0.0))
     monkeypatch.setattr("whalejax.elastic.supervisor.journal.os.write", full)
     told: list[tuple[str, dict[str, Any]]] = []
     place = Place(save=tmp_path / "s", key=tmp_path / "key", save_every=1)
@@ -179,6 +181,55 @@ def test_a_full_disk_ends_no_step(
     kinds = [kind for kind, _ in told]
     assert "not_saved" in kinds and "not written" in kinds
     assert any("No space left" in more.get("why", "") for _, more in told)
+
+
+def test_the_last_checkpoint_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk was full once; a run that goes on from it does nothing more."""
+    failures = [OSError(28, "No space left on device")]
+
+    def sometimes(*given: Any, **more: Any) -> None:
+        if failures:
+            raise failures.pop()
+        save(*given, **more)
+
+    monkeypatch.setattr("whalejax.swarm.checkpoints.save", sometimes)
+    monkeypatch.setattr("whalejax.swarm.running.RETRY_SECONDS", (0.0, 0.0))
+    told: list[str] = []
+    found = Run(
+        jobs.cut(),
+        Place(save=tmp_path / "s", key=tmp_path / "key", save_every=5),
+        Settings(steps=2, snapshot_every=5),
+        lambda kind, **more: told.append(kind),
+        peers=3,
+    )
+    assert len([*found.run()]) == 2
+    assert told.count("not_saved") == 1
+    assert told.count("saved") == 1
+    assert (tmp_path / "s" / "step_000002").is_dir()
+
+
+def test_a_newcomer_that_takes_longer_than_a_step_is_waited_for_once() -> None:
+    def slowly(point: str, step: int) -> None:
+        if point == "download":
+            threading.Event().wait(1.0)
+
+    with swarm(steps=8, newcomer_seconds=0.01) as found:
+        for stage in range(jobs.STAGES):
+            found.join(stage)
+        losses = []
+        for step, metrics in found.serving.run():
+            losses.append(float(metrics["loss"]))
+            if step == 1:
+                found.join(1, hook=slowly)
+            if step in (2, 5):
+                threading.Event().wait(2.5)  # Its pause is over.
+        assert same(losses, jobs.losses(8))
+        kinds = found.kinds()
+        assert kinds.count("joined") == jobs.STAGES + 1
+        (why,) = [told["why"] for kind, told in found.told if kind == "not synced"]
+        assert "a step waits for its next try" in why
 
 
 def test_a_peer_says_that_it_cannot_listen() -> None:

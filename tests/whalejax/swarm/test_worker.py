@@ -14,7 +14,8 @@ from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.swarm.stage import StageState
 from whalejax.swarm.wire.service import Refused
 from whalejax.swarm.wire.states import digest_of, piece
-from whalejax.swarm.worker import Total, Worker
+from whalejax.swarm.worker import Worker
+from whalejax.swarm.working.summing import Total
 
 
 SIZE = 4

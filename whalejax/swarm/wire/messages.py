@@ -118,6 +118,50 @@ def _addresses(x: Any) -> bool:
     )
 
 
+def _members(x: Any) -> bool:
+    """Name, address, stage, incarnation, queue and end of the lease of peers."""
+    return (
+        isinstance(x, list)
+        and len(x) <= MOST_PEERS
+        and all(
+            isinstance(one, list)
+            and len(one) == 6
+            and _text(one[0])
+            and _address(one[1])
+            and all(map(_whole, one[2:5]))
+            and _seconds(one[5])
+            for one in x
+        )
+    )
+
+
+def _made(x: Any) -> bool:
+    """Phase, stage, name, incarnation, attempt and loss of what peers made."""
+    return (
+        isinstance(x, list)
+        and len(x) <= 2 * MOST_PEERS
+        and all(
+            isinstance(one, list)
+            and len(one) == 6
+            and _text(one[0])
+            and _whole(one[1])
+            and _text(one[2])
+            and all(map(_whole, one[3:5]))
+            and _size(one[5])
+            for one in x
+        )
+    )
+
+
+def _leads(x: Any) -> bool:
+    """Generation, step, number and times of micro-batches."""
+    return _list(x) and all(_wholes(one) and len(one) == 4 for one in x)
+
+
+def _counts(x: Any) -> bool:
+    return isinstance(x, dict) and all(_text(k) and _whole(x[k]) for k in x)
+
+
 _AT: Final[Fields] = {"run": _text, "generation": _whole, "step": _whole}
 _STATE: Final[Fields] = {**_AT, "stage": _whole, "place": _whole}
 _CALL: Final[Fields] = {
@@ -193,14 +237,31 @@ TO_TRAINER: Final[Mapping[str, Fields]] = {
         "leaving": _flag,
         "ready": _flag,
     },
+    "enlist": {"name": _text, "address": _address, "facts": _texts},
+    "take": {"name": _text, "leads": _leads, "counts": _counts, "leaving": _flag},
+    "led": {
+        **_AT,
+        "name": _text,
+        "number": _whole,
+        "times": _whole,
+        "made": _made,
+        "why": _text,
+    },
     "show": {},
     "terms": {},
 }
-"""Questions to the process with the registry and the trainer."""
+"""Questions to the process with the registry and the first trainer."""
+
+TO_FURTHER_TRAINER: Final[Mapping[str, Fields]] = {
+    key: {**TO_PEER, **TO_TRAINER}[key] for key in ("ping", "batch", "stop")
+}
+"""Questions to a further trainer."""
 
 _TENSORS: Final[Mapping[str, Fields]] = {"tensors": {}}
 _SLICES: Final[Mapping[str, Fields]] = {"slices": {}}
-_RECEIPT: Final[Mapping[str, Fields]] = {"receipt": {"seconds": _seconds}}
+_RECEIPT: Final[Mapping[str, Fields]] = {
+    "receipt": {"seconds": _seconds, "lost": _size}
+}
 _TOLD: Final[Mapping[str, Fields]] = {"told": {"numbers": _wholes, "digest": _text}}
 
 ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
@@ -227,11 +288,25 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
     "stop": {"stopped": {}},
     "join": {"welcome": {"stage": _whole, "incarnation": _whole, "run": _text}},
     "announce": {"heard": {"known": _flag, "free": _flag}},
+    "enlist": {"enlisted": {"run": _text}},
+    "take": {
+        "share": {
+            **_AT,
+            "known": _flag,
+            "state": _whole,
+            "number": _whole,
+            "times": _whole,
+            "now": _seconds,
+            "peers": _members,
+        }
+    },
+    "led": {"taken": {}},
     "show": {
         "shown": {
             "wire": _text,
             "sum_wire": _text,
             "sum_error": lambda x: x is None or _size(x),
+            "wire_error": lambda x: x is None or _size(x),
             "stages": _whole,
             "step": _whole,
             "steps": _whole,
@@ -239,9 +314,8 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
             "micro_batches": _whole,
             "loss": lambda x: x is None or type(x) in (int, float),
             "left": _whole,
-            "counts": lambda x: (
-                isinstance(x, dict) and all(_text(k) and _whole(x[k]) for k in x)
-            ),
+            "counts": _counts,
+            "trainers": lambda x: _list(x) and all(isinstance(t, dict) for t in x),
             "peers": lambda x: _list(x) and all(isinstance(p, dict) for p in x),
         }
     },
@@ -256,6 +330,7 @@ ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
             "seed": lambda x: type(x) is int,
             "delayed_updates": _flag,
             "pull_seconds": _seconds,
+            "call_seconds": _seconds,
         }
     },
 }

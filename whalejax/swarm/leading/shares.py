@@ -1,0 +1,174 @@
+"""The micro-batches of one step, and which trainer leads each of them.
+
+A micro-batch that was given to a trainer which is lost, or which gives it back, is
+given out again under the next number; what comes under an older number is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+
+OWN: Final = ""
+"""Stands for the trainer that has the registry."""
+
+ATTEMPTS: Final = 1 << 20
+"""More than a trainer makes at one micro-batch."""
+
+_LOOK_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A micro-batch that a trainer leads.
+
+    Attributes:
+        number: of the micro-batch.
+        times: how often it was given out before.
+        trainer: name of who leads it.
+    """
+
+    number: int
+    times: int
+    trainer: str
+
+    @property
+    def attempts(self) -> range:
+        """Numbers of the attempts that this trainer may make at it."""
+        return range(self.times * ATTEMPTS + 1, (self.times + 1) * ATTEMPTS)
+
+
+class Shares:
+    """Gives out the micro-batches of a step; safe to use from threads."""
+
+    def __init__(self, count: int, stop: threading.Event) -> None:
+        """Nothing is given out yet.
+
+        Args:
+            count: micro-batches of the step.
+            stop: set where the step is to end at once.
+        """
+        self._stop, self._left = stop, count
+        self._waiting = deque(range(count))
+        self._times = [0] * count
+        self._held: dict[int, Share] = {}
+        self._since: dict[int, float] = {}
+        self._only_own: set[int] = set()
+        self._changed = threading.Condition()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be led."""
+        return self._left == 0 or self._stop.is_set()
+
+    def held(self, trainer: str) -> int:
+        """How many a trainer leads now."""
+        with self._changed:
+            return sum(s.trainer == trainer for s in self._held.values())
+
+    def take(self, trainer: str, most: int) -> Share | None:
+        """The next micro-batch for a trainer; none where there is none for it now.
+
+        Args:
+            trainer: its name, or ``OWN``.
+            most: that it may lead at once.
+        """
+        with self._changed:
+            if self.is_over or self.held(trainer) >= most:
+                return None
+            for number in self._waiting:
+                if trainer == OWN or number not in self._only_own:
+                    self._waiting.remove(number)
+                    share = Share(
+                        number=number, times=self._times[number], trainer=trainer
+                    )
+                    self._held[number] = share
+                    self._since[number] = time.monotonic()
+                    return share
+            return None
+
+    def wait_for(
+        self, trainer: str, most: Callable[[], int], seconds: float
+    ) -> Share | None:
+        """As ``take``, but wait until there is one, at most for so long.
+
+        Args:
+            trainer: its name, or ``OWN``.
+            most: gives how many it may lead at once.
+            seconds: to wait.
+        """
+        left = seconds
+        while True:
+            count = most()
+            with self._changed:
+                found = self.take(trainer, count)
+                if found is not None or self.is_over or left <= 0:
+                    return found
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            left -= _LOOK_SECONDS
+
+    def finish(self, share: Share, count: Callable[[], None]) -> bool:
+        """A micro-batch is through; whether this share of it counts.
+
+        Args:
+            share: that was led.
+            count: counts what was made, where it does.
+        """
+        with self._changed:
+            if self._held.get(share.number) != share or self._stop.is_set():
+                return False
+            count()
+            del self._held[share.number]
+            self._left -= 1
+            self._changed.notify_all()
+            return True
+
+    def overdue(self, seconds: float) -> list[Share]:
+        """Those that a further trainer has led for longer than so many seconds."""
+        now = time.monotonic()
+        with self._changed:
+            return [
+                s
+                for s in self._held.values()
+                if s.trainer != OWN and now - self._since[s.number] > seconds
+            ]
+
+    def give_back(self, share: Share) -> bool:
+        """The trainer that has the registry is to lead it; whether it is still held."""
+        with self._changed:
+            if self._held.get(share.number) != share:
+                return False
+            self._only_own.add(share.number)
+            self._again(share)
+            return True
+
+    def lose(self, trainer: str, but: Collection[tuple[int, int]] = ()) -> list[int]:
+        """A trainer does not lead its micro-batches any more: others are to.
+
+        Args:
+            trainer: its name.
+            but: number and times of those that it leads still.
+
+        Returns:
+            The numbers of the others.
+        """
+        with self._changed:
+            lost = [
+                s
+                for s in self._held.values()
+                if s.trainer == trainer and (s.number, s.times) not in but
+            ]
+            for share in lost:
+                self._again(share)
+            return sorted(s.number for s in lost)
+
+    def _again(self, share: Share) -> None:
+        del self._held[share.number]
+        self._times[share.number] += 1
+        self._waiting.appendleft(share.number)
+        self._changed.notify_all()

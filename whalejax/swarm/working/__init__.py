@@ -1,0 +1,1 @@
+"""What a peer holds and adds up."""
