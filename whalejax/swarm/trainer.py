@@ -25,7 +25,13 @@ from whalejax.swarm.commit import Commit
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.shares import OWN
 from whalejax.swarm.leading.sharing import Sharing
-from whalejax.swarm.leading.state import RunState, Settings, Snapshot, Tell, digests_of
+from whalejax.swarm.leading.state import (
+    TrainerState,
+    Settings,
+    Snapshot,
+    Tell,
+    digests_of,
+)
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm.passage import (
     Counts,
@@ -58,7 +64,7 @@ class _Computed:
     sums: tuple[np.ndarray, ...]
 
 
-class Trainer(RunState):
+class Trainer(TrainerState):
     """Leads the steps of one run.
 
     Attributes:

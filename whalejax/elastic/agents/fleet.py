@@ -65,7 +65,7 @@ class AgentRecord(Generic[Link]):
         return self.room - len(self.there) - len(self.asked)
 
 
-class Fleet(Generic[Link]):
+class AgentFleet(Generic[Link]):
     """All agents of a run."""
 
     def __init__(

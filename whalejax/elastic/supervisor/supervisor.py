@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
-from whalejax.elastic.agents.fleet import Fleet, program
+from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
@@ -133,7 +133,7 @@ class Supervisor:
         self._names: dict[Channel, str] = {}
         self._is_closed = False
         self._processes: Processes | None = None
-        self._fleet: Fleet[Channel] | None = None
+        self._fleet: AgentFleet[Channel] | None = None
         self._save: Path | None = None
         self._is_full = False
         self._terminated = False
@@ -507,7 +507,7 @@ class Supervisor:
     def _open_fleet(self) -> None:
         """Take agents, and say how they join."""
         given = program(self._run.command, self._environment, sys.executable)
-        self._fleet = Fleet(self._membership, self._send, Channel.close, given)
+        self._fleet = AgentFleet(self._membership, self._send, Channel.close, given)
         self._membership.placed = True
         self._membership.awaited = set(self._run.awaited)
         host, port = self._address

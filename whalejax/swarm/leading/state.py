@@ -98,7 +98,7 @@ class Pace:
     compile_seconds: float = 30.0
 
 
-class RunState:
+class TrainerState:
     """The state of a run that is led.
 
     Attributes:

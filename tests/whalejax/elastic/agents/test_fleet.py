@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from whalejax._version import __version__
-from whalejax.elastic.agents.fleet import RETURN_SECONDS, Fleet
+from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
 from whalejax.elastic.supervisor.member_record import Start
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
@@ -38,7 +38,7 @@ class Ran:
         self.membership.placed = True
         self.closed: list[str] = []
         self.told: dict[str, list[tuple[str, Any]]] = {}
-        self.fleet = Fleet[str](
+        self.fleet = AgentFleet[str](
             self.membership,
             self._send,
             self.closed.append,
