@@ -397,6 +397,7 @@ def links(steps: int) -> dict[str, Any]:
     whole = ROWS * WIDTH * 4
     borders = {"f32": whole, "int8": whole / 4 * (1 + 4 / BLOCK)}
     rates, ratios, told, carried_bytes = [200, 80], {}, {}, {}
+    calls: list[tuple[float, float]] = []
     with namespaces(STAGES) as spaces:
         for wire, border in borders.items():
             found = linked(spaces, cut, wire, rates, steps)

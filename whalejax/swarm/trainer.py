@@ -26,10 +26,10 @@ from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.shares import OWN
 from whalejax.swarm.leading.sharing import Sharing
 from whalejax.swarm.leading.state import (
-    TrainerState,
     Settings,
     Snapshot,
     Tell,
+    TrainerState,
     digests_of,
 )
 from whalejax.swarm.ledger import Ledger, Write

@@ -364,7 +364,8 @@ def test_the_last_failure_of_a_sum_is_said() -> None:
 def test_a_failure_of_an_earlier_process_bans_no_later_one() -> None:
     context = context_of(1, 2)
     (old, _), now = context.fleet.synced(0), context.fleet.now()
-    registry: Registry = context.fleet._registry
+    registry = context.fleet._registry
+    assert isinstance(registry, Registry)
     new = registry.join(old.name, old.address, 0, {}, now)
     context.fleet.add(new)
     assert new.incarnation == 2 and len(context.fleet.usable(0)) == 2

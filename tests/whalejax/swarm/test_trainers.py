@@ -256,7 +256,9 @@ def test_a_trainer_that_peers_do_not_reach_is_refused(
             unreached.fields["unreached"][name] = "no route"
             return unreached
 
-        found.peers[0]._service._handlers["reach"] = reach
+        service = found.peers[0]._service
+        handlers = {**service._handlers, "reach": reach}
+        monkeypatch.setattr(service, "_handlers", handlers)
         with pytest.raises(WhaleError, match=r"does not reach it .*give --host"):
             found.lead()
 
@@ -272,6 +274,7 @@ def test_shares_are_given_out_again_under_higher_numbers() -> None:
     assert shares.take(OWN, 9) is None
     assert shares.lose("a", but={(second.number, second.times)}) == [1]
     again = shares.take("b", 2)
+    assert again is not None
     assert again == Share(number=1, times=1, trainer="b")
     assert not {*first.attempts} & {*again.attempts[:10]}
     assert again.attempts.start == ATTEMPTS + 1

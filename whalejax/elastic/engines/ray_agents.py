@@ -87,7 +87,7 @@ class RayAgents:
             WhaleError: Ray is not installed, or there is no cluster.
         """
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports] (of the extra ray)
         except ImportError:
             raise WhaleError(
                 "--ray needs Ray, which is not installed here. Install whalejax[ray]"
@@ -156,7 +156,9 @@ class RayAgents:
             self._running[name] = self._start(node, name)
 
     def _start(self, node: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            NodeAffinitySchedulingStrategy,
+        )
 
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         # Ray hides the GPUs that an actor has not asked for.
