@@ -55,7 +55,8 @@ Mesh = Annotated[
     conf.arg(
         metavar="AXIS=N",
         help="sizes of mesh axes that are fixed, one or several: stage=2 tensor=4; the "
-        "planner chooses those left out, but for stage",
+        "planner chooses those left out, but for stage. With train --processes: -1 for "
+        "what the others leave, or auto",
     ),
 ]
 Shares = Annotated[

@@ -28,6 +28,7 @@ from whalejax.distributed.launch_spec import is_here
 from whalejax.elastic import outcome
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
+from whalejax.elastic.worker import mesh_asked
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -45,8 +46,8 @@ LOOPBACK: Final = "127.0.0.1"
 _HERE: Final = LaunchCommand(script=Path()).hosts
 _REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 
-_ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches")
-"""Options of plans that one replica has too; others are of several devices."""
+_ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
+"""Options of plans that elastic runs take."""
 
 
 def launch_elastic(command: LaunchCommand) -> int:
@@ -178,9 +179,14 @@ def train_elastically(command: TrainCommand) -> int:
         for name in given:
             if name not in _ELASTIC_TOO:
                 problems.add(
-                    f"{name} was given, and each process runs the whole model as one "
-                    "replica. Leave it out, or leave out --processes"
+                    f"{name} was given, which elastic runs do not take: each process "
+                    "runs the whole model as one replica, or its part by --mesh. Leave "
+                    "it out, or leave out --processes"
                 )
+        try:
+            mesh_asked(command.mesh)
+        except WhaleError as error:
+            problems.add(str(error))
     assert command.save is not None
     words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)

@@ -103,7 +103,8 @@ def trained(
         "loss_first": run.loss_first if run else None,
         "loss_last": run.loss if run else None,
         "max_rel_diff_vs_one_device": None,
-        "mesh": {"data": len(last)},
+        # With --mesh each generation has a plan of its own.
+        "mesh": None if command.mesh else {"data": len(last)},
         "predicted_step_s": None,
         "measured_step_s": run.step_seconds if run else None,
         "tokens_per_s": None,

@@ -21,6 +21,34 @@ def _precision(words: Sequence[str]) -> str | dict[str, str]:
     return named[""] if "" in named else named or "f32"
 
 
+def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
+    """What ``wh.train_elastic`` takes as ``mesh`` from the words of ``--mesh``.
+
+    Args:
+        words: as given.
+
+    Raises:
+        WhaleError: neither ``auto`` nor sizes of axes.
+
+    >>> mesh_asked(["fsdp=-1", "tensor=2"]), mesh_asked(["auto"]), mesh_asked([])
+    ({'fsdp': -1, 'tensor': 2}, 'auto', None)
+    """
+    from whalejax.cli.options import named_values
+    from whalejax.elastic.mesh_sizes import AUTO, refusal
+
+    if not words:
+        return None
+    if list(words) == [AUTO]:
+        return AUTO
+    found = named_values(words, "--mesh", "fsdp=-1")
+    if expected := refusal(found):
+        raise WhaleError(
+            f"--mesh is {' '.join(words)}; expected {expected}. Give such as fsdp=-1, "
+            "or auto"
+        )
+    return found
+
+
 def main(words: Sequence[str]) -> int:
     """Train until the run is over.
 
@@ -43,6 +71,7 @@ def main(words: Sequence[str]) -> int:
             num_micro_batches=options["micro_batches"],
             precision=_precision(options["precision"]),
             seed=options["seed"],
+            mesh=mesh_asked(options["mesh"]),
         ):
             print(
                 f"step {int(state.step)}  loss {float(metrics['loss']):.6g}", flush=True

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.flags import QUICK
+from tests.whalejax.elastic.runs import ROOT
 from tests.whalejax.elastic.test_status import Journal, written
 from whalejax.cli import launch
 from whalejax.cli.main import main
@@ -123,6 +128,62 @@ def test_train_prints_what_it_came_to(
         assert lines[0].startswith("complete, loss 1.0000 to 0.2500 in 4 steps")
         assert lines[0].endswith(f"whalejax status {save} shows more")
     assert [call["quiet"] for call in supervised] == [quiet]
+
+
+def test_train_takes_the_mesh_of_one_model_over_all_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+) -> None:
+    words = [
+        "train",
+        "mlp-test",
+        "--processes",
+        "1:2",
+        "--save",
+        str(tmp_path),
+        "--json",
+    ]
+    assert main([*words, "--mesh", "fsdp=-1", "tensor=1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mesh"] is None
+    assert json.loads(supervised[0]["words"][-1])["mesh"] == ["fsdp=-1", "tensor=1"]
+
+
+@pytest.mark.parametrize(
+    "mesh", [["fsdp=0"], ["fsdp=-1", "data=-1"], ["fsdp=-2"], ["fsdp"], ["fsdp=1.5"]]
+)
+def test_train_refuses_a_mesh_of_other_sizes(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    supervised: list[dict[str, Any]],
+    mesh: list[str],
+) -> None:
+    words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
+    assert main([*words, "--mesh", *mesh]) == 2
+    said = capsys.readouterr().err
+    assert "--mesh" in said and mesh[0].split("=")[0] in said
+    assert "Traceback" not in said
+    assert not supervised
+
+
+@pytest.mark.full
+def test_train_spreads_one_model_as_told(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "whalejax", "train", "mlp-test", "--steps", "6"]
+    words += ["--json", "--seed", "3"]
+    one = ["--save", str(tmp_path / "one"), "--cluster", "cpu:1"]
+    two = ["--save", str(tmp_path / "two"), "--processes", "2:2", "--mesh", "fsdp=-1"]
+    found = []
+    for more in (one, two):
+        run = subprocess.run(
+            [*words, *more],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT)},
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(json.loads(run.stdout.splitlines()[-1]))
+    assert found[1]["steps"] == 6
+    for name in ("loss_first", "loss_last"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-6)
 
 
 def test_train_goes_on_where_it_is_told_to(
