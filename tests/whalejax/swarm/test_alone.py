@@ -7,7 +7,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -399,6 +399,15 @@ class Interrupts:
         self.context.stop.wait(300)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, which a process started in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_does_not_wait_for_micro_batches_that_have_not_begun() -> None:
     one: Any = Interrupts()
     trainer = trainer_with(receipt)
