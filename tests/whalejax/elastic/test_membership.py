@@ -164,7 +164,7 @@ def test_a_bug_that_ends_every_process_ends_the_run_with_the_first_error() -> No
     world.run(300)
     assert world.end is not None and world.end.status == 1
     assert world.end.text.startswith(
-        "5 failures without a step between them. The first error: m1: its process "
+        "5 failures without a new step between them. The first error: m1: its process "
         "ended with status 1:\nits log"
     )
     assert len(world.members) < 10
@@ -188,6 +188,23 @@ def test_restarts_in_a_window_have_a_budget() -> None:
         assert not failures.exceeded(now)
     failures.count(140.0, "m1", "died", "")
     assert "4 failures in 100 s, more than the 3 allowed" in failures.exceeded(140.0)
+
+
+def test_steps_that_are_done_again_are_no_progress() -> None:
+    failures = World(12, fruitless=3).membership.failures
+    for now in (1.0, 2.0):
+        failures.count(now, "m1", "died", "mine")
+        failures.progressed(10)
+        assert not failures.exceeded(now)
+        failures.progressed(9)
+    for now in (3.0, 4.0):
+        failures.count(now, "m1", "died", "mine")
+        failures.progressed(10)
+    assert "3 failures without a new step between them. The first error: m1: died:" in (
+        failures.exceeded(4.0)
+    )
+    failures.progressed(11)
+    assert not failures.exceeded(4.0)
 
 
 def test_a_run_that_is_told_to_end_drains() -> None:

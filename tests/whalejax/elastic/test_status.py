@@ -202,11 +202,11 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_options_that_contradict_each_other_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "mlp-test", "--processes", "1:2", "--mesh", "data=2"]
+    words = ["train", "mlp-test", "--processes", "1:2", "--remat", "full"]
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "--processes was given without --save DIR" in said
-    assert "--mesh was given, and each process runs the whole model" in said
+    assert "--remat was given, which elastic runs do not take" in said
     script = tmp_path / "script.py"
     script.write_text("")
     words = ["launch", "--processes", "1:2", "--hosts", "a,b", "--cpu-quota", "50,50"]

@@ -238,6 +238,12 @@ class Agent:
                     "or a copy of it, and the same whalejax"
                 ) from None
             away = time.monotonic() - self._away_since
+            if away > patience and not self._options.key.exists():
+                raise WhaleError(
+                    f"--key: there was no file {self._options.key} within {away:.0f} "
+                    "s. Copy the key file of the run, elastic/key in its folder, to "
+                    "this machine, or give more --patience"
+                ) from None
             if away > patience:
                 what = "is gone, and" if self._joined else "does not answer; it"
                 raise WhaleError(

@@ -26,6 +26,7 @@ class Failures:
         self._times: deque[float] = deque()
         self._of_slot: defaultdict[int, deque[float]] = defaultdict(deque)
         self._fruitless = 0
+        self._furthest = -1
         self._first = ""
         self._errors: dict[str, str] = {}
 
@@ -50,8 +51,17 @@ class Failures:
             more = f":\n{said[-_MOST_SAID:]}" if said else ""
             self._first = f"{name}: {why}{more}"
 
-    def progressed(self) -> None:
-        """A step was committed: what failed before did not fail for good."""
+    def progressed(self, step: int | None = None) -> None:
+        """What failed before did not fail for good.
+
+        Args:
+            step: that was committed. One that was committed before, and is done again,
+                shows nothing: a bug may be in the step behind it.
+        """
+        if step is not None:
+            if step <= self._furthest:
+                return
+            self._furthest = step
         self._fruitless, self._first = 0, ""
 
     def exceeded(self, now: float) -> str:
@@ -65,7 +75,7 @@ class Failures:
             self._times.popleft()
         first = f". The first error: {self._first}"
         if self._fruitless >= settings.fruitless:
-            return f"{self._fruitless} failures without a step between them{first}"
+            return f"{self._fruitless} failures without a new step between them{first}"
         if len(self._times) > settings.restarts:
             return (
                 f"{len(self._times)} failures in {settings.window_seconds:.0f} s, more "

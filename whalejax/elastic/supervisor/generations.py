@@ -119,7 +119,9 @@ class Generations(Losing):
             self._ask(now, [m.name for m in there], -1, phase="preparing")
 
     def _unfit(self, now: float, member: Member, count: int, why: str) -> None:
-        """No plan was found for a number of members."""
+        """No plan was found for a number of members; one over MAX is of no interest."""
+        if count > self.settings.most:
+            return
         if count not in self.unfit:
             self.unfit[count] = why
             self._record("unfit", count=count, why=why)

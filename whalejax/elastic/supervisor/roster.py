@@ -158,7 +158,7 @@ class Roster(RunEnds):
             del self._losses[next(iter(self._losses))]
         if step > self.pace.step:
             self.pace.committed(step, now)
-            self.failures.progressed()
+            self.failures.progressed(step)
             self._suspects.clear()
             self._reconnected = 0
 

@@ -28,8 +28,9 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
     match event:
         case "begun":
             names = ", ".join(fields["members"])
-            step = max(fields["step"], 0)
-            return f"generation {fields['generation']} from step {step}: {names}"
+            step = fields["step"]
+            whence = f"step {step}" if step >= 0 else "the newest checkpoint, if any"
+            return f"generation {fields['generation']} from {whence}: {names}"
         case "lost":
             return f"{fields['name']} is lost: {fields['why']}"
         case "refused" | "leaving":

@@ -67,7 +67,8 @@ def load_key(path: Path) -> bytes:
     except OSError as error:
         raise WhaleError(
             f"{path}: the key of the run cannot be read ({error.strerror or error}). "
-            "Name the key file of the supervisor, elastic/key in its folder"
+            "Name the key file of the run: elastic/key in the folder of an elastic "
+            "run, swarm.key of a swarm"
         ) from error
     if len(key) < LEAST_BYTES:
         raise WhaleError(

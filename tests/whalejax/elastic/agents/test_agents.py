@@ -158,7 +158,7 @@ def test_an_agent_without_supervisor_ends(tmp_path: Path) -> None:
     missing = AgentOptions(
         supervisor="127.0.0.1:1", key=tmp_path / "no", logs=tmp_path, patience=0.5
     )
-    with pytest.raises(WhaleError, match="no is not there yet"):
+    with pytest.raises(WhaleError, match="--key: there was no file .*no within"):
         Agent(missing).run()
 
 
