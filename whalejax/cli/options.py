@@ -354,7 +354,8 @@ class CompletionCommand:
 class LaunchCommand:
     """Start a script as several processes, and stop them together.
 
-    What stands behind the script is its own. It calls wh.init_distributed() first.
+    What stands behind the script is its own. It calls wh.init_distributed() first,
+    or has its loop in wh.train_elastic, which calls it where it is needed.
     """
 
     script: Annotated[conf.Positional[Path], conf.arg(metavar="SCRIPT.py")]
