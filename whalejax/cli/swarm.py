@@ -122,8 +122,14 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         say(f"whalejax: to add a trainer: whalejax swarm train {at}")
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
-    for step, metrics in run.run():
-        print(_step_words(command, step, metrics), flush=True)
+    step = 0
+    try:
+        for step, metrics in run.run():
+            print(_step_words(command, step, metrics), flush=True)
+    except KeyboardInterrupt:
+        if not command.json:
+            say(f"whalejax: {_unsaved(command, step)}")
+        raise
     if not command.json:
         say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
     return 0
@@ -139,6 +145,16 @@ def _step_words(
         return json.dumps(fields)
     lost = "".join(f"  {n.replace('_', ' ')} {x:.2g}" for n, x in errors.items())
     return f"step {step}/{command.steps}  loss {loss:.6g}{lost}"
+
+
+def _unsaved(command: SwarmServeCommand, step: int) -> str:
+    """What is lost where a run is ended after a step."""
+    if command.save is None:
+        return f"ended after step {step}; nothing is saved without --save"
+    return (
+        f"ended after step {step}; steps behind the newest checkpoint in "
+        f"{command.save} are not saved, one of every {command.save_every} is"
+    )
 
 
 def _interrupt(*_: Any) -> None:

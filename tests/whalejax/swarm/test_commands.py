@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +100,37 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainer of this registry" in text
     assert "leads 0  has led 6" in text
     assert "ledger: 0 parts of the step under way are not counted yet" in text
+
+
+class Interrupted:
+    """A run in which Ctrl-C is pressed after a step."""
+
+    serving = SimpleNamespace(address=("127.0.0.1", 8476))
+
+    def __init__(self, *given: Any, **more: Any) -> None: ...
+
+    def run(self) -> Iterator[tuple[int, dict[str, float]]]:
+        yield 7, {"loss": 1.0}
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_interrupt_says_what_is_not_saved(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    saves: bool,
+) -> None:
+    monkeypatch.setattr("whalejax.swarm.running.Run", Interrupted)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    words = ["swarm", "serve", JOB, "--stages", str(jobs.STAGES)]
+    words += ["--key", str(tmp_path / "k")]
+    words += ["--save", str(tmp_path / "s"), "--save-every", "5"] if saves else []
+    assert main.main(words) == 130
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ended after step 7; " in said
+    expected = "are not saved, one of every 5 is" if saves else "without --save"
+    assert expected in said
 
 
 def test_joining_ends_with_the_error_of_the_run(
