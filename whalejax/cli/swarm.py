@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.api.losses import Job
@@ -122,17 +122,23 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         say(f"whalejax: to add a trainer: whalejax swarm train {at}")
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
+    _print_steps(command, run.run())
+    if not command.json:
+        say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
+    return 0
+
+
+def _print_steps(
+    command: SwarmServeCommand, steps: Iterable[tuple[int, Mapping[str, Any]]]
+) -> None:
     step = 0
     try:
-        for step, metrics in run.run():
+        for step, metrics in steps:
             print(_step_words(command, step, metrics), flush=True)
     except KeyboardInterrupt:
         if not command.json:
             say(f"whalejax: {_unsaved(command, step)}")
         raise
-    if not command.json:
-        say(f"whalejax: {command.steps} steps in {time.monotonic() - begun:.1f} s")
-    return 0
 
 
 def _step_words(
