@@ -19,7 +19,14 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.registry import ANY, facts_of
 from whalejax.swarm.wire.messages import TO_PEER
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.swarm.wire.service import (
+    Address,
+    Caller,
+    Gone,
+    Refused,
+    Service,
+    taken_in,
+)
 from whalejax.swarm.worker import Worker
 from whalejax.swarm.working.holding import Hook
 
@@ -117,7 +124,7 @@ class Peer:
         Raises:
             WhaleError: no registry answers, or it refuses this peer.
         """
-        self._join(time.monotonic() + JOIN_SECONDS)
+        self._join()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()  # Before compiling, which may take longer than a lease.
         self.worker.serve(self._wanted)
@@ -150,31 +157,14 @@ class Peer:
 
     # Joining.
 
-    def _join(self, until: float) -> None:
-        """Join, and ask again where no registry answers.
-
-        Raises:
-            WhaleError: none does until then, or it refuses this peer.
-        """
-        while not self._ended.is_set():
-            try:
-                self._join_once()
-                return
-            except Refused as error:
-                raise WhaleError(error.why) from None
-            except Gone as error:
-                if error.wrong_key:
-                    raise WhaleError(
-                        f"the registry did not take this peer in: {error}. Give --key "
-                        "a copy of its key file"
-                    ) from None
-                if time.monotonic() > until:
-                    raise WhaleError(
-                        f"no registry took this peer in within {JOIN_SECONDS:.0f} s: "
-                        f"{error}. Give the address that `whalejax swarm serve` says "
-                        "it listens at, and its key file"
-                    ) from None
-            self._ended.wait(self._beat_seconds)
+    def _join(self) -> None:
+        taken_in(
+            self._join_once,
+            self._ended,
+            who="peer",
+            seconds=JOIN_SECONDS,
+            again_seconds=self._beat_seconds,
+        )
 
     def _join_once(self) -> None:
         fields = {

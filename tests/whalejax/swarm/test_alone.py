@@ -615,11 +615,11 @@ def test_a_host_named_like_a_key_is_asked_again() -> None:
         return found
 
     peer = peer_with(ask)
-    peer._join(time.monotonic() + 300)
+    peer._join()
     assert peer.worker.run == "run" and not answers
     answers.append(Gone("h:9: refused the key", late=False, wrong_key=True))
     with pytest.raises(wh.WhaleError, match="its key file"):
-        peer._join(time.monotonic() + 300)
+        peer._join()
     peer.close()
 
 

@@ -26,7 +26,14 @@ from whalejax.swarm.ledger import Ledger
 from whalejax.swarm.passage import Counts, Passage, StageLost, StepContext, Stopped
 from whalejax.swarm.registry import Member, facts_of
 from whalejax.swarm.wire.messages import TO_FURTHER_TRAINER
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.swarm.wire.service import (
+    Address,
+    Caller,
+    Gone,
+    Refused,
+    Service,
+    taken_in,
+)
 
 
 ASK_SECONDS: Final = 10.0
@@ -153,7 +160,13 @@ class FurtherTrainer:
         Raises:
             WhaleError: no registry answers, or it refuses this trainer.
         """
-        self._enlist_until(time.monotonic() + ENLIST_SECONDS)
+        taken_in(
+            self._enlist,
+            self._ended,
+            who="trainer",
+            seconds=ENLIST_SECONDS,
+            again_seconds=_BEAT_SECONDS,
+        )
         self._thread = threading.Thread(target=self._take_all, daemon=True)
         self._thread.start()
 
@@ -188,32 +201,6 @@ class FurtherTrainer:
             self._ended.set()
 
     # Enlisting.
-
-    def _enlist_until(self, until: float) -> None:
-        """Enlist, and ask again where no registry answers.
-
-        Raises:
-            WhaleError: none does until then, or it refuses this trainer.
-        """
-        while not self._ended.is_set():
-            try:
-                self._enlist()
-                return
-            except Refused as error:
-                raise WhaleError(error.why) from None
-            except Gone as error:
-                if error.wrong_key:
-                    raise WhaleError(
-                        f"the registry did not take this trainer in: {error}. Give "
-                        "--key a copy of its key file"
-                    ) from None
-                if time.monotonic() > until:
-                    raise WhaleError(
-                        f"no registry took this trainer in within {ENLIST_SECONDS:.0f} "
-                        f"s: {error}. Give the address that `whalejax swarm serve` "
-                        "says it listens at, and its key file"
-                    ) from None
-            self._ended.wait(_BEAT_SECONDS)
 
     def _enlist(self) -> None:
         fields = {
