@@ -473,6 +473,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "trace": NONE,
         },
     ),
+    "run_timeline": Entry(
+        given=lambda w: {"folder": w.folder, "run": None},
+        legal={"run": ("none", "the newest")},
+    ),
     "square_cube": Entry(
         given=lambda w: {"plan": w.plan, "bandwidths": ["1Gb/s"], "wire": "f32"},
         legal={},

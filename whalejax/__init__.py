@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
     from whalejax.api.volumes import Volumes as Volumes
+    from whalejax.display.elastic_runs import run_timeline as run_timeline
     from whalejax.distributed.init_distributed import (
         init_distributed as init_distributed,
     )
@@ -66,6 +67,7 @@ _MODULE_OF_NAME = {
     "pipeline": "whalejax.api.annotations",
     "plan": "whalejax.api.plan",
     "replicate": "whalejax.api.annotations",
+    "run_timeline": "whalejax.display.elastic_runs",
     "search": "whalejax.api.search",
     "split": "whalejax.api.annotations",
     "square_cube": "whalejax.planner.plan.square_cube_of_plan",
@@ -95,6 +97,7 @@ __all__ = [
     "pipeline",
     "plan",
     "replicate",
+    "run_timeline",
     "search",
     "split",
     "square_cube",

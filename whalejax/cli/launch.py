@@ -41,6 +41,11 @@ def launch(command: LaunchCommand) -> int:
         from whalejax.elastic.launching import launch_elastic
 
         return launch_elastic(command)
+    if command.quiet:
+        raise WhaleError(
+            f"--quiet was given with --processes {command.processes}; a launch of a "
+            "fixed number says no progress. Leave it out"
+        )
     return launcher.run(
         launcher.Launch(
             command=(sys.executable, str(command.script), *command.arguments),

@@ -17,6 +17,15 @@ from tyro import conf
 from whalejax.cli.elastic_options import AgentCommand as AgentCommand
 from whalejax.cli.elastic_options import GoodputCommand as GoodputCommand
 from whalejax.cli.elastic_options import StatusCommand as StatusCommand
+from whalejax.cli.launch_options import (
+    SSH,
+    AgentsAddress,
+    Hosts,
+    RayAddress,
+    RemoteShell,
+)
+from whalejax.cli.launch_options import DoctorCommand as DoctorCommand
+from whalejax.cli.launch_options import LaunchCommand as LaunchCommand
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError
 
@@ -127,6 +136,12 @@ class TrainCommand:
     """train with as many processes, which may be lost and come back; needs --save"""
     spares: Annotated[int, conf.arg(metavar="N")] = 0
     """of --processes: further ones that stand by and step in at once"""
+    hosts: Hosts = "localhost"
+    host: AgentsAddress = None
+    ray: RayAddress = None
+    port: OptionalNumber = None
+    """of --processes: where the supervisor listens; a free one, or 8476 for agents"""
+    remote_shell: RemoteShell = SSH
     replay: Annotated[int, conf.arg(metavar="N")] = 0
     """then do the first N steps (at most all) on one device and compare the losses"""
     json: bool = False
@@ -348,67 +363,6 @@ class CompletionCommand:
 
     shell: conf.Positional[Literal["bash", "zsh", "fish"]]
     """which shell it is for: bash, zsh or fish"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchCommand:
-    """Start a script as several processes, and stop them together.
-
-    What stands behind the script is its own. It calls wh.init_distributed() first,
-    or has its loop in wh.train_elastic, which calls it where it is needed.
-    """
-
-    script: Annotated[conf.Positional[Path], conf.arg(metavar="SCRIPT.py")]
-    """what each process runs"""
-    arguments: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="ARG")] = ()
-    """what the script is given, options and all that stands behind it"""
-    processes: Annotated[str, conf.arg(metavar="N|MIN:MAX")] = "2"
-    """how many, over all hosts; MIN:MAX goes on with those that are left, and starts
-    lost ones again: see docs/elastic.md"""
-    spares: Annotated[int, conf.arg(metavar="N")] = 0
-    """of MIN:MAX: further processes that stand by and step in at once"""
-    hosts: Annotated[str, conf.arg(metavar="A,B")] = "localhost"
-    """where; others than this one by ssh, in this folder, with this Python"""
-    host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
-    """of MIN:MAX: address of this machine at which whalejax agent joins from others;
-    the processes run where agents are"""
-    ray: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
-    """of MIN:MAX: hold the processes on the nodes of this Ray cluster; auto finds it"""
-    cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
-    """percent of a core for each process, to try mixed speeds: 100,33"""
-    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
-    """one file per rank, rank-0.log and so on; of MIN:MAX in its folder elastic"""
-    port: OptionalNumber = None
-    """where process 0 listens, or the supervisor of MIN:MAX; a free one, or 8476 on
-    other hosts"""
-    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
-    """what is given a host and a command"""
-    exit_timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 300.0
-    """a rank that says nothing for so long when others have ended is stopped"""
-    json: bool = False
-    """print how every rank ended as one line of JSON and nothing else"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorCommand:
-    """Look for what would keep this host, or several, from running a program together.
-
-    Versions, devices, addresses, clocks and control groups, each with its remedy. Ends
-    with status 1 where there is a problem.
-    """
-
-    hosts: Annotated[str | None, conf.arg(metavar="A,B")] = None
-    """start it on these too, by ssh as whalejax launch does, and compare them"""
-    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
-    """meet others there that were started with the same words, and compare"""
-    processes: OptionalNumber = None
-    """how many meet at --coordinator; under Slurm all tasks if left out"""
-    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
-    """those that have not come after so long are missing"""
-    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
-    """what is given a host and a command"""
-    json: bool = False
-    """print the result as one line of JSON and nothing else"""
 
 
 Command = (
@@ -646,6 +600,18 @@ def plan_settings(command: Any) -> dict[str, Any]:
     if wrong:
         raise WhaleError("\n".join(wrong))
     return {setting: value for setting, value in found.items() if value is not None}
+
+
+def given_places(command: TrainCommand) -> list[str]:
+    """Options given to a command that say where its processes run.
+
+    Args:
+        command: its options.
+    """
+    default = TrainCommand(model="")
+    names = ("hosts", "host", "ray", "port", "remote_shell")
+    given = [n for n in names if getattr(command, n) != getattr(default, n)]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:

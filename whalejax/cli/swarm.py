@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 FindJob = Callable[[str, Mapping[str, Any]], Job]
 
 _ASK_SECONDS: Final = 10.0
+_LISTENS_SECONDS: Final = 30.0
+"""How long a process that joins waits for a registry that was started beside it."""
+
+_AGAIN_SECONDS: Final = 0.5
 _MOST: Final = 2**20
 _EVENTS: Final = {
     "joined": "{peer} serves stage {stage} from step {step} on",
@@ -187,8 +191,7 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
     from whalejax.swarm.peer import Peer
     from whalejax.swarm.registry import ANY
 
-    address, key = parsed_address(command.registry), load_key(command.key)
-    terms = _asked(address, key, "terms")
+    address, key, terms = _terms(command)
     cut = _cut_by(terms, command, find_job)
     peer = Peer(
         cut,
@@ -225,8 +228,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
     _check(command)
     from whalejax.swarm.leading.further import FurtherTrainer
 
-    address, key = parsed_address(command.registry), load_key(command.key)
-    terms = _asked(address, key, "terms")
+    address, key, terms = _terms(command)
     trainer = FurtherTrainer(
         _cut_by(terms, command, find_job),
         key,
@@ -242,6 +244,32 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
     said = f"{trainer.name} leads micro-batches of {address[0]}:{address[1]}"
     _until_over(trainer, lambda: said, "leaving when what it leads is through")
     return 0
+
+
+def _terms(
+    command: SwarmJoinCommand | SwarmTrainCommand,
+) -> tuple[Address, bytes, dict[str, Any]]:
+    """The registry's address, its key and its terms, once it listens.
+
+    Raises:
+        WhaleError: there is no key or no registry after a while, or another key.
+    """
+    address = parsed_address(command.registry)
+    end = time.monotonic() + min(command.patience, _LISTENS_SECONDS)
+    waits = False
+    while True:
+        late = time.monotonic() >= end
+        if late or command.key.exists():
+            key = load_key(command.key)
+            try:
+                return address, key, _asked(address, key, "terms")
+            except _Absent:
+                if late:
+                    raise
+        if not waits:
+            waits = True
+            say(f"whalejax: waiting for the registry at {command.registry}")
+        time.sleep(_AGAIN_SECONDS)
 
 
 def _cut_by(
@@ -378,6 +406,10 @@ def parsed_address(text: str) -> Address:
     return host.strip("[]"), int(port)
 
 
+class _Absent(WhaleError):
+    """No registry answers at an address."""
+
+
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
     from whalejax.swarm.wire.service import Caller, Gone, Refused
 
@@ -385,7 +417,8 @@ def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
     try:
         return dict(caller.ask(address, what, {}, seconds=_ASK_SECONDS).fields)
     except (Gone, Refused) as error:
-        raise WhaleError(
+        may_come = isinstance(error, Gone) and not error.wrong_key
+        raise (_Absent if may_come else WhaleError)(
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "
             "listens at, and a copy of its key file"

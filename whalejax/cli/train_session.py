@@ -25,6 +25,7 @@ from whalejax.cli import replay, train_loop
 from whalejax.cli.option_checks import check_command
 from whalejax.cli.options import (
     TrainCommand,
+    given_places,
     given_plan_options,
     plan_settings,
 )
@@ -105,6 +106,11 @@ def check_options(options: TrainCommand) -> None:
         problems.add(
             f"--spares is {options.spares} without --processes MIN:MAX, of which they "
             "step in for lost ones. Give both, or leave it out"
+        )
+    for name in given_places(options) if options.processes is None else ():
+        problems.add(
+            f"{name} was given without --processes MIN:MAX, whose processes run there. "
+            "Give both, or leave it out"
         )
     _check_save(options, problems)
     problems.raise_if_any()

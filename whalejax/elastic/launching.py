@@ -11,40 +11,31 @@ import dataclasses
 import json
 import os
 import select
-import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
-from whalejax.distributed.launch_env import PORT, joined_address
-from whalejax.distributed.launch_spec import is_here
 from whalejax.elastic import outcome
-from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.elastic.agents.placed import (
+    LOOPBACK,
+    ProcessPlaces,
+    check_places,
+    placed,
+)
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.worker import mesh_asked
 from whalejax.meshes.errors import Problems, WhaleError
-
-
-if TYPE_CHECKING:
-    from whalejax.elastic.engines.ray_agents import RayAgents
 
 
 _MOST_RESTARTS: Final = 1000
 _FIRST_PULSE_SECONDS: Final = 120.0
 _PULSE_SECONDS: Final = 1.0
 _ERROR_STATUS: Final = 2
-
-LOOPBACK: Final = "127.0.0.1"
-
-_HERE: Final = LaunchCommand(script=Path()).hosts
-_REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 
 _ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
 """Options of plans that elastic runs take."""
@@ -63,9 +54,8 @@ def launch_elastic(command: LaunchCommand) -> int:
         WhaleError: options contradict each other.
     """
     least, most = least_and_most(command.processes)
-    hosts = () if command.hosts == _HERE else tuple(command.hosts.split(","))
     with Problems("whalejax launch") as problems:
-        _check_hosts(command, hosts, most, problems)
+        check_places(command, most + command.spares, problems)
         if command.cpu_quota:
             problems.add(
                 f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
@@ -73,84 +63,18 @@ def launch_elastic(command: LaunchCommand) -> int:
             )
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     words = (sys.executable, str(command.script), *command.arguments)
-    host = command.host or (_address_for(hosts) if hosts else None)
-    if command.ray is not None:
-        host = host or socket.gethostname()
-    with contextlib.ExitStack() as stack:
-        awaited: Sequence[str] = hosts
-        if host is not None:
-            where = joined_address(host, command.port or PORT)
-            if command.ray is not None:
-                awaited = stack.enter_context(_on_ray(command, where, most)).names
-            elif hosts:
-                stack.enter_context(_on_hosts(command, hosts, where, most))
+    began = time.monotonic()
+    with placed(command, command.logs, most + command.spares) as places:
         status = supervise(
             words,
             command.logs,
             settings,
-            host=host,
-            port=command.port if host is None else command.port or PORT,
-            awaited=awaited,
+            places,
             seconds=command.exit_timeout,
-            quiet=command.json,
+            quiet=command.json or command.quiet,
         )
-    if command.json:
-        outcome.print_launched(command, status)
+    outcome.print_launched(command, status, time.monotonic() - began)
     return status
-
-
-def _check_hosts(
-    command: LaunchCommand, hosts: Sequence[str], most: int, problems: Problems
-) -> None:
-    """Record what is wrong with where processes are to run."""
-    away = [host for host in hosts if not is_here(host)]
-    if len(set(hosts)) < len(hosts) or not all(hosts):
-        problems.add(f"--hosts is {command.hosts}; expected different names, as in a,b")
-    elif len(hosts) > most + command.spares:
-        problems.add(
-            f"--hosts names {len(hosts)} hosts for at most {most + command.spares} "
-            "processes; expected at least one for each. Raise MAX, or name fewer"
-        )
-    if away and not shutil.which(shlex.split(command.remote_shell)[0]):
-        problems.add(
-            f"--remote-shell: there is no program {command.remote_shell.split()[0]!r} "
-            f"here, and {', '.join(away)} are other hosts. Install it, or name another"
-        )
-    if hosts and command.ray is not None:
-        problems.add(
-            f"--hosts is {command.hosts} with --ray {command.ray}; agents are started "
-            "by one of the two. Leave one out"
-        )
-    if not hosts and command.remote_shell != _REMOTE_SHELL:
-        problems.add(
-            f"--remote-shell is {command.remote_shell} without --hosts, and is used "
-            "for these only. Leave it out, or name hosts"
-        )
-
-
-def _on_hosts(
-    command: LaunchCommand, hosts: Sequence[str], where: str, most: int
-) -> HostAgents:
-    return HostAgents(
-        hosts,
-        where,
-        command.logs,
-        processes=-(-(most + command.spares) // len(hosts)),
-        remote_shell=shlex.split(command.remote_shell),
-    )
-
-
-def _on_ray(command: LaunchCommand, where: str, most: int) -> RayAgents:
-    from whalejax.elastic.engines.ray_agents import RayAgents
-
-    assert command.ray is not None
-    processes = most + command.spares
-    return RayAgents(command.ray, where, command.logs, processes=processes)
-
-
-def _address_for(hosts: Sequence[str]) -> str:
-    """Where agents of these hosts reach this machine."""
-    return LOOPBACK if all(map(is_here, hosts)) else socket.gethostname()
 
 
 def train_elastically(command: TrainCommand) -> int:
@@ -168,6 +92,7 @@ def train_elastically(command: TrainCommand) -> int:
     assert command.processes is not None
     least, most = least_and_most(command.processes)
     with Problems("whalejax train --processes") as problems:
+        check_places(command, most + command.spares, problems)
         if command.save is None:
             problems.add(
                 "--processes was given without --save DIR, where checkpoints and the "
@@ -191,7 +116,8 @@ def train_elastically(command: TrainCommand) -> int:
     words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     began = time.monotonic()
-    status = supervise(words, command.save, settings, quiet=command.quiet)
+    with placed(command, command.save, most + command.spares) as places:
+        status = supervise(words, command.save, settings, places, quiet=command.quiet)
     outcome.print_trained(command, status, time.monotonic() - began)
     return status
 
@@ -205,10 +131,8 @@ def supervise(
     words: Sequence[str],
     folder: Path,
     settings: SupervisorSettings,
+    places: ProcessPlaces | None = None,
     *,
-    host: str | None = None,
-    port: int | None = None,
-    awaited: Sequence[str] = (),
     seconds: float = 300.0,
     quiet: bool = False,
 ) -> int:
@@ -218,23 +142,21 @@ def supervise(
         words: of the processes that it starts.
         folder: of the run.
         settings: how it decides.
-        host: where agents of other machines join, which then hold all processes; None
-            starts them on this machine.
-        port: where it listens, or None for a free one.
-        awaited: agents that are started for this run.
+        places: where processes are held; on this machine if None.
         seconds: for processes to end after the run has.
         quiet: say what goes wrong, and no progress.
 
     Returns:
         Its status.
     """
+    places = places or ProcessPlaces()
     given = {
         "command": list(words),
         "folder": str(folder),
         "settings": dataclasses.asdict(settings),
-        "host": host,
-        "port": port or 0,
-        "awaited": list(awaited),
+        "host": places.host,
+        "port": places.port or 0,
+        "awaited": list(places.awaited),
         "exit_seconds": seconds,
         "quiet": quiet,
     }

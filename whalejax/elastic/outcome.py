@@ -18,15 +18,19 @@ _NOT_RUN: Final = 2
 """Status of a supervisor that could not run; it has said why."""
 
 
-def print_launched(command: LaunchCommand, status: int) -> None:
-    """Print how the processes of ``whalejax launch`` ended, as one line of JSON.
+def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
+    """Print what ``whalejax launch --processes MIN:MAX`` came to.
 
     Args:
         command: the options.
         status: of the run.
+        seconds: that it took, everything counted.
     """
     run = None if status == _NOT_RUN else status_of(command.logs)[-1]
-    print(json.dumps(launched(run, command.logs, status)), flush=True)
+    if command.json:
+        print(json.dumps(launched(run, command.logs, status)), flush=True)
+    elif run is not None and not command.quiet:
+        print(sentence(run, command.logs, seconds), flush=True)
 
 
 def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
@@ -70,15 +74,27 @@ def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
     assert command.save is not None
     run = None if status == _NOT_RUN else status_of(command.save)[-1]
     if run is not None and not command.quiet:
-        print(_sentence(run, command.save, seconds), flush=True)
+        print(sentence(run, command.save, seconds), flush=True)
     if command.json:
         print(json.dumps(trained(run, command, status, seconds)), flush=True)
 
 
-def _sentence(run: RunStatus, save: Path, seconds: float) -> str:
-    where = f"whalejax status {save} shows more"
+def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
+    """A run in one line.
+
+    Args:
+        run: as its journal tells it.
+        folder: of the run.
+        seconds: that it took, everything counted.
+    """
+    where = f"whalejax status {folder} shows more"
     if run.loss is None or run.loss_first is None:
-        return f"{run.state}, no step was done, {seconds:.1f} s in all; {where}"
+        none = ", no step was done"
+        if not run.steps:  # An ordinary script's steps are its own.
+            none = ""
+        elif run.step >= run.steps:
+            none = f", all {run.steps} steps were done before"
+        return f"{run.state}{none}, {seconds:.1f} s in all; {where}"
     return (
         f"{run.state}, loss {run.loss_first:.4f} to {run.loss:.4f} in {run.steps_done} "
         f"steps, {seconds:.1f} s in all; {where}"

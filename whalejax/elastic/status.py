@@ -13,6 +13,7 @@ from typing import Any, Final
 from whalejax.distributed.launch_env import printable
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.elastic.supervisor.telling import loss_words
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held
 
@@ -20,7 +21,7 @@ from whalejax.runtime.folder_lock import is_held
 _INTERRUPTED_STATUS: Final = 143
 _LONGEST: Final = 500
 
-_STATE_OF: Final = {
+STATE_OF: Final = {
     "started": "starting",
     "registered": "compiling",
     "ready": "standing by",
@@ -30,6 +31,9 @@ _STATE_OF: Final = {
     "failed": "failed",
 }
 """What a member does after an event; ``"begun"`` and its end are looked at closer."""
+
+_OF_STATES: Final = ("begun", "recovered", "finished", "saved")
+"""Events whose step is that of a state, which somebody then has; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +48,21 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostMember:
-    """A member that was given up, and why."""
+    """A member that was given up, or ended by an error of its own.
+
+    Attributes:
+        name: of the member.
+        seconds: since the run began.
+        step: the newest that was committed.
+        why: it was given up, or how it ended.
+        state: ``"lost"`` or ``"failed"``.
+    """
 
     name: str
     seconds: float
     step: int
     why: str
+    state: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +101,7 @@ class RunStatus:
         step_seconds: median time of a step; None before there are enough.
         generations: in order.
         members: all processes, by name.
-        lost: who was given up.
+        lost: who was given up or failed.
         checkpoint: the newest.
         goodput: committed steps times the median of a step, over the time since the
             first; None before there are enough.
@@ -116,6 +129,21 @@ class RunStatus:
 Events = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJournal:
+    """What is written of one run.
+
+    Attributes:
+        events: in order; the first is ``"opened"``.
+        commits: of its generations, in order.
+        has_supervisor: one runs now.
+    """
+
+    events: Events
+    commits: Events
+    has_supervisor: bool
+
+
 def status_of(folder: Path) -> tuple[RunStatus, ...]:
     """The runs of a folder, in order; the last is the newest.
 
@@ -125,6 +153,11 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
     Raises:
         WhaleError: there is no elastic run.
     """
+    return tuple(map(run_status, journals_of(folder)))
+
+
+def journals_of(folder: Path) -> tuple[RunJournal, ...]:
+    """What is written of each run of a folder, in order; see ``status_of``."""
     home = _home(folder)
     events = journal.read(home / journal.EVENTS)
     places = [n for n, said in enumerate(events) if said["event"] == "opened"]
@@ -142,25 +175,32 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
         numbers = {e["generation"] for e in run if e["event"] == "begun"}
         mine = [said for said in commits if said["generation"] in numbers]
         goes_on = end == len(events) and is_held(home)
-        runs.append(_run_of(run, mine, has_supervisor=goes_on))
+        runs.append(RunJournal(events=run, commits=mine, has_supervisor=goes_on))
     return tuple(runs)
 
 
-def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStatus:
+def run_status(run: RunJournal) -> RunStatus:
+    """The state of one run.
+
+    Args:
+        run: what is written of it.
+    """
+    events, commits = run.events, run.commits
     began = events[0]["time"]
     ends = [said for said in events if said["event"] == "ending"]
     last = max([events[-1]["time"], *(c["time"] for c in commits)])
     facts = next((said for said in events if said["event"] == "facts"), {})
     saved = [said["path"] for said in events if said["event"] == "saved"]
     status = ends[-1]["status"] if ends else None
-    state = "running" if has_supervisor else "without supervisor"
+    state = "running" if run.has_supervisor else "without supervisor"
     if ends:
         state = _end_of(ends[-1])
     _, took = _times(commits)
+    members = _members(events)
     return RunStatus(
         state=state,
         why=ends[-1].get("why", "") if ends and status else "",
-        step=max((c["step"] for c in commits), default=0),
+        step=_newest_step(events, commits),
         steps=int(facts.get("steps", 0)),
         steps_done=len({c["step"] for c in commits}),
         loss_first=commits[0]["loss"] if commits else None,
@@ -176,13 +216,14 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
             for said in events
             if said["event"] == "begun"
         ),
-        members=_members(events),
+        members=members,
         lost=tuple(
             LostMember(
                 name=said["name"],
                 seconds=round(said["time"] - began, 1),
                 step=said["step"],
-                why=said["why"],
+                why=loss_words(said),
+                state=members[said["name"]].state,
             )
             for said in _before_end(events)
             if said["event"] == "lost"
@@ -192,6 +233,12 @@ def _run_of(events: Events, commits: Events, *, has_supervisor: bool) -> RunStat
         seconds=round(last - began, 1),
         ended=status,
     )
+
+
+def _newest_step(events: Events, commits: Events) -> int:
+    """The newest step that is done, also by an earlier run whose state this one has."""
+    told = [said["step"] for said in events if said["event"] in _OF_STATES]
+    return max([*told, *(said["step"] for said in commits), 0])
 
 
 def _home(folder: Path) -> Path:
@@ -225,7 +272,7 @@ def _members(events: Events) -> dict[str, MemberStatus]:
         if said["event"] == "begun":
             for rank, name in enumerate(said["members"]):
                 _change(found, name, state="training", rank=rank)
-        name, state = said.get("name", ""), _STATE_OF.get(said["event"])
+        name, state = said.get("name", ""), STATE_OF.get(said["event"])
         if said["event"] in ("lost", "ended"):
             was = found[name].state if name in found else ""
             _change(found, name, state=_state_at_end(said, was, place > before, ending))
@@ -244,7 +291,7 @@ def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
 
 
 def _still_there(found: Mapping[str, MemberStatus]) -> list[str]:
-    there = {*_STATE_OF.values(), "training"} - {"failed"}
+    there = {*STATE_OF.values(), "training"} - {"failed"}
     return [name for name, member in found.items() if member.state in there]
 
 
@@ -257,7 +304,7 @@ def _state_at_end(
     if after and ending is not None:
         return "drained" if was == "leaving" else _over(ending)
     if said["event"] == "lost":
-        return "failed" if was == "failed" else "lost"
+        return "failed" if was == "failed" else str(said.get("how", "lost"))
     return {"leaving": "drained", "finished": "complete"}.get(was, "ended")
 
 
@@ -338,7 +385,7 @@ def _lines(run: RunStatus) -> list[str]:
             f"generation  {one.number}  at {one.seconds:g} s, step {step}: {members}"
         )
     lines += [
-        f"lost        {m.name}  at {m.seconds:g} s: {printable(m.why)}"
+        f"{m.state:<12}{m.name}  at {m.seconds:g} s: {printable(m.why)}"
         for m in run.lost
     ]
     return lines

@@ -33,8 +33,11 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Runs are not started: their journal is written, and how they were asked for."""
     calls: list[dict[str, Any]] = []
 
-    def supervise(words: Any, folder: Path, settings: Any, **options: Any) -> int:
-        calls.append({"words": words, "settings": settings, **options})
+    def supervise(
+        words: Any, folder: Path, settings: Any, places: Any, **options: Any
+    ) -> int:
+        told = {"words": words, "settings": settings, "places": places}
+        calls.append({**told, **options})
         found = written(folder)
         found.end(0)
         return 0
@@ -88,6 +91,45 @@ def test_options_of_the_other_way_to_launch_are_refused(
     assert main(["train", "mlp-test", "--spares", "2"]) == 2
     said = capsys.readouterr().err
     assert "--spares is 2 without --processes MIN:MAX" in said
+    places = ["--hosts", "a", "--host", "b", "--ray", "auto", "--port", "1"]
+    assert main(["train", "mlp-test", *places]) == 2
+    said = capsys.readouterr().err
+    assert all(f"{n} was given without --processes" in said for n in places[::2])
+    assert main(["launch", "--processes", "2", "--quiet", str(script)]) == 2
+    assert "--quiet was given with --processes 2" in capsys.readouterr().err
+
+
+def test_train_runs_where_agents_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+) -> None:
+    words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path)]
+    assert main([*words, "--host", "127.0.0.1"]) == 0
+    assert main([*words, "--host", "127.0.0.1", "--port", "9"]) == 0
+    assert main(words) == 0
+    places = [call["places"] for call in supervised]
+    assert [(p.host, p.port) for p in places] == [
+        ("127.0.0.1", 8476),
+        ("127.0.0.1", 9),
+        (None, None),
+    ]
+    assert main([*words, "--hosts", "a,b,c"]) == 2
+    assert "3 hosts for at most 2 processes" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_launch_says_what_it_came_to_unless_it_is_quiet(
+    script: Path, capsys: pytest.CaptureFixture[str], supervised: list[dict[str, Any]]
+) -> None:
+    logs = script.parent / "logs"
+    words = ["launch", "--processes", "1:2", "--logs", str(logs)]
+    assert main([*words, str(script)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("complete, loss 1.0000 to 0.2500 in 4 steps, ")
+    assert f"whalejax status {logs} shows more" in said
+    assert main([*words, "--quiet", str(script)]) == 0
+    assert capsys.readouterr().out == ""
+    assert [call["quiet"] for call in supervised] == [False, True]
 
 
 def test_launch_prints_how_all_ended_as_json(
@@ -224,7 +266,7 @@ def test_quiet_runs_say_what_goes_wrong_and_no_more() -> None:
 def test_a_run_without_steps_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def supervise(words: Any, folder: Path, settings: Any, **options: Any) -> int:
+    def supervise(words: Any, folder: Path, *_: Any, **options: Any) -> int:
         found = Journal(folder)
         found.open("m1")
         found.end(1, "1 of at least 2 members are there\nmore")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from whalejax.cli.main import main
+from whalejax.elastic.outcome import sentence
 from whalejax.elastic.status import MemberStatus, status_of
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.supervisor import FOLDER
@@ -192,6 +193,37 @@ def test_how_runs_and_members_end_is_taken_from_events_that_say_so(
     found.end(1, "1 of at least 2 members are there", how="lost", saver="")
     assert status_of(tmp_path)[-1].state == "lost"
     assert status_of(tmp_path)[-1].members["m5"].state == "ended"
+
+
+def test_a_run_that_begins_with_all_steps_done_says_so(tmp_path: Path) -> None:
+    found = Journal(tmp_path)
+    found.open("m1")
+    found.begin(1, ["m1"], -1)
+    found.tell(("finished", {"name": "m1", "step": 40}))
+    found.end(0)
+    (told,) = status_of(tmp_path)
+    assert (told.step, told.steps, told.steps_done) == (40, 40, 0)
+    said = sentence(told, tmp_path, 2.0)
+    assert said.startswith("complete, all 40 steps were done before, 2.0 s in all")
+
+
+def test_a_process_that_failed_is_not_called_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Journal(tmp_path)
+    found.open("m1", "m2")
+    fields = {"name": "m1", "why": "its process ended with status 1", "step": -1}
+    found.tell(("lost", {**fields, "how": "failed", "said": "ValueError: no"}))
+    found.lose("m2", "its process ended with status -9")
+    (told,) = status_of(tmp_path)
+    assert {one.name: one.state for one in told.lost} == {"m1": "failed", "m2": "lost"}
+    assert told.members["m1"].state == "failed" and told.members["m2"].state == "lost"
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"^failed      m1  at .*; its log ends: ValueError: no$", said, re.M
+    )
+    assert re.search(r"^lost        m2  at .* status -9$", said, re.M)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

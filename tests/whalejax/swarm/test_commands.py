@@ -14,6 +14,7 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
+from whalejax.cli.swarm_options import SwarmJoinCommand
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.wire.service import Address
 
@@ -52,7 +53,10 @@ def test_serving_shows_steps_and_saves(
             "join h:1 mlp --stage -1 --patience 0",
             ["--stage is -1; expected 0 to 4095", "--patience is 0; expected 0.1"],
         ),
-        ("join h:1 mlp --key absent.key", ["absent.key: the key of the run cannot be"]),
+        (
+            "join h:1 mlp --key absent.key --patience 0.1",
+            ["absent.key: the key of the run cannot be"],
+        ),
         ("show h:99999", ["HOST:PORT is 'h:99999'"]),
     ],
 )
@@ -74,13 +78,39 @@ def test_no_registry_is_said(
     found = " ".join(capsys.readouterr().err.split())
     assert "127.0.0.1:1: no registry of a swarm answers there" in found
     words = ["swarm", "train", "127.0.0.1:1", "gpt-test", "--key", str(key)]
-    assert main.main(words) == 2
+    assert main.main([*words, "--patience", "0.5"]) == 2
     found = " ".join(capsys.readouterr().err.split())
+    assert "waiting for the registry at 127.0.0.1:1" in found
     assert "127.0.0.1:1: no registry of a swarm answers there" in found
     assert main.main([*words, "--port", "0", "--patience", "0"]) == 2
     found = " ".join(capsys.readouterr().err.split())
     assert "--port is 0; expected 1 to 65535" in found
     assert "--patience is 0; expected 0.1 to 1e6 seconds" in found
+
+
+def test_a_process_that_joins_waits_for_a_registry_that_is_started_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, tries = tmp_path / "k", 0
+
+    def again(_: float) -> None:
+        nonlocal tries
+        tries += 1
+        key.write_text("0" * 32)
+        key.chmod(0o600)
+
+    def asked(address: Address, _: bytes, what: str) -> dict[str, Any]:
+        if tries < 3:
+            raise swarm._Absent("nobody answers")
+        return {"asked": what, "at": address}
+
+    monkeypatch.setattr(swarm.time, "sleep", again)
+    monkeypatch.setattr(swarm, "_asked", asked)
+    command = SwarmJoinCommand(registry="h:7", model="m", key=key)
+    address, found, terms = swarm._terms(command)
+    assert (address, found) == (("h", 7), b"0" * 32) and tries == 3
+    assert terms == {"asked": "terms", "at": ("h", 7)}
+    assert capsys.readouterr().err.count("waiting for the registry at h:7") == 1
 
 
 def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,9 @@ from whalejax.elastic.supervisor.roster import Roster
 _LASTING_SECONDS: Final = 60.0
 """A generation by collectives that lasted so long did something."""
 
+_MOST_SAID: Final = 300
+"""Letters of the last line of a failed process's log, which are told a user."""
+
 
 class Losing(Roster):
     """Members that can be lost."""
@@ -40,6 +43,7 @@ class Losing(Roster):
         said: str = "",
         *,
         counts: bool = True,
+        how: Ending = Ending.LOST,
     ) -> None:
         """Give a member up, and end it before its work is given to others."""
         if not member.is_there:
@@ -47,8 +51,15 @@ class Losing(Roster):
         over = self.phase in ("draining", "ending")
         counts = counts and not member.leaving and not over
         member.becomes("gone", now)
+        last = said.strip().rpartition("\n")[2][:_MOST_SAID]
         self._record(
-            "lost", name=member.name, why=why, step=self.pace.step, counts=counts
+            "lost",
+            name=member.name,
+            why=why,
+            step=self.pace.step,
+            counts=counts,
+            how=how,
+            said=last if how is Ending.FAILED else "",
         )
         if member.pid:
             self._effects.append(Kill(name=member.name, pid=member.pid))

@@ -91,7 +91,10 @@ class Membership(Generations):
             return
         how = self._how_ended(member, status)
         if how is None:
-            self._lose(now, member, f"its process ended with status {status}", said)
+            # A signal's status is negative.
+            how = Ending.FAILED if (status or 0) > 0 else Ending.LOST
+            why = f"its process ended with status {status}"
+            self._lose(now, member, why, said, how=how)
         else:
             well = name in self.active and how is Ending.COMPLETE
             self._record("ended", name=name, status=status, how=how, well=well)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from whalejax.elastic.supervisor.endings import Ending
+
 
 _PROGRESS: Final = frozenset({"begun", "leaving", "saved"})
 """Events of a run that goes well."""
@@ -21,6 +23,16 @@ def counted(processes: int) -> str:
     return f"{processes} process" + "es" * (processes != 1)
 
 
+def loss_words(fields: Mapping[str, Any]) -> str:
+    """Why a member was lost or failed.
+
+    Args:
+        fields: of the event ``"lost"``.
+    """
+    said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
+    return f"{fields['why']}{said}"
+
+
 def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
     """What a user is told of an event, if anything."""
     if quiet and event in _PROGRESS:
@@ -32,7 +44,8 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
             whence = f"step {step}" if step >= 0 else "the newest checkpoint, if any"
             return f"generation {fields['generation']} from {whence}: {names}"
         case "lost":
-            return f"{fields['name']} is lost: {fields['why']}"
+            what = "failed" if fields.get("how") == Ending.FAILED else "is lost"
+            return f"{fields['name']} {what}: {loss_words(fields)}"
         case "refused" | "leaving":
             return f"{fields['name']}: {fields['why']}"
         case "left":

@@ -1,0 +1,97 @@
+"""Options of commands that start processes on hosts: ``launch`` and ``doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from tyro import conf
+
+
+_Number = Annotated[int | None, conf.arg(metavar="N")]
+Hosts = Annotated[
+    str,
+    conf.arg(
+        metavar="A,B",
+        help="where processes run; others than this one by ssh, in this folder, with "
+        "this Python",
+    ),
+]
+AgentsAddress = Annotated[
+    str | None,
+    conf.arg(
+        metavar="ADDRESS",
+        help="of MIN:MAX: address of this machine at which whalejax agent joins from "
+        "others; the processes run where agents are",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    conf.arg(
+        metavar="ADDRESS",
+        help="of MIN:MAX: hold the processes on the nodes of this Ray cluster; auto "
+        "finds it",
+    ),
+]
+RemoteShell = Annotated[
+    str, conf.arg(metavar="WORDS", help="what is given a host and a command")
+]
+SSH: Final = "ssh -tt -o BatchMode=yes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """Start a script as several processes, and stop them together.
+
+    What stands behind the script is its own. It calls wh.init_distributed() first,
+    or has its loop in wh.train_elastic, which calls it where it is needed.
+    """
+
+    script: Annotated[conf.Positional[Path], conf.arg(metavar="SCRIPT.py")]
+    """what each process runs"""
+    arguments: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="ARG")] = ()
+    """what the script is given, options and all that stands behind it"""
+    processes: Annotated[str, conf.arg(metavar="N|MIN:MAX")] = "2"
+    """how many, over all hosts; MIN:MAX goes on with those that are left, and starts
+    lost ones again: see docs/elastic.md"""
+    spares: Annotated[int, conf.arg(metavar="N")] = 0
+    """of MIN:MAX: further processes that stand by and step in at once"""
+    hosts: Hosts = "localhost"
+    host: AgentsAddress = None
+    ray: RayAddress = None
+    cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
+    """percent of a core for each process, to try mixed speeds: 100,33"""
+    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    """one file per rank, rank-0.log and so on; of MIN:MAX in its folder elastic"""
+    port: _Number = None
+    """where process 0 listens, or the supervisor of MIN:MAX; a free one, or 8476 on
+    other hosts"""
+    remote_shell: RemoteShell = SSH
+    exit_timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 300.0
+    """a rank that says nothing for so long when others have ended is stopped"""
+    json: bool = False
+    """print how every rank ended as one line of JSON and nothing else"""
+    quiet: bool = False
+    """of MIN:MAX: say what goes wrong, and no progress"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorCommand:
+    """Look for what would keep this host, or several, from running a program together.
+
+    Versions, devices, addresses, clocks and control groups, each with its remedy. Ends
+    with status 1 where there is a problem.
+    """
+
+    hosts: Annotated[str | None, conf.arg(metavar="A,B")] = None
+    """start it on these too, by ssh as whalejax launch does, and compare them"""
+    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
+    """meet others there that were started with the same words, and compare"""
+    processes: _Number = None
+    """how many meet at --coordinator; under Slurm all tasks if left out"""
+    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
+    """those that have not come after so long are missing"""
+    remote_shell: RemoteShell = SSH
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""

@@ -1,0 +1,324 @@
+"""An elastic run in time: its members, their generations, and steps that were lost."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from whalejax.display.page import FILLS, INK, Picture, drawing, listed, words
+from whalejax.elastic.status import (
+    STATE_OF,
+    Events,
+    RunJournal,
+    RunStatus,
+    journals_of,
+    run_status,
+)
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.errors import WhaleError
+
+
+_LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 20.0, 4.0, 20.0, 20.0
+_MOST_LANES = 60
+_LONG_STEP = 3.0
+"""Medians of a step: a wait for the next one that is longer is drawn as a gap."""
+
+_FILL_OF = {
+    "starting": FILLS[7],
+    "compiling": FILLS[3],
+    "standing by": FILLS[6],
+    "leaving": FILLS[4],
+}
+_TRAINING = FILLS[0], FILLS[2]
+"""Of even and of odd generations."""
+
+_AGAIN = FILLS[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberSpan:
+    """What a member did for a while.
+
+    Attributes:
+        name: of the member.
+        state: as ``whalejax status`` names it.
+        start_seconds, end_seconds: since the run began.
+        generation: in which it trained, else None.
+    """
+
+    name: str
+    state: str
+    start_seconds: float
+    end_seconds: float
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpan:
+    """A step from the one that was committed before it to its own commit.
+
+    Attributes:
+        step: its number.
+        start_seconds, end_seconds: since the run began.
+        again: it had been committed before, by a generation whose state was lost.
+        waited: it took more than three times the median: a generation was formed, or
+            somebody was waited for.
+    """
+
+    step: int
+    start_seconds: float
+    end_seconds: float
+    again: bool
+    waited: bool
+
+
+class RunTimeline(Picture):
+    """An elastic run in time, from its journal.
+
+    Attributes:
+        status: of the run, as ``whalejax status`` shows it.
+        spans: what each member did, by member and time.
+        steps: that were committed, in order.
+        steps_again: how many of them had been committed before.
+        waited_seconds: of steps that took more than three times the median: what these
+            took beyond it.
+    """
+
+    def __init__(self, journal: RunJournal) -> None:
+        """Read and draw it.
+
+        Args:
+            journal: of the run.
+        """
+        self.status = run_status(journal)
+        began = journal.events[0]["time"]
+        self.spans = tuple(_spans(journal.events, began + self.status.seconds))
+        self.steps = tuple(_steps(journal.commits, began))
+        self.steps_again = sum(step.again for step in self.steps)
+        median = self.status.step_seconds or 0.0
+        self.waited_seconds = sum(
+            step.end_seconds - step.start_seconds - median
+            for step in self.steps
+            if step.waited
+        )
+        title, *lines = self._words()
+        svg = _drawn(self, title)
+        super().__init__(
+            html=f"<h3>{escape(title)}</h3>{svg}{listed(lines)}",
+            text="\n".join((title, *lines)),
+            svg=svg,
+        )
+
+    def _words(self) -> list[str]:
+        run = self.status
+        goodput = "" if run.goodput is None else f", goodput {run.goodput:.3f}"
+        found = [
+            f"Elastic run: {run.state}, {run.seconds:g} s, {run.steps_done} steps, "
+            f"{_counted(len(run.generations), 'generation')}, "
+            f"{len(run.lost)} lost{goodput}",
+            f"{_counted(self.steps_again, 'step')} done again; "
+            f"{self.waited_seconds:.1f} s of waits for the next step",
+        ]
+        for one in run.generations:
+            step = max(one.step, 0)
+            names = ", ".join(one.members)
+            text = f"generation {one.number} at {one.seconds:g} s, step {step}: {names}"
+            first = next(
+                (s for s in self.steps if s.end_seconds >= one.seconds - 0.05), None
+            )
+            if first is not None:
+                after = max(first.end_seconds - one.seconds, 0.0)
+                text += f"; its first step came {after:.1f} s later"
+            found.append(text)
+        found += [f"{m.name} {m.state} at {m.seconds:g} s: {m.why}" for m in run.lost]
+        return found
+
+
+def run_timeline(
+    folder: str | os.PathLike[str], *, run: int | None = None
+) -> RunTimeline:
+    """An elastic run in time, from its journal: a drawing in a notebook, else words.
+
+    It shows what each member did when, the generations, the steps, those that were
+    done again because the state behind them was lost, and waits between them.
+
+    Args:
+        folder: of the checkpoints (``save``), or of the logs of ``whalejax launch``.
+        run: which of the folder's runs, from 1; the newest if left out.
+
+    Returns:
+        The timeline; its ``save`` writes it to a file.
+
+    Raises:
+        WhaleError: there is no such run.
+    """
+    problems = Arguments("wh.run_timeline")
+    problems.path("folder", folder, "the folder of a run")
+    problems.whole("run", run, least=1, none=True)
+    problems.raise_if_any()
+    journals = journals_of(Path(folder))
+    if run is not None and run > len(journals):
+        raise WhaleError(
+            f"wh.run_timeline: run is {run}, and {folder} holds {len(journals)}. Give "
+            f"1 to {len(journals)}, or leave it out for the newest"
+        )
+    return RunTimeline(journals[-1 if run is None else run - 1])
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
+    """What members did, by name and time."""
+    began = events[0]["time"]
+    changes: dict[str, list[tuple[float, str, int | None]]] = {}
+    for said in events:
+        at = said["time"] - began
+        if said["event"] == "begun":
+            for name in said["members"]:
+                changes.setdefault(name, []).append(
+                    (at, "training", said["generation"])
+                )
+        elif said["event"] in ("lost", "ended"):
+            changes.setdefault(said["name"], []).append((at, "", None))
+        elif (state := STATE_OF.get(said["event"])) and "name" in said:
+            changes.setdefault(said["name"], []).append((at, state, None))
+    for name, told in changes.items():
+        ends = [*(at for at, _, _ in told[1:]), end - began]
+        for (at, state, generation), until in zip(told, ends, strict=True):
+            if state and until > at:
+                yield MemberSpan(
+                    name=name,
+                    state=state,
+                    start_seconds=at,
+                    end_seconds=until,
+                    generation=generation,
+                )
+
+
+def _steps(commits: Events, began: float) -> Iterable[StepSpan]:
+    """The steps between one commit and the next; the first one only ends."""
+    took = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]
+    median = statistics.median(took) if took else 0.0
+    newest = 0
+    for place, said in enumerate(commits):
+        before = commits[max(place - 1, 0)]["time"]
+        yield StepSpan(
+            step=said["step"],
+            start_seconds=before - began,
+            end_seconds=said["time"] - began,
+            again=said["step"] <= newest,
+            waited=said["time"] - before > _LONG_STEP * median,
+        )
+        newest = max(newest, said["step"])
+
+
+# The drawing: a lane of steps, then one for each member.
+
+
+def _drawn(found: RunTimeline, title: str) -> str:
+    seconds = found.status.seconds or 1.0
+    names = list(dict.fromkeys(span.name for span in found.spans))
+    shown = names[:_MOST_LANES]
+    inner = [words(_LEFT - 8, _TOP + _LANE * 0.7, "steps", anchor="end")]
+    inner += _step_lane(found.steps, seconds)
+    for lane, name in enumerate(shown, start=1):
+        y = _TOP + lane * (_LANE + _GAP)
+        inner.append(words(_LEFT - 8, y + _LANE * 0.7, name, anchor="end"))
+        for span in found.spans:
+            if span.name == name:
+                inner.append(_block(span, y, seconds))
+        inner += [
+            _cross(_x(lost.seconds, seconds), y, f"{name} {lost.state}: {lost.why}")
+            for lost in found.status.lost
+            if lost.name == name
+        ]
+    under = _TOP + (len(shown) + 1) * (_LANE + _GAP)
+    inner += _generation_lines(found.status, seconds, under)
+    inner.append(words(_LEFT, under + 16, "0 s"))
+    inner.append(words(_LEFT + _WIDTH, under + 16, f"{seconds:g} s", anchor="end"))
+    legend = [*_FILL_OF.items(), ("training", _TRAINING[0]), ("done again", _AGAIN)]
+    for place, (name, fill) in enumerate(legend):
+        x = _LEFT + 120 * place
+        inner.append(_rectangle(x, under + 26, 12, 12, fill, name))
+        inner.append(words(x + 18, under + 36, name))
+    if len(names) > len(shown):
+        more = f"{len(names) - len(shown)} more members are not drawn"
+        inner.append(words(_LEFT, under + 54, more))
+    return drawing(_LEFT + _WIDTH + _RIGHT, under + 62, title, "".join(inner))
+
+
+def _x(at: float, seconds: float) -> float:
+    return _LEFT + _WIDTH * min(max(at / seconds, 0.0), 1.0)
+
+
+def _step_lane(steps: Sequence[StepSpan], seconds: float) -> list[str]:
+    """Runs of steps of one kind as one block; a wait stays empty."""
+    blocks: list[list[Any]] = []
+    for step in steps:
+        if step.waited or step.end_seconds <= step.start_seconds:
+            continue
+        last = blocks[-1] if blocks else None
+        if last and last[1] == step.start_seconds and last[2] == step.again:
+            last[1], last[4] = step.end_seconds, step.step
+        else:
+            blocks.append(
+                [step.start_seconds, step.end_seconds, step.again, step.step, step.step]
+            )
+    return [
+        _rectangle(
+            _x(start, seconds),
+            _TOP,
+            _x(end, seconds) - _x(start, seconds),
+            _LANE,
+            _AGAIN if again else _TRAINING[0],
+            f"steps {first} to {last}" + ", done again" * again,
+        )
+        for start, end, again, first, last in blocks
+    ]
+
+
+def _block(span: MemberSpan, y: float, seconds: float) -> str:
+    x, until = _x(span.start_seconds, seconds), _x(span.end_seconds, seconds)
+    text = f"{span.name} {span.state}"
+    fill = _FILL_OF.get(span.state, FILLS[7])
+    if span.generation is not None:
+        fill = _TRAINING[span.generation % 2]
+        text += f" in generation {span.generation}"
+    return _rectangle(x, y, until - x, _LANE, fill, text)
+
+
+def _rectangle(
+    x: float, y: float, width: float, height: float, fill: str, text: str
+) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:g}" '
+        f'fill="{fill}" stroke="currentColor" stroke-width=".3">'
+        f"<title>{escape(text)}</title></rect>"
+    )
+
+
+def _cross(x: float, y: float, text: str) -> str:
+    return (
+        f'<path d="M{x - 5:.2f} {y + 5:.2f}l10 10m0 -10l-10 10" stroke="{INK}" '
+        f'stroke-width="2"><title>{escape(text)}</title></path>'
+    )
+
+
+def _generation_lines(run: RunStatus, seconds: float, under: float) -> list[str]:
+    """Where each generation begins, and its number."""
+    found = []
+    for one in run.generations:
+        x = _x(one.seconds, seconds)
+        found.append(
+            f'<line x1="{x:.2f}" y1="{_TOP - 4:g}" x2="{x:.2f}" y2="{under:g}" '
+            'stroke="currentColor" stroke-dasharray="3 3"/>'
+        )
+        found.append(words(x, _TOP - 8, str(one.number), anchor="middle"))
+    return found
