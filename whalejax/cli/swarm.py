@@ -18,8 +18,8 @@ from whalejax.cli.swarm_options import (
 )
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.wire.keys import load_key
+from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.swarm.wire.service import Address
 
 
 if TYPE_CHECKING:
@@ -411,9 +411,10 @@ class _Absent(WhaleError):
 
 
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
-    from whalejax.swarm.wire.service import Caller, Gone, Refused
+    from whalejax.elastic.wire.service import Caller, Gone, Refused
+    from whalejax.swarm.wire.messages import ANSWERS
 
-    caller = Caller(key)
+    caller = Caller(key, ANSWERS)
     try:
         return dict(caller.ask(address, what, {}, seconds=_ASK_SECONDS).fields)
     except (Gone, Refused) as error:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm.registry import Member
-from whalejax.swarm.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm.wiring import FORWARD_TASK
 
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
 from whalejax.swarm.registry import Member
 from whalejax.swarm.wire import coding
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 
 

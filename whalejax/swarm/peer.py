@@ -15,18 +15,12 @@ from typing import Final
 
 from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.registry import ANY, facts_of
-from whalejax.swarm.wire.messages import TO_PEER
-from whalejax.swarm.wire.service import (
-    Address,
-    Caller,
-    Gone,
-    Refused,
-    Service,
-    taken_in,
-)
+from whalejax.swarm.wire.messages import ANSWERS, TO_PEER
+from whalejax.swarm.wire.registering import taken_in
 from whalejax.swarm.worker import Worker
 from whalejax.swarm.working.holding import Hook
 
@@ -90,7 +84,7 @@ class Peer:
         self._beat_seconds, self._patience_seconds = beat_seconds, patience_seconds
         self._heard_at = time.monotonic()
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
-        self._caller = Caller(key)
+        self._caller = Caller(key, ANSWERS)
         self.worker = Worker(
             cut,
             self._caller,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from whalejax.elastic.wire.service import Address, Refused
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
-from whalejax.swarm.wire.service import Address, Refused
 
 
 if TYPE_CHECKING:

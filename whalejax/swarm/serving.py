@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.ledger import Write
 from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry, facts_of
 from whalejax.swarm.trainer import Trainer, as_told
-from whalejax.swarm.wire.messages import TO_TRAINER
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.swarm.wire.messages import ANSWERS, TO_TRAINER
 
 
 REACH_SECONDS: Final = 5.0
@@ -76,7 +76,7 @@ class Serving:
         Raises:
             WhaleError: it cannot listen there.
         """
-        self._caller = Caller(key)
+        self._caller = Caller(key, ANSWERS)
         self.registry = Registry(
             facts_of(cut, wire, sum_wire),
             stages=cut.stages,

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.cut import Cut
@@ -41,7 +42,6 @@ from whalejax.swarm.passage import (
     Stopped,
 )
 from whalejax.swarm.registry import Member, Registry
-from whalejax.swarm.wire.service import Caller, Gone, Refused
 
 
 LOOK_SECONDS: Final = 0.05

@@ -17,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm.stage import Stage, StageState
 from whalejax.swarm.wire import coding
-from whalejax.swarm.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 from whalejax.swarm.working.holding import Part, at
 from whalejax.swarm.working.summing import SumHolder

@@ -17,6 +17,7 @@ import pytest
 
 import whalejax as wh
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Gone, Refused
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.leading.state import Settings
@@ -25,7 +26,6 @@ from whalejax.swarm.passage import Counts, Passage, StepContext
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
 from whalejax.swarm.trainer import Trainer
-from whalejax.swarm.wire.service import Gone, Refused
 
 
 STATE = 8

@@ -14,8 +14,8 @@ import pytest
 from whalejax.elastic.wire import connection
 from whalejax.elastic.wire.connection import Channel, listen
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Caller, Gone, Refused, Service
 from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
-from whalejax.swarm.wire.service import Caller, Gone, Refused, Service
 from whalejax.swarm.wire.states import downloaded
 
 
@@ -28,7 +28,7 @@ def asked() -> Iterator[Any]:
     answers: list[Message] = []
     handlers = {kind: lambda _: answers[-1] for kind in ("ping", "state", "show")}
     service = Service(listen(), KEY, dict.fromkeys(handlers, {}), handlers)
-    caller = Caller(KEY)
+    caller = Caller(KEY, ANSWERS)
 
     def ask(kind: str, answer: Message) -> Message:
         answers.append(answer)

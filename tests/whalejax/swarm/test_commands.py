@@ -15,8 +15,8 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand
+from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.wire.service import Address
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -10,11 +10,11 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address
 from whalejax.swarm.leading.state import Pace
 from whalejax.swarm.moving import Mover
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.trainer import Trainer
-from whalejax.swarm.wire.service import Address
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

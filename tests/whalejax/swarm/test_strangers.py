@@ -19,14 +19,14 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.elastic.wire.connection import dial
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
 from whalejax.swarm.stage import Backward, Stage
-from whalejax.swarm.wire.messages import TO_PEER, TO_TRAINER
-from whalejax.swarm.wire.service import Caller, Gone, Refused
+from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -233,7 +233,7 @@ def test_questions_that_are_none_are_not_answered() -> None:
                 finally:
                     channel.close()
                 assert answer.kind in ("refused", "pong", "shown", "terms")
-        caller = Caller(KEY)
+        caller = Caller(KEY, ANSWERS)
         assert caller.ask(peer._service.address, "ping", {}, seconds=60).kind == "pong"
         caller.close()
 

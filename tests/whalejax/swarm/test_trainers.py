@@ -15,11 +15,11 @@ from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 from tests.whalejax.swarm.test_processes import processes
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.further import FurtherTrainer
 from whalejax.swarm.leading.shares import ATTEMPTS, OWN, Share, Shares
-from whalejax.swarm.wire.service import Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

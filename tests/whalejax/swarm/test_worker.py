@@ -10,9 +10,9 @@ import pytest
 
 from tests.whalejax.swarm.swarm_jobs import COUNT
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Refused
 from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.swarm.stage import StageState
-from whalejax.swarm.wire.service import Refused
 from whalejax.swarm.wire.states import digest_of, piece
 from whalejax.swarm.worker import Worker
 from whalejax.swarm.working.summing import Total

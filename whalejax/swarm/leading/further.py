@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
@@ -25,15 +26,8 @@ from whalejax.swarm.leading.shares import Share
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm.passage import Counts, Passage, StageLost, StepContext, Stopped
 from whalejax.swarm.registry import Member, facts_of
-from whalejax.swarm.wire.messages import TO_FURTHER_TRAINER
-from whalejax.swarm.wire.service import (
-    Address,
-    Caller,
-    Gone,
-    Refused,
-    Service,
-    taken_in,
-)
+from whalejax.swarm.wire.messages import ANSWERS, TO_FURTHER_TRAINER
+from whalejax.swarm.wire.registering import taken_in
 
 
 ASK_SECONDS: Final = 10.0
@@ -117,7 +111,7 @@ class FurtherTrainer:
         self._patience_seconds = patience_seconds
         self._facts = facts_of(cut, wire, sum_wire)
         self._sum_wire = sum_wire
-        self._caller = Caller(key)
+        self._caller = Caller(key, ANSWERS)
         self._told, self._clock_ahead = _Told(), 0.0
         self._fleet = self._new_fleet()
         self.counts = Counts()

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.leading.shares import OWN, Share, Shares
 from whalejax.swarm.passage import Passage, StepContext
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 
 
 WAIT_SECONDS: Final = 0.5

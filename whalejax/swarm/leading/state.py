@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.passage import Counts
 from whalejax.swarm.registry import Member, Registry
-from whalejax.swarm.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
-from whalejax.swarm.wire.service import Refused
+from whalejax.elastic.wire.service import Refused
 
 
 PIECE_BYTES: Final = 1 << 24

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.stage import Stage, StageState, StageUpdate, ready_stage
-from whalejax.swarm.wire.service import Caller, Gone, Refused
 
 
 Hook = Callable[[str, int], None]

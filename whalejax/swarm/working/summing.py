@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Refused
 from whalejax.swarm.ledger import check_partition
 from whalejax.swarm.stage import Stage
 from whalejax.swarm.wire import coding
-from whalejax.swarm.wire.service import Refused
 from whalejax.swarm.working.holding import Part, StageHolder, at
 
 

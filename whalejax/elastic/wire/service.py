@@ -22,8 +22,8 @@ from whalejax.elastic.wire.connection import (
     dial,
 )
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.elastic.wire.messages import Fields, checked
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.wire.messages import ANSWERS, Fields, checked
 
 
 IDLE_SECONDS: Final = 600.0
@@ -35,6 +35,9 @@ SLOWEST_BYTES_PER_SECOND: Final = 1e7
 _LONGEST_REASON: Final = 2000
 
 Address = tuple[str, int]
+Answers = Mapping[str, Mapping[str, Fields]]
+"""By kind of question, the fields of each kind of answer to it."""
+
 Handler = Callable[[Message], Message]
 
 
@@ -82,7 +85,7 @@ class Service:
 
         Args:
             listening: closed by ``close``.
-            key: of the swarm.
+            key: of the run.
             allowed: fields of each kind of question.
             handlers: what answers each kind.
         """
@@ -131,13 +134,14 @@ def _words(code: str, why: str, blame: str) -> Message:
 class Caller:
     """Asks other processes."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, answers: Answers) -> None:
         """Connect to nobody yet.
 
         Args:
-            key: of the swarm.
+            key: of the run.
+            answers: what they may be; those to other questions are not checked.
         """
-        self._key = key
+        self._key, self._answers = key, answers
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}
         self._busy: set[Channel] = set()
@@ -188,7 +192,7 @@ class Caller:
                     self._idle.setdefault(address, []).append(channel)
             if self._closed:
                 channel.close()
-            return _checked_answer(address, kind, answer)
+            return self._checked(address, kind, answer)
 
     def _channel(self, address: Address, end: float) -> tuple[Channel, bool]:
         with self._lock:
@@ -235,56 +239,14 @@ class Caller:
         for channel in busy:
             channel.close()
 
-
-def _checked_answer(address: Address, kind: str, answer: Message) -> Message:
-    if answer.kind != "refused":
-        try:
-            return checked(answer, ANSWERS[kind]) if kind in ANSWERS else answer
-        except WireError as error:
-            why = f"{address[0]}:{address[1]} answered {kind!r} wrongly: {error}"
-            raise Refused("answer", why) from None
-    told = [answer.fields.get(name) for name in ("code", "why", "blame")]
-    code, why, blame = (x if isinstance(x, str) else "" for x in told)
-    raise Refused(code, why, blame)
-
-
-def taken_in(
-    once: Callable[[], None],
-    ended: threading.Event,
-    *,
-    who: str,
-    seconds: float,
-    again_seconds: float,
-) -> None:
-    """Ask a registry to take a process in, and again where none answers.
-
-    Args:
-        once: asks once.
-        ended: the process has ended, and asks no more.
-        who: what it is, for errors: ``"peer"`` or ``"trainer"``.
-        seconds: after which it gives up.
-        again_seconds: between two tries.
-
-    Raises:
-        WhaleError: no registry took it in, or one refused it.
-    """
-    until = time.monotonic() + seconds
-    while not ended.is_set():
-        try:
-            once()
-            return
-        except Refused as error:
-            raise WhaleError(error.why) from None
-        except Gone as error:
-            if error.wrong_key:
-                raise WhaleError(
-                    f"the registry did not take this {who} in: {error}. Give --key a "
-                    "copy of its key file"
-                ) from None
-            if time.monotonic() > until:
-                raise WhaleError(
-                    f"no registry took this {who} in within {seconds:.0f} s: {error}. "
-                    "Give the address that `whalejax swarm serve` says it listens at, "
-                    "and its key file"
-                ) from None
-        ended.wait(again_seconds)
+    def _checked(self, address: Address, kind: str, answer: Message) -> Message:
+        if answer.kind != "refused":
+            allowed = self._answers.get(kind)
+            try:
+                return answer if allowed is None else checked(answer, allowed)
+            except WireError as error:
+                why = f"{address[0]}:{address[1]} answered {kind!r} wrongly: {error}"
+                raise Refused("answer", why) from None
+        told = [answer.fields.get(name) for name in ("code", "why", "blame")]
+        code, why, blame = (x if isinstance(x, str) else "" for x in told)
+        raise Refused(code, why, blame)

@@ -1,0 +1,52 @@
+"""How a process of a swarm is taken in by its registry."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from whalejax.elastic.wire.service import Gone, Refused
+from whalejax.meshes.errors import WhaleError
+
+
+def taken_in(
+    once: Callable[[], None],
+    ended: threading.Event,
+    *,
+    who: str,
+    seconds: float,
+    again_seconds: float,
+) -> None:
+    """Ask a registry to take a process in, and again where none answers.
+
+    Args:
+        once: asks once.
+        ended: the process has ended, and asks no more.
+        who: what it is, for errors: ``"peer"`` or ``"trainer"``.
+        seconds: after which it gives up.
+        again_seconds: between two tries.
+
+    Raises:
+        WhaleError: no registry took it in, or one refused it.
+    """
+    until = time.monotonic() + seconds
+    while not ended.is_set():
+        try:
+            once()
+            return
+        except Refused as error:
+            raise WhaleError(error.why) from None
+        except Gone as error:
+            if error.wrong_key:
+                raise WhaleError(
+                    f"the registry did not take this {who} in: {error}. Give --key a "
+                    "copy of its key file"
+                ) from None
+            if time.monotonic() > until:
+                raise WhaleError(
+                    f"no registry took this {who} in within {seconds:.0f} s: {error}. "
+                    "Give the address that `whalejax swarm serve` says it listens at, "
+                    "and its key file"
+                ) from None
+        ended.wait(again_seconds)
