@@ -24,10 +24,10 @@ from whalejax.cli import train_loop
 from whalejax.distributed.init_distributed import init_distributed
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
-from whalejax.elastic.copying import Copying
 from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.elastic.placing import connection, placed
+from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
 from whalejax.elastic.wire.framing import Message

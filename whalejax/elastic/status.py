@@ -238,7 +238,7 @@ def run_status(run: RunJournal) -> RunStatus:
 def _newest_step(events: Events, commits: Events) -> int:
     """The newest step that is done, also by an earlier run whose state this one has."""
     told = [said["step"] for said in events if said["event"] in _OF_STATES]
-    return max([*told, *(said["step"] for said in commits), 0])
+    return max(0, *map(int, told), *(int(said["step"]) for said in commits))
 
 
 def _home(folder: Path) -> Path:

@@ -41,7 +41,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     out = Path(options["out"])
     seat = wait_for_seat(out)
-    with (out / f"steps.{os.getpid()}.jsonl").open("w", buffering=1) as lines:
+    with (out / f"steps.{os.getpid()}.jsonl").open("a", buffering=1) as lines:
         for state, metrics in wh.train_elastic(
             job.make(),
             steps=options["steps"],

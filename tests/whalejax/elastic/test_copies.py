@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,27 @@ import pytest
 
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.test_spread import in_order, within
-from whalejax.elastic import copies, copying
-from whalejax.elastic.copies import BadCopies, Copied, Copies, read_copies, whole_sets
-from whalejax.elastic.copying import Copying
+from whalejax.elastic.shard_copies import copies, copying
+from whalejax.elastic.shard_copies import machines as copy_machines
+from whalejax.elastic.shard_copies.copies import (
+    BadCopies,
+    Copied,
+    Copies,
+    CopyFile,
+    copy_file,
+    read_copies,
+    whole_sets,
+)
+from whalejax.elastic.shard_copies.copying import Copying
+from whalejax.elastic.shard_copies.machines import (
+    CopyExchange,
+    CopyHolder,
+    names_in,
+    remove_others,
+)
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.memory_folder import memory_folder, remove_copies
+from whalejax.elastic.wire.service import Gone, Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -39,6 +56,10 @@ def made() -> SpreadPrograms:
     return programs({"fsdp": 4, "data": 2}, 1)
 
 
+def opens(folder: Path) -> Callable[[str], CopyFile]:
+    return lambda name: copy_file(folder / name)
+
+
 def copied(folder: Path, made: SpreadPrograms, state: Any, step: int) -> Copied:
     one = Copied(step=step, generation=3, count=1)
     there = Copies(folder)
@@ -55,10 +76,12 @@ def test_other_layouts_read_copies_to_the_bit(
     state, _ = made.step(state, made.batch(0))
     known = [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
     one = copied(tmp_path / "c", made, state, 1)
-    assert whole_sets(tmp_path / "c") == [one]
+    assert whole_sets(names_in(tmp_path / "c")) == [one]
     for mesh, count in (({"data": 2, "tensor": 4}, 1), ({"stage": 2, "data": 4}, 4)):
         other = programs(mesh, count)
-        back = read_copies(tmp_path / "c", one, other.step.abstract_state(), other.plan)
+        back = read_copies(
+            opens(tmp_path / "c"), one, other.step.abstract_state(), other.plan
+        )
         leaves = jax.tree.leaves((back.params, back.opt_state))
         for x, y in zip(known, leaves, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -73,17 +96,17 @@ def test_copies_that_were_changed_or_are_not_whole_are_not_used(
     folder = tmp_path / "c"
     one = copied(folder, made, state, 0)
     given = made.step.abstract_state(), made.plan
-    (path,) = one.files(folder)
+    (path,) = [folder / name for name in one.names]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(BadCopies, match="is not as it was written"):
-        read_copies(folder, one, *given)
+        read_copies(opens(folder), one, *given)
     path.write_bytes(b"short")
     with pytest.raises(BadCopies, match="copies of step 0 cannot be read"):
-        read_copies(folder, one, *given)
+        read_copies(opens(folder), one, *given)
     path.rename(folder / "0-3-0of2")  # One of two processes did not write its own.
-    assert whole_sets(folder) == []
+    assert whole_sets(names_in(folder)) == []
     folder.chmod(0o755)
     with pytest.raises(BadCopies, match="is not this user's alone"):
         Copies(folder)
@@ -108,13 +131,13 @@ def test_the_newest_set_is_taken_and_older_ones_go(
         state, _ = made.step(state, made.batch(done - 1))
         makes.copy(state, done)
         makes.wait()
-    assert [s.step for s in whole_sets(tmp_path / "c")] == [3, 2]
+    assert [s.step for s in whole_sets(names_in(tmp_path / "c"))] == [3, 2]
     back = makes.newest(2)
     assert back is not None and int(back.step) == 3
     assert makes.newest(3) is None
     # A damaged one is told of, and the next older is taken.
-    newest = whole_sets(tmp_path / "c")[0].files(tmp_path / "c")[0]
-    newest.write_bytes(b"short")
+    (newest,) = whole_sets(names_in(tmp_path / "c"))[0].names
+    (tmp_path / "c" / newest).write_bytes(b"short")
     back = makes.newest(1)
     assert back is not None and int(back.step) == 2 and len(told) == 1
     makes._cost, makes._seconds = 1.0, 0.5
@@ -134,6 +157,108 @@ def test_the_supervisor_removes_them(tmp_path: Path) -> None:
     remove_copies(tmp_path)
     assert not there.folder.exists()
     remove_copies(tmp_path)
+
+
+KEY = b"k" * 32
+BYTE = np.zeros(1, np.uint8)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[CopyExchange]]:
+    """Two machines: a folder of copies each, and who answers for it."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    found = [CopyExchange(folder, KEY, "127.0.0.1") for folder in folders]
+    yield found
+    for one in found:
+        one.close()
+
+
+def holder(exchange: CopyExchange, machine: str = "") -> CopyHolder:
+    return CopyHolder(machine=machine, host=exchange.host, port=exchange.port)
+
+
+def test_a_machine_that_is_lost_leaves_its_copies_on_another(
+    tmp_path: Path,
+    made: SpreadPrograms,
+    machines: list[CopyExchange],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy_machines, "_PART_BYTES", 1000)  # Files in several parts.
+    first, second = machines
+    state, _ = made.begun(None)
+    state, _ = made.step(state, made.batch(0))
+    one = Copied(step=1, generation=3, count=1)
+    there = Copies(tmp_path / "a")
+    there.begin(
+        state, made.plan, one, 0, send=lambda path: first.send(path, holder(second))
+    )
+    there.wait()
+    assert not there.problem()
+    (name,) = one.names
+    assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    (tmp_path / "a" / name).unlink()
+    other = programs({"data": 2, "tensor": 4}, 1)
+    given = other.step.abstract_state(), other.plan
+    back = read_copies(lambda name: first.file(name, holder(second)), one, *given)
+    for x, y in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((back.params, back.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    second.close()
+    with pytest.raises(BadCopies, match="copies of step 1 cannot be read"):
+        read_copies(lambda name: first.file(name, holder(second)), one, *given)
+    there.begin(
+        state, made.plan, one, 0, send=lambda path: first.send(path, holder(second))
+    )
+    there.wait()
+    assert "did not take copies of this machine" in there.problem()
+
+
+def test_machines_are_asked_for_copies_alone(
+    tmp_path: Path, machines: list[CopyExchange]
+) -> None:
+    first, second = machines
+    (tmp_path / "secret").write_bytes(b"secret")
+    for name in ("../secret", "secret", "1-1-0of1/../../secret", "1-1-0of1\n"):
+        with pytest.raises(OSError, match="did not come"):
+            first.file(name, holder(second))
+        fields = {"name": name, "place": 0, "last": True}
+        with pytest.raises((Gone, Refused)):
+            first._caller.ask(
+                (second.host, second.port), "put", fields, BYTE, seconds=10.0
+            )
+    fields = {"name": "1-1-0of1", "place": 0, "last": True}
+    address = second.host, second.port
+    with pytest.raises(Refused, match="one array of bytes"):
+        first._caller.ask(address, "put", fields, np.zeros(1), seconds=10.0)
+    with pytest.raises(Refused, match="begins at 5"):
+        late = {**fields, "place": 5}
+        (tmp_path / "b" / ".1-1-0of1.put").write_bytes(b"x")
+        first._caller.ask(address, "put", late, BYTE, seconds=10.0)
+    (tmp_path / "b" / ".1-1-0of1.put").unlink()
+    with pytest.raises(OSError, match="did not come"):
+        first.file("1-1-0of1", holder(second))  # It has none.
+    stranger = CopyExchange(tmp_path / "a", b"x" * 32, "127.0.0.1")
+    with pytest.raises(OSError, match="did not come"):
+        stranger.file("1-1-0of1", holder(second))
+    stranger.close()
+    assert names_in(tmp_path / "b") == []
+
+
+def test_sets_that_lie_here_in_part_stay_while_they_are_new(tmp_path: Path) -> None:
+    there = Copies(tmp_path / "c")
+    for step in (1, 2, 3):
+        (there.folder / f"{step}-1-0of2").write_bytes(b"x")
+    there._remove_old(alone=False)
+    assert names_in(there.folder) == ["2-1-0of2", "3-1-0of2"]
+    there._remove_old(alone=True)  # Nothing is known to be whole: all stays.
+    assert names_in(there.folder) == ["2-1-0of2", "3-1-0of2"]
+    remove_others(there.folder, ["2-1-0of2"])
+    assert names_in(there.folder) == ["2-1-0of2"]
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Copies of shards in the memory of the machine, which outlive the processes.
+"""Files of copies: which shards a process writes, and how another layout reads them.
 
 A model over several processes is held whole by none of them, and a process that is lost
 ends them all. Each keeps its shards as a file of a memory file system, beside its steps
@@ -13,25 +13,24 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
+from whalejax.elastic.shard_copies.machines import NAME, names_in
 from whalejax.lowering.global_arrays import impl_of, wrapped
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import _leaves
 from whalejax.runtime.state import TrainState
 
 
-_NAME: Final = re.compile(r"(\d+)-(\d+)-(\d+)of(\d+)")
 _SETS_KEPT: Final = 2
 _HEADER_BYTES: Final = 8
 _LONGEST_HEADER: Final = 1 << 28
@@ -57,25 +56,48 @@ class Copied:
     generation: int
     count: int
 
-    def files(self, folder: Path) -> list[Path]:
-        """Of all processes, by rank."""
+    @property
+    def names(self) -> list[str]:
+        """Of the files of all processes, by rank."""
         return [
-            folder / f"{self.step}-{self.generation}-{rank}of{self.count}"
+            f"{self.step}-{self.generation}-{rank}of{self.count}"
             for rank in range(self.count)
         ]
 
 
-def whole_sets(folder: Path) -> list[Copied]:
-    """Sets of which no file is missing, the newest first."""
-    found: dict[Copied, int] = {}
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match:
-                step, generation, _, count = map(int, match.groups())
-                one = Copied(step=step, generation=generation, count=count)
-                found[one] = found.get(one, 0) + 1
-    return sorted((s for s, n in found.items() if n == s.count), reverse=True)
+class CopyFile(Protocol):
+    """Bytes of a file, here or on another machine."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Some of them.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        ...
+
+
+def whole_sets(names: Iterable[str]) -> list[Copied]:
+    """Sets of which no file is missing, the newest first.
+
+    Args:
+        names: of files, on whatever machine.
+
+    >>> [found.step for found in whole_sets(["7-1-0of2", "7-1-1of2", "8-1-0of2"])]
+    [7]
+    """
+    found: dict[Copied, set[int]] = {}
+    for match in filter(None, map(NAME.fullmatch, names)):
+        step, generation, rank, count = map(int, match.groups())
+        one = Copied(step=step, generation=generation, count=count)
+        found.setdefault(one, set()).add(rank)
+    whole = (s for s, ranks in found.items() if ranks == {*range(s.count)})
+    return sorted(whole, reverse=True)
 
 
 class Copies:
@@ -100,7 +122,16 @@ class Copies:
         if there.st_uid != os.getuid() or there.st_mode & 0o077 or folder.is_symlink():
             raise BadCopies(f"{folder} is not this user's alone. Remove it")
 
-    def begin(self, state: TrainState, plan: Any, copied: Copied, rank: int) -> None:
+    def begin(
+        self,
+        state: TrainState,
+        plan: Any,
+        copied: Copied,
+        rank: int,
+        *,
+        removes: bool = True,
+        send: Callable[[Path], None] | None = None,
+    ) -> None:
         """Copy this process's shards to its host; they are written beside the steps.
 
         Args:
@@ -108,6 +139,8 @@ class Copies:
             plan: what it was made for.
             copied: the set.
             rank: of this process.
+            removes: this process removes what is older than the sets that are kept.
+            send: puts the file on another machine; ``OSError`` where it cannot.
         """
         self.wait()
         pieces: list[tuple[dict[str, Any], np.ndarray]] = []
@@ -118,12 +151,19 @@ class Copies:
                     box = box_of(shard.index, raw.shape)
                     about = {"leaf": [*leaf.place], "form": leaf.form, "box": box}
                     pieces.append((about, np.array(shard.data, copy=True)))
-        path = copied.files(self.folder)[rank]
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(path, pieces, state.samples, rank == 0),
-            daemon=True,
-        )
+        path = self.folder / copied.names[rank]
+
+        def work() -> None:
+            try:
+                self._write(path, pieces, state.samples)
+                if send is not None:
+                    send(path)
+                if removes:
+                    self._remove_old(alone=send is None)
+            except OSError as error:
+                self._error = error.strerror or str(error)
+
+        self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
 
     @property
@@ -147,7 +187,6 @@ class Copies:
         path: Path,
         pieces: Sequence[tuple[dict[str, Any], np.ndarray]],
         samples: int | None,
-        removes: bool,
     ) -> None:
         draft, place, table = path.with_name(f".{path.name}"), 0, []
         for about, array in pieces:
@@ -161,20 +200,26 @@ class Copies:
                 for _, array in pieces:
                     file.write(np.ascontiguousarray(array).data)
             draft.replace(path)
-            if removes:
-                self._remove_old()
-        except OSError as error:
-            self._error = error.strerror or str(error)
+        except OSError:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
+            raise
 
-    def _remove_old(self) -> None:
-        """Remove what is older than the sets that are kept."""
-        kept = whole_sets(self.folder)[:_SETS_KEPT]
-        for path in self.folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and len(kept) == _SETS_KEPT and int(match[1]) < kept[-1].step:
-                path.unlink(missing_ok=True)
+    def _remove_old(self, *, alone: bool) -> None:
+        """Remove what is older than the sets that are kept.
+
+        Args:
+            alone: all files are in this folder. Else a set that lies here in part is
+                whole, but for the newest: none was begun before all had written theirs.
+        """
+        found = [match for match in map(NAME.fullmatch, names_in(self.folder)) if match]
+        steps = {int(match[1]) for match in found}
+        if alone:
+            steps = {one.step for one in whole_sets(match[0] for match in found)}
+        kept = sorted(steps, reverse=True)[:_SETS_KEPT]
+        for match in found:
+            if len(kept) == _SETS_KEPT and int(match[1]) < kept[-1]:
+                (self.folder / match[0]).unlink(missing_ok=True)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -186,13 +231,22 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
+def copy_file(path: Path) -> CopyFile:
+    """A file of this machine.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return np.memmap(path, np.uint8, "r")
+
+
 def read_copies(
-    folder: Path, copied: Copied, abstract: TrainState, plan: Any
+    opened: Callable[[str], CopyFile], copied: Copied, abstract: TrainState, plan: Any
 ) -> TrainState:
     """A state in this process's layout, of the copies of all processes.
 
     Args:
-        folder: of the copies.
+        opened: gives a file by its name, wherever that is; ``OSError`` where it cannot.
         copied: a whole set.
         abstract: the state as ``jax.ShapeDtypeStruct`` with layouts.
         plan: what it is made for.
@@ -201,15 +255,16 @@ def read_copies(
         BadCopies: they are another state's, or not as they were written.
     """
     try:
-        files = [_read_header(path) for path in copied.files(folder)]
+        files = [_read_header(opened(name), name) for name in copied.names]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadCopies(f"copies of step {copied.step} cannot be read: {error}") from (
             error
         )
-    pieces: dict[tuple[str, ...], list[tuple[Mapping[str, Any], np.ndarray]]] = {}
-    for header, data in files:
+    pieces: dict[tuple[str, ...], list[tuple[Mapping[str, Any], CopyFile]]] = {}
+    for header, end, file in files:
         for piece in header["pieces"]:
-            pieces.setdefault(tuple(piece["leaf"]), []).append((piece, data))
+            placed = {**piece, "place": piece["place"] + end}
+            pieces.setdefault(tuple(piece["leaf"]), []).append((placed, file))
     values = []
     for leaf, aval in _leaves(abstract, plan):
         found = pieces.get(leaf.place, [])
@@ -222,13 +277,13 @@ def read_copies(
     return dataclasses.replace(state, samples=files[0][0]["samples"])
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], np.ndarray]:
-    whole = np.memmap(path, np.uint8, "r")
-    size = int.from_bytes(whole[:_HEADER_BYTES].tobytes(), "little")
-    if not 0 < size < min(whole.size, _LONGEST_HEADER):
-        raise ValueError(f"{path.name} has no table")
+def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFile]:
+    """The table at the beginning of a file, and where it ends."""
+    size = int.from_bytes(file[:_HEADER_BYTES].tobytes(), "little")
+    if not 0 < size < min(file.size, _LONGEST_HEADER):
+        raise ValueError(f"{name} has no table")
     end = _HEADER_BYTES + size
-    return json.loads(whole[_HEADER_BYTES:end].tobytes()), whole[end:]
+    return json.loads(file[_HEADER_BYTES:end].tobytes()), end, file
 
 
 def _inside(
@@ -242,7 +297,7 @@ def _inside(
 Filler = Callable[[Box, np.dtype], np.ndarray]
 
 
-def _filler(found: Sequence[tuple[Mapping[str, Any], np.ndarray]], name: str) -> Filler:
+def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> Filler:
     """What gives any part of a leaf, from the pieces that it was copied in."""
 
     def fill(box: Box, dtype: np.dtype) -> np.ndarray:
@@ -258,7 +313,10 @@ def _filler(found: Sequence[tuple[Mapping[str, Any], np.ndarray]], name: str) ->
                 continue
             shape = [end - begin for begin, end in theirs]
             size = int(np.prod(shape)) * dtype.itemsize
-            raw = np.array(data[piece["place"] : piece["place"] + size])
+            try:
+                raw = np.array(data[piece["place"] : piece["place"] + size])
+            except OSError as error:
+                raise BadCopies(f"a copy of {name} cannot be read: {error}") from error
             if hashlib.sha256(raw.data).hexdigest() != piece["sha256"]:
                 raise BadCopies(f"a copy of {name} is not as it was written")
             values = raw.view(dtype).reshape(shape)

@@ -1,0 +1,1 @@
+"""Copies of shards in the memory of machines, which outlive the processes."""

@@ -1,0 +1,252 @@
+"""Copies on other machines: each process puts its shards on another one too.
+
+So that a machine that is lost costs no more than a process that is. Those who begin
+anew read what their own machine does not have from those that have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax.elastic.wire.connection import listen
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.messages import Fields
+from whalejax.elastic.wire.service import (
+    SLOWEST_BYTES_PER_SECOND,
+    Address,
+    Caller,
+    Gone,
+    Refused,
+    Service,
+)
+
+
+NAME: Final = re.compile(r"(\d{1,12})-(\d{1,12})-(\d{1,6})of(\d{1,6})", re.ASCII)
+"""Of a file: step, generation, rank and number of processes."""
+
+_PART_BYTES: Final = 1 << 24
+_ASK_SECONDS: Final = 30.0
+_FIELDS: Final[Mapping[str, Fields]] = {
+    "put": {
+        "name": lambda x: isinstance(x, str) and NAME.fullmatch(x) is not None,
+        "place": lambda x: type(x) is int and x >= 0,
+        "last": lambda x: isinstance(x, bool),
+    },
+    "read": {
+        "name": lambda x: isinstance(x, str) and NAME.fullmatch(x) is not None,
+        "begin": lambda x: type(x) is int and x >= 0,
+        "end": lambda x: type(x) is int and x >= 0,
+    },
+}
+_ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
+    "put": {"taken": {}},
+    "read": {"bytes": {"size": lambda x: type(x) is int and x >= 0}},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyHolder:
+    """A process that holds copies.
+
+    Attributes:
+        machine: that it is on.
+        host, port: where it answers; of no use where all are on one machine.
+    """
+
+    machine: str
+    host: str = ""
+    port: int = 0
+
+
+def other_machine(holders: Sequence[CopyHolder], rank: int) -> CopyHolder | None:
+    """Who holds a second copy of what a process writes; None on a single machine.
+
+    Processes of a machine share out those of the next one.
+
+    Args:
+        holders: of all ranks, in order.
+        rank: of the process.
+
+    >>> holders = [CopyHolder(machine=m, port=n) for n, m in enumerate("aabc")]
+    >>> [other_machine(holders, rank).port for rank in range(4)]
+    [2, 2, 3, 0]
+    """
+    machines = list(dict.fromkeys(holder.machine for holder in holders))
+    if len(machines) == 1:
+        return None
+    mine = holders[rank].machine
+    before = sum(holder.machine == mine for holder in holders[:rank])
+    target = machines[(machines.index(mine) + 1) % len(machines)]
+    there = [holder for holder in holders if holder.machine == target]
+    return there[before % len(there)]
+
+
+class CopyExchange:
+    """Takes copies of other machines into a folder, gives parts of those in it.
+
+    Attributes:
+        host, port: where others reach it.
+    """
+
+    def __init__(self, folder: Path, key: bytes, host: str) -> None:
+        """Listen.
+
+        Args:
+            folder: of this machine's copies.
+            key: of the run.
+            host: address at which other machines reach this one.
+
+        Raises:
+            OSError: it cannot listen there.
+        """
+        self._folder = folder
+        listening = listen(host)
+        self._service = Service(
+            listening, key, _FIELDS, {"put": self._put, "read": self._read}
+        )
+        self.host, self.port = self._service.address
+        self._caller = Caller(key, _ANSWERS)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._caller.close()
+        self._service.close()
+
+    # For this process.
+
+    def send(self, path: Path, holder: CopyHolder) -> None:
+        """Put a file on another machine.
+
+        Args:
+            path: of the file, whose name it keeps.
+            holder: who takes it.
+
+        Raises:
+            OSError: it cannot be read here, or was not taken there.
+        """
+        address = holder.host, holder.port
+        whole = np.memmap(path, np.uint8, "r")
+        for place in range(0, whole.size, _PART_BYTES):
+            part = whole[place : place + _PART_BYTES]
+            last = place + part.size == whole.size
+            fields = {"name": path.name, "place": place, "last": last}
+            try:
+                self._caller.ask(address, "put", fields, part, seconds=_seconds(part))
+            except (Gone, Refused) as error:
+                raise OSError(
+                    f"{holder.host} did not take copies of this machine: {error}"
+                ) from None
+
+    def file(self, name: str, holder: CopyHolder) -> RemoteCopy:
+        """A file of another machine.
+
+        Args:
+            name: of the file.
+            holder: who has it.
+        """
+        return RemoteCopy(self._caller, (holder.host, holder.port), name)
+
+    # For the others.
+
+    def _put(self, asked: Message) -> Message:
+        name, place = asked.fields["name"], asked.fields["place"]
+        if len(asked.arrays) != 1 or asked.arrays[0].dtype != np.uint8:
+            raise Refused("shape", f"a part of {name} is one array of bytes")
+        draft = self._folder / f".{name}.put"
+        with draft.open("wb" if place == 0 else "r+b") as file:
+            if file.seek(0, 2) < place:
+                raise Refused("missing", f"{name} begins at {place}")
+            file.seek(place)  # A part may come twice.
+            file.write(asked.arrays[0].data)
+        if asked.fields["last"]:
+            draft.replace(self._folder / name)
+        return Message(kind="taken", fields={})
+
+    def _read(self, asked: Message) -> Message:
+        begin, end = asked.fields["begin"], asked.fields["end"]
+        try:
+            whole = np.memmap(self._folder / asked.fields["name"], np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise Refused("missing", str(error)) from None
+        part = whole[begin : min(end, begin + _PART_BYTES)]
+        return Message(kind="bytes", fields={"size": whole.size}, arrays=(part,))
+
+
+class RemoteCopy:
+    """A file of another machine, of which parts are read.
+
+    Attributes:
+        size: in bytes.
+    """
+
+    def __init__(self, caller: Caller, address: Address, name: str) -> None:
+        """Ask how large it is.
+
+        Raises:
+            OSError: it is not there, or its machine does not answer.
+        """
+        self._caller, self._address, self._name = caller, address, name
+        self._begin = 0
+        self.size = self._ask(0, 0).fields["size"]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Bytes from one place to another.
+
+        Raises:
+            OSError: they did not come.
+        """
+        begin, end, _ = part.indices(self.size)
+        found = np.empty(max(end - begin, 0), np.uint8)
+        for place in range(begin, end, _PART_BYTES):
+            until = min(place + _PART_BYTES, end)
+            (got,) = self._ask(place, until).arrays
+            if got.dtype != np.uint8 or got.shape != (until - place,):
+                raise OSError(f"{self._name} was cut short")
+            found[place - begin : until - begin] = got
+        return found
+
+    def _ask(self, begin: int, end: int) -> Message:
+        fields = {"name": self._name, "begin": begin, "end": end}
+        try:
+            return self._caller.ask(
+                self._address, "read", fields, seconds=_seconds(np.empty(0))
+            )
+        except (Gone, Refused) as error:
+            raise OSError(f"{self._name} did not come: {error}") from None
+
+
+def _seconds(part: np.ndarray) -> float:
+    return _ASK_SECONDS + (part.nbytes + _PART_BYTES) / SLOWEST_BYTES_PER_SECOND
+
+
+def names_in(folder: Path) -> list[str]:
+    """Files of copies in a folder, also those that are none by their names."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in folder.iterdir())
+    return []
+
+
+def remove_others(folder: Path, kept: Iterable[str]) -> None:
+    """Remove what no whole set has, as of a generation that was cut short.
+
+    Args:
+        folder: of copies.
+        kept: names of files that stay.
+    """
+    for name in {*names_in(folder)} - {*kept}:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def holder_from(told: Mapping[str, Any]) -> CopyHolder:
+    """A holder as another process told it."""
+    return CopyHolder(
+        machine=str(told["machine"]), host=str(told["host"]), port=int(told["port"])
+    )
