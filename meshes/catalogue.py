@@ -1,4 +1,4 @@
-"""The catalogue of device kinds, read from ``catalogue.toml``.
+"""The catalogue of device kinds, read from ``device_kinds.toml``.
 
 The numbers stand in a file and not in code, so that they can be checked against their
 sources by someone who reads no Python. This module finds a kind by its name in a

@@ -124,4 +124,4 @@ def catalogue_data() -> Mapping[str, Any]:
 def catalogue_text() -> str:
     """The catalogue as it is written."""
     package = importlib.resources.files("whalejax.meshes")
-    return (package / "catalogue.toml").read_text(encoding="utf-8")
+    return (package / "device_kinds.toml").read_text(encoding="utf-8")

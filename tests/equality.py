@@ -29,7 +29,7 @@ from tests.cases import Case, Dtype, Precision
 from tests.compilations import count_compilations
 from whalejax.adapters.base import adapt
 from whalejax.api.losses import Job
-from whalejax.lowering.spmd import host_optimizer
+from whalejax.lowering.spmd import optimizer_offload
 from whalejax.runtime.mixed_precision import FIRST_SCALE
 from whalejax.runtime.train_step import TrainStep
 
@@ -427,7 +427,7 @@ def run_case(case: Case, *, steps: int = 5) -> Verdict:
     name, dtype, count = case.model.name, case.dtype, case.num_micro_batches
     with (
         jax.enable_x64(dtype == "float64"),
-        mock.patch.object(host_optimizer, "PIECE_BYTES", PIECE_BYTES),
+        mock.patch.object(optimizer_offload, "PIECE_BYTES", PIECE_BYTES),
     ):
         job, strategy = _job(name, dtype, **changes), case.strategy
         if strategy.schedule:

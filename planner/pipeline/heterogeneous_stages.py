@@ -25,15 +25,15 @@ from whalejax.planner.balance.shares import gain_words
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import devices_of_stage
-from whalejax.planner.pipeline.partition import (
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.stage_cuts import (
     ChainCut,
     Layer,
     Stage,
     cut,
     interval_seconds,
 )
-from whalejax.planner.pipeline.schedules import Schedule
-from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_placement import Placed, place
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whalejax.planner.pipeline.partition import (
+from whalejax.planner.pipeline.stage_cuts import (
     ChainCut,
     Layer,
     Stage,

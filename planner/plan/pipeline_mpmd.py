@@ -36,7 +36,7 @@ from whalejax.planner.plan.stage_notes import (
 from whalejax.planner.search.enumerate import ranked
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import by_marks
-from whalejax.planner.search.stage_cuts import Cut, Cuts, StageLayout, Whole, laid_out
+from whalejax.planner.search.stage_models import Cut, Cuts, StageLayout, Whole, laid_out
 from whalejax.planner.search.stage_time import (
     handed_bytes,
     handed_seconds,

@@ -34,7 +34,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.uneven_replicas import counts
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import check_marks
-from whalejax.planner.search.stage_cuts import TooFewParts
+from whalejax.planner.search.stage_models import TooFewParts
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.terms import MemoryTerms, TimeTerms

@@ -24,8 +24,8 @@ from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
 from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.graph import Graph, TaskGraph
-from whalejax.planner.pipeline.partition import Layer
 from whalejax.planner.pipeline.program_cut import Division, Units
+from whalejax.planner.pipeline.stage_cuts import Layer
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Scored
 from whalejax.planner.sharding.layout import Table, shards

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import ScheduleTimeline
-from whalejax.planner.search.stage_cuts import StageLayout
+from whalejax.planner.search.stage_models import StageLayout
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import TimeTerms
 

@@ -7,6 +7,7 @@ directions are read from the syntax trees, so that an import inside a function c
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -207,8 +208,9 @@ except ImportError as error:
 # Who may import whom.
 
 
-def imports_of(source: str, package: str) -> Iterator[tuple[str, int, bool]]:
-    """Yields (absolute dotted name, line, inside a function) of each import.
+@functools.cache
+def imports_of(source: str, package: str) -> tuple[tuple[str, int, bool], ...]:
+    """(Absolute dotted name, line, inside a function) of each import.
 
     ``from a import b`` yields ``a.b``. A constant given to ``import_module`` counts.
     """
@@ -234,7 +236,7 @@ def imports_of(source: str, package: str) -> Iterator[tuple[str, int, bool]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, lazy or inner)
 
-    yield from visit(ast.parse(source), False)
+    return tuple(visit(ast.parse(source), False))
 
 
 def package_of(path: Path) -> str:

@@ -102,7 +102,7 @@ def test_wheel_holds_every_module(
 
 
 def test_wheel_holds_data_and_nothing_else(wheel_names: set[str]) -> None:
-    assert {"whalejax/py.typed", "whalejax/meshes/catalogue.toml"} <= wheel_names
+    assert {"whalejax/py.typed", "whalejax/meshes/device_kinds.toml"} <= wheel_names
     tops = {name.partition("/")[0] for name in wheel_names}
     assert tops == {"whalejax", f"{PACKAGE}.dist-info"}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.planner.test_stages import brute_force
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.partition import Layer, Stage
+from whalejax.planner.pipeline.stage_cuts import Layer, Stage
 from whalejax.planner.pipeline.stage_placement import in_order, memory_order, place
 
 

@@ -19,8 +19,8 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
     least_seconds,
     unlike,
 )
-from whalejax.planner.pipeline.partition import Layer
 from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.stage_cuts import Layer
 
 
 KINDS = ("rtx3090", "v100-32", "a100-40")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.partition import Layer, Stage, cut, stages_under
 from whalejax.planner.pipeline.schedules import NAMES, schedule
+from whalejax.planner.pipeline.stage_cuts import Layer, Stage, cut, stages_under
 
 
 NUMBERS = st.integers(0, 9).map(float)

@@ -105,7 +105,7 @@ def planned_bytes(plan: wh.Plan) -> Counter[str]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("routing", "mesh"), _routed())
 def test_every_mesh_computes_what_one_device_does(
     routing: str, mesh: dict[str, int]

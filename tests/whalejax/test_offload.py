@@ -17,7 +17,7 @@ from tests.compilations import count_compilations
 from tests.crossing import crossed
 from whalejax import hlo, models
 from whalejax.jobs import abstract_model
-from whalejax.lowering.spmd import host_optimizer
+from whalejax.lowering.spmd import optimizer_offload
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax relies on it
@@ -88,7 +88,7 @@ def run(
 def test_it_computes_the_same(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_optimizer, "PIECE_BYTES", 512)
+    monkeypatch.setattr(optimizer_offload, "PIECE_BYTES", 512)
     found = []
     with jax.enable_x64(True):
         for offload in ((), "optimizer"):
@@ -183,9 +183,9 @@ def test_a_checkpoint_moves_between_memories(tmp_path: Path) -> None:
     [((8, 8), 1), ((4096, 4096), 4), ((7, 4096, 4096), 32), ((13, 5000, 4096), 100)],
 )
 def test_pieces_divide_and_are_small(shape: tuple[int, ...], count: int) -> None:
-    axis, found = host_optimizer.pieces(shape, 4)
+    axis, found = optimizer_offload.pieces(shape, 4)
     assert found == count and shape[axis] % found == 0
-    assert math.prod(shape) * 4 / found <= host_optimizer.PIECE_BYTES
+    assert math.prod(shape) * 4 / found <= optimizer_offload.PIECE_BYTES
 
 
 def test_a_parameter_without_elements_stays_where_it_is() -> None:

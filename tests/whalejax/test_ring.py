@@ -81,6 +81,7 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     assert not found.of("all-gather")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 4, "context": 2}])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.relaxed_promotion  # Llama's norms rely on it

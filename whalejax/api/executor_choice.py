@@ -41,7 +41,7 @@ from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.spmd import Known, check_marks
-from whalejax.planner.search.stage_cuts import TooFewParts, Whole
+from whalejax.planner.search.stage_models import TooFewParts, Whole
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of

@@ -243,9 +243,10 @@ def _drawn(found: RunTimeline, title: str) -> str:
     inner += _generation_lines(found.status, seconds, under)
     inner.append(words(_LEFT, under + 16, "0 s"))
     inner.append(words(_LEFT + _WIDTH, under + 16, f"{seconds:g} s", anchor="end"))
-    legend = [*_FILL_OF.items(), ("training", _TRAINING[0]), ("done again", _AGAIN)]
-    for place, (name, fill) in enumerate(legend):
-        x = _LEFT + 120 * place
+    even, odd = _TRAINING
+    legend = [*_FILL_OF.items(), ("training", odd), ("in the next generation", even)]
+    for place, (name, fill) in enumerate([*legend, ("done again", _AGAIN)]):
+        x = _LEFT + 105 * place + 60 * (place == len(legend))
         inner.append(_rectangle(x, under + 26, 12, 12, fill, name))
         inner.append(words(x + 18, under + 36, name))
     if len(names) > len(shown):

@@ -24,7 +24,7 @@ from whalejax.lowering.spmd import per_rank
 from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, update
-from whalejax.lowering.spmd.host_parameters import out_of_host
+from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.step_runner import Evaluation as Evaluation
 from whalejax.lowering.step_runner import Metrics as Metrics
 from whalejax.lowering.step_runner import StepRunner

@@ -17,7 +17,7 @@ from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.batch import aval_of
-from whalejax.lowering.spmd.host_parameters import out_of_host
+from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.stage_arrays import spread
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.errors import WhaleError

@@ -24,8 +24,8 @@ from whalejax.lowering.spmd.chunked_loss import chunked
 from whalejax.lowering.spmd.constraints import Constraints, Position
 from whalejax.lowering.spmd.gather_scatter import in_whole
 from whalejax.lowering.spmd.grouped_conv import grouped, is_grouped
-from whalejax.lowering.spmd.host_parameters import Away, settled, viewed
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
+from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
 from whalejax.meshes.jax_mesh import has_manual_axes, partition_spec

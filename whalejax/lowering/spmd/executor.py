@@ -22,13 +22,13 @@ from whalejax import _compat
 from whalejax.lowering.metrics import summands, wide
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.evaluate import Here, ScanReplacement, evaluate, named
-from whalejax.lowering.spmd.host_optimizer import (
+from whalejax.lowering.spmd.optimizer_offload import (
     Follower,
     flattened,
     streamable,
     streamed,
 )
-from whalejax.lowering.spmd.host_parameters import Away
+from whalejax.lowering.spmd.parameter_offload import Away
 from whalejax.planner.errors import PlanError
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec

@@ -25,7 +25,7 @@ from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, followers, stepping
-from whalejax.lowering.spmd.host_optimizer import (
+from whalejax.lowering.spmd.optimizer_offload import (
     Follower,
     FollowerPart,
     UpdateParts,

@@ -18,7 +18,6 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
     unlike,
 )
 from whalejax.planner.pipeline.layer_stack import STAGE
-from whalejax.planner.pipeline.partition import Stage, cut
 from whalejax.planner.pipeline.program_cut import (
     Division,
     Units,
@@ -26,6 +25,7 @@ from whalejax.planner.pipeline.program_cut import (
     divided_by_marks,
 )
 from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.stage_cuts import Stage, cut
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from whalejax.lowering.spmd.host_optimizer import to_device
+from whalejax.lowering.spmd.optimizer_offload import to_device
 
 
 Run = Callable[[Any, int], Any]
