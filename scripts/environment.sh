@@ -73,12 +73,12 @@ make_environment() {
   state=$(cat "$root/pyproject.toml" "$locked" - <<<"$root $tag" | digest "$python")
   [ "$(cat "$directory/.installed-${kinds%% *}" 2>/dev/null)" != "$state" ] || return 0
   say "installing $* into $directory (the first time takes minutes; log: $log)"
-  # pip compiles on one core. Packages hold templates that are no Python.
   if ! (cd "$root" && "$python" -m pip install --no-input --no-compile -c "$locked" "$@") \
     >"$log" 2>&1 </dev/null; then
     tail -n 20 "$log" >&2
     fail "the installation failed; the whole log is $log"
   fi
+  # pip would compile on one core. Some packages hold templates that do not compile.
   "$python" -m compileall -q -j 0 "$directory/lib" >>"$log" 2>&1 </dev/null || :
   for kind in $kinds; do say "$state" >"$directory/.installed-$kind"; done
 }

@@ -77,6 +77,9 @@ def world(folder: Path) -> World:
     step.save(folder / "checkpoint", state)
     plan.save(folder / "plan.json")
     plan.cluster.save(folder / "cluster.toml")
+    journal = folder / "elastic" / "events.jsonl"
+    journal.parent.mkdir()
+    journal.write_text('{"time": 1.0, "event": "opened", "host": "a", "port": 1}\n')
     found = wh.search(loss, model, batch, clusters=["h100:8"], optimizer=OPTIMIZER)
     return World(
         folder=folder,

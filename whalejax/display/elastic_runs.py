@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -33,11 +32,12 @@ _FILL_OF = {
     "compiling": FILLS[3],
     "standing by": FILLS[6],
     "leaving": FILLS[4],
+    "ending": FILLS[8],
 }
 _TRAINING = FILLS[0], FILLS[2]
 """Of even and of odd generations."""
 
-_AGAIN = FILLS[1]
+_STEPS, _AGAIN = FILLS[9], FILLS[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class StepSpan:
 
     Attributes:
         step: its number.
+        generation: that committed it.
         start_seconds, end_seconds: since the run began.
         again: it had been committed before, by a generation whose state was lost.
         waited: it took more than three times the median: a generation was formed, or
@@ -71,6 +72,7 @@ class StepSpan:
     """
 
     step: int
+    generation: int
     start_seconds: float
     end_seconds: float
     again: bool
@@ -98,9 +100,9 @@ class RunTimeline(Picture):
         self.status = run_status(journal)
         began = journal.events[0]["time"]
         self.spans = tuple(_spans(journal.events, began + self.status.seconds))
-        self.steps = tuple(_steps(journal.commits, began))
-        self.steps_again = sum(step.again for step in self.steps)
         median = self.status.step_seconds or 0.0
+        self.steps = tuple(_steps(journal.commits, began, median))
+        self.steps_again = sum(step.again for step in self.steps)
         self.waited_seconds = sum(
             step.end_seconds - step.start_seconds - median
             for step in self.steps
@@ -120,7 +122,7 @@ class RunTimeline(Picture):
         found = [
             f"Elastic run: {run.state}, {run.seconds:g} s, {run.steps_done} steps, "
             f"{_counted(len(run.generations), 'generation')}, "
-            f"{len(run.lost)} lost{goodput}",
+            f"{len(run.lost)} lost or failed{goodput}",
             f"{_counted(self.steps_again, 'step')} done again; "
             f"{self.waited_seconds:.1f} s of waits for the next step",
         ]
@@ -128,9 +130,8 @@ class RunTimeline(Picture):
             step = max(one.step, 0)
             names = ", ".join(one.members)
             text = f"generation {one.number} at {one.seconds:g} s, step {step}: {names}"
-            first = next(
-                (s for s in self.steps if s.end_seconds >= one.seconds - 0.05), None
-            )
+            mine = (s for s in self.steps if s.generation == one.number)
+            first = next(mine, None)
             if first is not None:
                 after = max(first.end_seconds - one.seconds, 0.0)
                 text += f"; its first step came {after:.1f} s later"
@@ -179,16 +180,14 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
     began = events[0]["time"]
     changes: dict[str, list[tuple[float, str, int | None]]] = {}
     for said in events:
-        at = said["time"] - began
-        if said["event"] == "begun":
-            for name in said["members"]:
-                changes.setdefault(name, []).append(
-                    (at, "training", said["generation"])
-                )
-        elif said["event"] in ("lost", "ended"):
-            changes.setdefault(said["name"], []).append((at, "", None))
-        elif (state := STATE_OF.get(said["event"])) and "name" in said:
-            changes.setdefault(said["name"], []).append((at, state, None))
+        at, event = said["time"] - began, said["event"]
+        names = said["members"] if event == "begun" else [said.get("name", "")]
+        state = "training" if event == "begun" else STATE_OF.get(event, "")
+        for name in names if state or event in ("lost", "ended") else ():
+            told = changes.setdefault(name, [])
+            if event == "registered" and told and told[-1][1] != STATE_OF["started"]:
+                continue  # It came back to a supervisor that was started again.
+            told.append((at, state, said["generation"] if event == "begun" else None))
     for name, told in changes.items():
         ends = [*(at for at, _, _ in told[1:]), end - began]
         for (at, state, generation), until in zip(told, ends, strict=True):
@@ -202,19 +201,24 @@ def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
                 )
 
 
-def _steps(commits: Events, began: float) -> Iterable[StepSpan]:
-    """The steps between one commit and the next; the first one only ends."""
-    took = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]
-    median = statistics.median(took) if took else 0.0
+def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
+    """The steps between one commit and the next; the first one only ends.
+
+    Args:
+        commits: of the run.
+        began: when it began.
+        median: seconds of a step; 0 where there are too few.
+    """
     newest = 0
     for place, said in enumerate(commits):
         before = commits[max(place - 1, 0)]["time"]
         yield StepSpan(
             step=said["step"],
+            generation=said["generation"],
             start_seconds=before - began,
             end_seconds=said["time"] - began,
             again=said["step"] <= newest,
-            waited=said["time"] - before > _LONG_STEP * median,
+            waited=0 < _LONG_STEP * median < said["time"] - before,
         )
         newest = max(newest, said["step"])
 
@@ -244,9 +248,10 @@ def _drawn(found: RunTimeline, title: str) -> str:
     inner.append(words(_LEFT, under + 16, "0 s"))
     inner.append(words(_LEFT + _WIDTH, under + 16, f"{seconds:g} s", anchor="end"))
     even, odd = _TRAINING
-    legend = [*_FILL_OF.items(), ("training", odd), ("in the next generation", even)]
-    for place, (name, fill) in enumerate([*legend, ("done again", _AGAIN)]):
-        x = _LEFT + 105 * place + 60 * (place == len(legend))
+    legend = [*_FILL_OF.items(), ("training", odd), ("next generation", even)]
+    legend += [("steps", _STEPS), ("done again", _AGAIN)]
+    for place, (name, fill) in enumerate(legend):
+        x = _LEFT + 100 * place
         inner.append(_rectangle(x, under + 26, 12, 12, fill, name))
         inner.append(words(x + 18, under + 36, name))
     if len(names) > len(shown):
@@ -278,7 +283,7 @@ def _step_lane(steps: Sequence[StepSpan], seconds: float) -> list[str]:
             _TOP,
             _x(end, seconds) - _x(start, seconds),
             _LANE,
-            _AGAIN if again else _TRAINING[0],
+            _AGAIN if again else _STEPS,
             f"steps {first} to {last}" + ", done again" * again,
         )
         for start, end, again, first, last in blocks
@@ -288,7 +293,7 @@ def _step_lane(steps: Sequence[StepSpan], seconds: float) -> list[str]:
 def _block(span: MemberSpan, y: float, seconds: float) -> str:
     x, until = _x(span.start_seconds, seconds), _x(span.end_seconds, seconds)
     text = f"{span.name} {span.state}"
-    fill = _FILL_OF.get(span.state, FILLS[7])
+    fill = _FILL_OF.get(span.state, _FILL_OF["ending"])
     if span.generation is not None:
         fill = _TRAINING[span.generation % 2]
         text += f" in generation {span.generation}"

@@ -15,6 +15,9 @@ from whalejax.distributed.launch_env import split_address
 SUPERVISOR: Final = "WHALEJAX_SUPERVISOR"
 """Where a member finds the supervisor, which tells it everything else."""
 
+RUN: Final = "WHALEJAX_RUN"
+"""What the supervisor calls the run, unlike earlier ones of its folder."""
+
 HELD_BY: Final = "WHALEJAX_AGENT"
 """Name of the agent that started it."""
 

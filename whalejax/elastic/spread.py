@@ -42,6 +42,7 @@ _TERMINATED_STATUS: Final = 143
 _KEEP_SECONDS: Final = 300.0
 _STOPS: Final = "stops"
 _COPIES: Final = "copies"
+_BUSY: Final = "busy"
 _FLUSH_SECONDS: Final = 5.0
 _MOST_WORDS: Final = 2000
 
@@ -93,7 +94,11 @@ class SpreadMember:
             state, source = self._begun()
             done = int(state.step)
             self._post_first("recovered", step=done, source=source)
-            yield from self._steps(state, done)
+            try:
+                yield from self._steps(state, done)
+            finally:
+                if self._copying is not None:
+                    self._copying.close()
 
     def _steps(self, state: TrainState, done: int) -> Steps:
         control = self._control
@@ -239,13 +244,14 @@ class SpreadMember:
             self._told_leaving = True
             self._control.post("leaving", why="it was told to end (SIGTERM)")
         due = self._copying is not None and self._copying.is_due(done)
-        mine = _COPIES if due else ""
+        busy = self._copying is not None and self._copying.busy
+        mine = _COPIES if due else _BUSY if busy else ""
         if self._asked >= 0 or self._leaves:
             mine = _STOPS
         said = told_by_all(mine, "whether to stop")
         if _STOPS in said:
             self._stop(state, done)
-        elif said[0] == _COPIES and self._copying is not None:
+        elif said[0] == _COPIES and _BUSY not in said and self._copying is not None:
             self._copying.copy(state, done)
 
     def _stop(self, state: TrainState, done: int) -> None:

@@ -238,7 +238,7 @@ def run_status(run: RunJournal) -> RunStatus:
 def _newest_step(events: Events, commits: Events) -> int:
     """The newest step that is done, also by an earlier run whose state this one has."""
     told = [said["step"] for said in events if said["event"] in _OF_STATES]
-    return max(0, *map(int, told), *(int(said["step"]) for said in commits))
+    return max([0, *map(int, told), *(int(said["step"]) for said in commits)])
 
 
 def _home(folder: Path) -> Path:
@@ -277,12 +277,18 @@ def _members(events: Events) -> dict[str, MemberStatus]:
             was = found[name].state if name in found else ""
             _change(found, name, state=_state_at_end(said, was, place > before, ending))
         elif state is not None:
+            if said["event"] == "registered" and not _begins(found, name):
+                continue  # It came back to a supervisor that was started again.
             known = {key: said[key] for key in ("pid", "host") if key in said}
             _change(found, name, state=state, **known)
     if ending is not None:
         for name in _still_there(found):
             _change(found, name, state=_over(ending))
     return found
+
+
+def _begins(found: Mapping[str, MemberStatus], name: str) -> bool:
+    return name not in found or found[name].state in ("", STATE_OF["started"])
 
 
 def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:

@@ -62,8 +62,9 @@ def train_elastic(
             where one is told to end or others come. A number of processes for which
             there is no plan is not used, and the reason is in the journal.
         copy_every: with ``mesh``, steps between copies of the shards in the memory of
-            the machine, which outlive the processes and are read before a checkpoint
-            is; the best number by Daly's formula if left out, none are made if 0.
+            the machine, and of a second one where there are several, which outlive the
+            processes and are read before a checkpoint is; the best number by Daly's
+            formula if left out, none are made if 0.
         mtbf: mean seconds between failures, for that formula.
 
     Yields:

@@ -58,13 +58,15 @@ class Run:
         options: dict[str, Any],
         settings: dict[str, Any],
         more: dict[str, Any] | None = None,
+        command: list[str] | None = None,
     ) -> None:
         self.folder = folder
         self.out = folder / "out"
         self.out.mkdir(parents=True, exist_ok=True)
         options = {"out": str(self.out), **options}
         self.given = {
-            "command": [
+            "command": command
+            or [
                 sys.executable,
                 "-m",
                 "tests.whalejax.elastic.script",

@@ -30,10 +30,13 @@ from whalejax.elastic.shard_copies.machines import (
     CopyExchange,
     CopyHolder,
     names_in,
-    remove_others,
 )
 from whalejax.elastic.spread_programs import SpreadPrograms
-from whalejax.elastic.supervisor.memory_folder import memory_folder, remove_copies
+from whalejax.elastic.supervisor.memory_folder import (
+    memory_folder,
+    memory_folders,
+    remove_copies,
+)
 from whalejax.elastic.wire.service import Gone, Refused
 
 
@@ -115,16 +118,20 @@ def test_copies_that_were_changed_or_are_not_whole_are_not_used(
 def test_the_newest_set_is_taken_and_older_ones_go(
     tmp_path: Path, made: SpreadPrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "memory_folder", lambda run: run / "c")
+    monkeypatch.setattr(copying, "memory_folder", lambda key, run: key / "c")
     told: list[str] = []
-    makes = Copying(
-        made.step,
-        tmp_path,
-        1,
-        every=None,
-        mtbf=200.0,
-        tell=lambda step, why: told.append(why),
-    )
+
+    def makes_of(generation: int) -> Copying:
+        return Copying(
+            made.step,
+            tmp_path,
+            generation,
+            every=None,
+            mtbf=200.0,
+            tell=lambda step, why: told.append(why),
+        )
+
+    makes = makes_of(1)
     state, _ = made.begun(None)
     assert makes.newest(0) is None and not makes.is_due(0) and makes.is_due(1)
     for done in (1, 2, 3):
@@ -138,8 +145,10 @@ def test_the_newest_set_is_taken_and_older_ones_go(
     # A damaged one is told of, and the next older is taken.
     (newest,) = whole_sets(names_in(tmp_path / "c"))[0].names
     (tmp_path / "c" / newest).write_bytes(b"short")
+    makes = makes_of(2)
     back = makes.newest(1)
     assert back is not None and int(back.step) == 2 and len(told) == 1
+    assert [s.step for s in whole_sets(names_in(tmp_path / "c"))] == [2]
     makes._cost, makes._seconds = 1.0, 0.5
     assert makes.steps() == 39  # Daly: 19.3 s of work between copies of 1 s.
 
@@ -147,15 +156,24 @@ def test_the_newest_set_is_taken_and_older_ones_go(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(copies.Path, "open", full)
-    makes.copy(state, 4)
-    makes.copy(state, 5)
-    assert told[1:] == ["No space left on device"] and not makes.is_due(100)
+    # A set that was not written is told of, and later ones are tried.
+    for done in (4, 5):
+        makes.copy(state, done)
+    makes.wait()
+    assert told[1:] == ["No space left on device"] and makes.is_due(100)
+    assert [s.step for s in whole_sets(names_in(tmp_path / "c"))] == [2]
+    for done in (6, 7, 8):
+        makes.copy(state, done)
+    assert len(told) == 4 and "3 in a row, so that none are made" in told[-1]
+    assert not makes.is_due(100)
 
 
 def test_the_supervisor_removes_them(tmp_path: Path) -> None:
-    there = Copies(memory_folder(tmp_path))
+    first, second = (Copies(memory_folder(tmp_path, run)) for run in ("a1", "b2"))
+    remove_copies(tmp_path, but="b2")  # What a run that was killed has left.
+    assert not first.folder.exists() and memory_folders(tmp_path) == [second.folder]
     remove_copies(tmp_path)
-    assert not there.folder.exists()
+    assert memory_folders(tmp_path) == []
     remove_copies(tmp_path)
 
 
@@ -235,11 +253,18 @@ def test_machines_are_asked_for_copies_alone(
     address = second.host, second.port
     with pytest.raises(Refused, match="one array of bytes"):
         first._caller.ask(address, "put", fields, np.zeros(1), seconds=10.0)
-    with pytest.raises(Refused, match="begins at 5"):
+    with pytest.raises(Refused, match="what comes before 5"):
         late = {**fields, "place": 5}
         (tmp_path / "b" / ".1-1-0of1.put").write_bytes(b"x")
         first._caller.ask(address, "put", late, BYTE, seconds=10.0)
     (tmp_path / "b" / ".1-1-0of1.put").unlink()
+    # The last part may come again where its answer was lost.
+    first._caller.ask(address, "put", {**fields, "last": False}, BYTE, seconds=10.0)
+    for _ in range(2):
+        last = {**fields, "place": 1}
+        first._caller.ask(address, "put", last, BYTE, seconds=10.0)
+    assert first.file("1-1-0of1", holder(second)).size == 2
+    (tmp_path / "b" / "1-1-0of1").unlink()
     with pytest.raises(OSError, match="did not come"):
         first.file("1-1-0of1", holder(second))  # It has none.
     stranger = CopyExchange(tmp_path / "a", b"x" * 32, "127.0.0.1")
@@ -247,18 +272,6 @@ def test_machines_are_asked_for_copies_alone(
         stranger.file("1-1-0of1", holder(second))
     stranger.close()
     assert names_in(tmp_path / "b") == []
-
-
-def test_sets_that_lie_here_in_part_stay_while_they_are_new(tmp_path: Path) -> None:
-    there = Copies(tmp_path / "c")
-    for step in (1, 2, 3):
-        (there.folder / f"{step}-1-0of2").write_bytes(b"x")
-    there._remove_old(alone=False)
-    assert names_in(there.folder) == ["2-1-0of2", "3-1-0of2"]
-    there._remove_old(alone=True)  # Nothing is known to be whole: all stays.
-    assert names_in(there.folder) == ["2-1-0of2", "3-1-0of2"]
-    remove_others(there.folder, ["2-1-0of2"])
-    assert names_in(there.folder) == ["2-1-0of2"]
 
 
 @pytest.mark.full
@@ -281,4 +294,4 @@ def test_a_loss_costs_no_more_than_the_steps_since_a_copy(tmp_path: Path) -> Non
     told = [e["source"] for e in events if e["event"] == "recovered"]
     assert told[0] == "a new state" and len(told) >= 2
     assert all(source.startswith("copies in memory, of step") for source in told[1:])
-    assert not memory_folder(tmp_path / "elastic" / "key").exists()
+    assert not memory_folders(tmp_path / "elastic" / "key")

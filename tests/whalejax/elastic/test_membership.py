@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.whalejax.elastic.simulated import World
+from whalejax.elastic.supervisor.member_record import WriteEvent
+from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
+from whalejax.elastic.supervisor.telling import shown
 from whalejax.meshes.errors import WhaleError
 
 
@@ -282,3 +287,32 @@ def test_wrong_times_are_refused_all_at_once() -> None:
         SupervisorSettings(
             least=1, most=1, lease_seconds=0.0, wait_seconds=float("nan")
         )
+
+
+@pytest.mark.parametrize(
+    ("status", "how", "said"),
+    [
+        (1, "failed", "no ?[1mdata"),
+        (-signal.SIGABRT, "failed", "no ?[1mdata"),
+        (-signal.SIGKILL, "lost", ""),
+        (None, "lost", ""),
+    ],
+)
+def test_an_error_of_its_own_is_told_from_a_loss(
+    status: int | None, how: str, said: str
+) -> None:
+    there = Membership(SupervisorSettings(least=1, most=1))
+    there.begin(0.0)
+    there.started(1.0, "m1", 0, 7)
+    there.effects()
+    there.exited(2.0, "m1", status, "Traceback\nno \x1b[1mdata\n")
+    (lost,) = (
+        e.fields
+        for e in there.effects()
+        if isinstance(e, WriteEvent) and e.event == "lost"
+    )
+    assert (lost["how"], lost["said"]) == (how, said)
+    word = "failed" if how == "failed" else "is lost"
+    end = f"; its log ends: {said}" if said else ""
+    why = f"its process ended with status {status}{end}"
+    assert shown("lost", lost) == f"m1 {word}: {why}"

@@ -35,6 +35,8 @@ EVENTS = [
     said(3, "ready", name="m1"),
     said(3, "ready", name="m2"),
     said(4, "begun", generation=1, members=["m1", "m2"], step=-1),
+    said(7, "restarted"),
+    said(7, "registered", name="m2", host="127.0.0.1", step=3),
     said(8, "lost", name="m1", why="its process <ended>", step=4, how="lost"),
     said(9, "begun", generation=2, members=["m2"], step=2),
     said(14, "finished", name="m2", step=6),
@@ -67,6 +69,8 @@ def test_what_members_did_and_which_steps_were_done_again() -> None:
             ("training", 4, 8, 1),
         )
     )
+    # A supervisor that is started again hears of members, which go on.
+    assert [s.state for s in found.spans if s.name == "m2"].count("compiling") == 1
     last = found.spans[-1]
     assert (last.name, last.state, last.end_seconds) == ("m2", "finished", 15)
     assert [step.step for step in found.steps if step.again] == [3, 4]
@@ -83,7 +87,7 @@ def test_the_timeline_is_told_and_drawn(tmp_path: Path) -> None:
     )
     text = str(found)
     assert text.startswith(
-        "Elastic run: complete, 15 s, 6 steps, 2 generations, 1 lost"
+        "Elastic run: complete, 15 s, 6 steps, 2 generations, 1 lost or failed"
     )
     assert "2 steps done again" in text
     assert "generation 2 at 9 s, step 2: m2; its first step came 3.0 s later" in text

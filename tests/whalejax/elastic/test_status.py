@@ -207,6 +207,14 @@ def test_a_run_that_begins_with_all_steps_done_says_so(tmp_path: Path) -> None:
     assert said.startswith("complete, all 40 steps were done before, 2.0 s in all")
 
 
+def test_members_train_on_while_a_supervisor_is_started_again(tmp_path: Path) -> None:
+    found = written(tmp_path)
+    told = {"name": "m2", "host": "127.0.0.1", "step": 3}
+    found.tell(("restarted", {}), ("registered", told))
+    (run,) = status_of(tmp_path)
+    assert run.members["m2"].state == "training"
+
+
 def test_a_process_that_failed_is_not_called_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

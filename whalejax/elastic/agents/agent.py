@@ -23,7 +23,13 @@ from typing import Any, Final
 
 from whalejax._version import __version__
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.elastic.environment import HELD_BY, MEMBER_HOST, SUPERVISOR, local_host
+from whalejax.elastic.environment import (
+    HELD_BY,
+    MEMBER_HOST,
+    RUN,
+    SUPERVISOR,
+    local_host,
+)
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
@@ -145,7 +151,7 @@ class Agent:
         self._beat_seconds, self._beat_at = _FIRST_BEAT_SECONDS, 0.0
         self._told = 0
         self._passed_on = False
-        self._joined = self._waits = False
+        self._joined = self._waits = self._over = False
         self._status: int | None = None
 
     def run(self) -> int:
@@ -164,7 +170,7 @@ class Agent:
                     self._turn()
             finally:
                 self._processes.end_all()
-                if self._joined:
+                if self._over:
                     remove_copies(self._options.key)
                 if self._channel is not None:
                     self._channel.close()
@@ -326,7 +332,7 @@ class Agent:
             case "finish":
                 why = said.fields["why"] or "all steps are done"
                 tell_user(f"the run is over: {why}")
-                self._status = 0
+                self._status, self._over = 0, True
 
     def _enlisted(self, fields: Mapping[str, Any]) -> None:
         first, *rest = fields["command"]
@@ -340,6 +346,7 @@ class Agent:
             HELD_BY: self.name,
             **({MEMBER_HOST: self._host} if self._host else {}),
         }
+        remove_copies(self._options.key, but=fields["environment"].get(RUN, ""))
         self._beat_seconds = fields["beat_seconds"]
         for said in self._unnoted.values():
             self._say(said.kind, **said.fields)

@@ -54,6 +54,13 @@ def check_places(
         problems: of the command.
     """
     hosts = _hosts(command)
+    try:
+        shell = shlex.split(command.remote_shell)
+    except ValueError as error:
+        shell = []
+        problems.add(f"--remote-shell is {command.remote_shell!r} ({error})")
+    if not shell and not command.remote_shell.strip():
+        problems.add("--remote-shell is empty; expected words such as ssh -tt")
     away = [host for host in hosts if not is_here(host)]
     if len(set(hosts)) < len(hosts) or not all(hosts):
         problems.add(f"--hosts is {command.hosts}; expected different names, as in a,b")
@@ -62,9 +69,9 @@ def check_places(
             f"--hosts names {len(hosts)} hosts for at most {most} "
             "processes; expected at least one for each. Raise MAX, or name fewer"
         )
-    if away and not shutil.which(shlex.split(command.remote_shell)[0]):
+    if away and shell and not shutil.which(shell[0]):
         problems.add(
-            f"--remote-shell: there is no program {command.remote_shell.split()[0]!r} "
+            f"--remote-shell: there is no program {shell[0]!r} "
             f"here, and {', '.join(away)} are other hosts. Install it, or name another"
         )
     if hosts and command.ray is not None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,13 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
-from whalejax.elastic.shard_copies.machines import NAME, names_in
+from whalejax.elastic.shard_copies.machines import NAME
 from whalejax.lowering.global_arrays import impl_of, wrapped
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import _leaves
 from whalejax.runtime.state import TrainState
 
 
-_SETS_KEPT: Final = 2
 _HEADER_BYTES: Final = 8
 _LONGEST_HEADER: Final = 1 << 28
 
@@ -101,7 +101,12 @@ def whole_sets(names: Iterable[str]) -> list[Copied]:
 
 
 class Copies:
-    """Writes this process's shards, one set at a time, in a thread of its own."""
+    """Writes this process's shards, one set at a time, in a thread of its own.
+
+    Attributes:
+        folder: where.
+        seconds: that the last set took to be written and sent.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, which only its owner may read.
@@ -109,7 +114,7 @@ class Copies:
         Raises:
             BadCopies: it cannot be made, or is somebody else's.
         """
-        self.folder = folder
+        self.folder, self.seconds = folder, 0.0
         self._thread: threading.Thread | None = None
         self._error = ""
         try:
@@ -128,8 +133,6 @@ class Copies:
         plan: Any,
         copied: Copied,
         rank: int,
-        *,
-        removes: bool = True,
         send: Callable[[Path], None] | None = None,
     ) -> None:
         """Copy this process's shards to its host; they are written beside the steps.
@@ -139,7 +142,6 @@ class Copies:
             plan: what it was made for.
             copied: the set.
             rank: of this process.
-            removes: this process removes what is older than the sets that are kept.
             send: puts the file on another machine; ``OSError`` where it cannot.
         """
         self.wait()
@@ -154,14 +156,17 @@ class Copies:
         path = self.folder / copied.names[rank]
 
         def work() -> None:
+            began = time.monotonic()
             try:
                 self._write(path, pieces, state.samples)
+                pieces.clear()  # They take as much memory as the file.
                 if send is not None:
                     send(path)
-                if removes:
-                    self._remove_old(alone=send is None)
             except OSError as error:
                 self._error = error.strerror or str(error)
+            except Exception as error:  # Whatever it is, the set is not whole.
+                self._error = f"{type(error).__name__}: {error}"
+            self.seconds = time.monotonic() - began
 
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
@@ -204,22 +209,6 @@ class Copies:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise
-
-    def _remove_old(self, *, alone: bool) -> None:
-        """Remove what is older than the sets that are kept.
-
-        Args:
-            alone: all files are in this folder. Else a set that lies here in part is
-                whole, but for the newest: none was begun before all had written theirs.
-        """
-        found = [match for match in map(NAME.fullmatch, names_in(self.folder)) if match]
-        steps = {int(match[1]) for match in found}
-        if alone:
-            steps = {one.step for one in whole_sets(match[0] for match in found)}
-        kept = sorted(steps, reverse=True)[:_SETS_KEPT]
-        for match in found:
-            if len(kept) == _SETS_KEPT and int(match[1]) < kept[-1]:
-                (self.folder / match[0]).unlink(missing_ok=True)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -268,13 +257,21 @@ def read_copies(
     values = []
     for leaf, aval in _leaves(abstract, plan):
         found = pieces.get(leaf.place, [])
-        if any(piece["form"] != leaf.form for piece, _ in found):
-            raise BadCopies(f"{leaf.name} of step {copied.step} is not {leaf.form}")
+        if any(
+            piece["form"] != leaf.form or len(piece["box"]) != _dimensions(aval)
+            for piece, _ in found
+        ):
+            raise BadCopies(f"{leaf.name} of step {copied.step} is another array")
         values.append(_placed(aval, _filler(found, leaf.name)))
     state: TrainState = jax.tree.unflatten(jax.tree.structure(abstract), values)
     if int(state.step) != copied.step:
         raise BadCopies(f"copies of step {copied.step} hold step {int(state.step)}")
     return dataclasses.replace(state, samples=files[0][0]["samples"])
+
+
+def _dimensions(aval: Any) -> int:
+    raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
+    return len(raw.shape)
 
 
 def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFile]:
@@ -319,7 +316,10 @@ def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> F
                 raise BadCopies(f"a copy of {name} cannot be read: {error}") from error
             if hashlib.sha256(raw.data).hexdigest() != piece["sha256"]:
                 raise BadCopies(f"a copy of {name} is not as it was written")
-            values = raw.view(dtype).reshape(shape)
+            try:
+                values = raw.view(dtype).reshape(shape)
+            except ValueError as error:
+                raise BadCopies(f"a copy of {name} is of another type") from error
             part[_inside(pairs, box)] = values[_inside(pairs, theirs)]
             filled += int(np.prod([y - x for x, y in pairs]))
         if filled != part.size:

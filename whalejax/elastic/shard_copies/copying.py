@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.elastic.environment import SUPERVISOR, local_host
+from whalejax.elastic.environment import RUN, SUPERVISOR, local_host
 from whalejax.elastic.shard_copies.copies import (
     BadCopies,
     Copied,
@@ -36,16 +37,17 @@ from whalejax.elastic.shard_copies.machines import (
 from whalejax.elastic.supervisor.memory_folder import memory_folder
 from whalejax.elastic.supervisor.processes import machine
 from whalejax.elastic.wire.keys import load_key
-from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.runtime.adopt_state import to_save
-from whalejax.runtime.checkpoint_files import fail_together, told_by_all
+from whalejax.runtime.checkpoint_files import told_by_all
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 
 
 _LEAST_SECONDS: Final = 1e-4
 _MOST_STEPS: Final = 1_000_000
+_MOST_FAILED: Final = 3
+"""Sets in a row that were not written, after which none are made."""
 
 
 class Copying:
@@ -74,52 +76,68 @@ class Copying:
         self._step, self._generation = step, generation
         self._every, self._mtbf, self._tell = every, mtbf, tell
         self._cost = self._seconds = 0.0
-        self._last, self._began = -1, 0.0
+        self._last, self._failed = -1, 0
+        self._begun: Copied | None = None
+        self._whole: Copied | None = None
         self._copies: Copies | None = None
         self._exchange: CopyExchange | None = None
+        self._other: CopyHolder | None = None
         error = ""
+        folder = memory_folder(key, os.environ.get(RUN, ""))
         try:
-            self._copies = Copies(memory_folder(key))
+            self._copies = Copies(folder)
         except BadCopies as found:
             error = str(found)
-        self._stop_together(0, error)
-        self._holders = [
-            CopyHolder(machine=m) for m in told_by_all(machine(), "machines")
-        ]
-        if len({holder.machine for holder in self._holders}) > 1:
-            self._meet(key)
-        here = jax.process_index()
-        self._other = other_machine(self._holders, here)
-        mine = self._holders[here].machine
-        first = [holder.machine for holder in self._holders].index(mine)
-        self._removes = first == here
+        mine = {"machine": machine(), "folder": str(folder), "host": "", "port": 0}
+        if self._agreed(0, error):
+            self._meet(mine, key)
 
-    def _meet(self, key: Path) -> None:
-        """Listen for the processes of other machines, and learn where they listen."""
+    def _meet(self, mine: dict[str, Any], key: Path) -> None:
+        """Learn who holds copies where, and answer where there are several folders."""
+        assert self._copies is not None
         error = ""
-        if self._copies is not None:
+        self._holders = _holders(mine)
+        places = [(h.machine, h.folder) for h in self._holders]
+        if len(set(places)) > 1:
             try:
                 host = local_host(os.environ[SUPERVISOR])
                 self._exchange = CopyExchange(self._copies.folder, load_key(key), host)
             except OSError as found:
                 error = f"copies of other machines cannot be taken here ({found})"
-        self._stop_together(0, error)
-        at = self._exchange
-        told = {
-            "machine": machine(),
-            "host": at.host if at else "",
-            "port": at.port if at else 0,
-        }
-        said = told_by_all(json.dumps(told), "where copies go")
-        self._holders = [holder_from(json.loads(text)) for text in said]
+            if not self._agreed(0, error):
+                return
+            assert self._exchange is not None
+            at = self._exchange.host, self._exchange.port
+            print(
+                f"whalejax: shards of other machines are taken at {at[0]}:{at[1]}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._holders = _holders({**mine, "host": at[0], "port": at[1]})
+        here = jax.process_index()
+        self._other = other_machine(self._holders, here)
+        self._removes = places.index(places[here]) == here
 
-    def _stop_together(self, done: int, error: str) -> None:
-        """Make none any more where one process cannot."""
-        try:
-            fail_together(error, "copies in memory")
-        except WhaleError as found:
+    def close(self) -> None:
+        """Wait until what was begun is written, and answer nobody any more."""
+        self.wait()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _agreed(self, done: int, error: str) -> bool:
+        """Whether all go on making copies; none does where one process cannot.
+
+        Args:
+            done: the step.
+            error: of this process, or empty.
+        """
+        found = _first_error(error, "copies in memory")
+        if found:
             self._copies = None
-            self._tell(done, str(found))
+            self.close()
+            self._tell(done, found)
+        return not found
 
     # Back.
 
@@ -149,31 +167,44 @@ class Copying:
                 )
             except BadCopies as bad:
                 error = str(bad)
-            try:
-                fail_together(error, f"copies of step {copied.step}")
-            except WhaleError as bad:
-                self._tell(copied.step, str(bad))
+            if problem := _first_error(error, f"copies of step {copied.step}"):
+                self._tell(copied.step, problem)
+                whole.remove(copied)
                 continue
-            self._keep(folder, whole)
-            return state
-        self._keep(folder, whole)
-        return None
+            self._whole = copied
+            break
+        else:
+            state = None
+        # Nobody reads any more.
+        if self._removes:
+            names = (name for copied in whole[:2] for name in copied.names)
+            remove_others(folder, names)
+        return state
 
     def _opened(self, name: str, ranks: Sequence[int]) -> CopyFile:
-        """A file, of this machine where that has it."""
-        machines = [self._holders[rank].machine for rank in ranks]
-        here = self._holders[jax.process_index()].machine
-        if here in machines or self._exchange is None:
-            assert self._copies is not None
+        """A file, of this folder where that has it, else of who answers first.
+
+        Raises:
+            OSError: nobody gives it.
+        """
+        assert self._copies is not None
+        here = jax.process_index()
+        own = self._holders[here]
+        if self._exchange is None or any(
+            (self._holders[n].machine, self._holders[n].folder)
+            == (own.machine, own.folder)
+            for n in ranks
+        ):
             return copy_file(self._copies.folder / name)
         # Those who read spread over those who have it.
-        holder = self._holders[ranks[jax.process_index() % len(ranks)]]
-        return self._exchange.file(name, holder)
-
-    def _keep(self, folder: Path, whole: Sequence[Copied]) -> None:
-        """Nobody reads any more: what is of no whole set goes."""
-        if self._removes:
-            remove_others(folder, (name for copied in whole for name in copied.names))
+        first = here % len(ranks)
+        problem = OSError(f"{name} is nowhere")
+        for rank in [*ranks[first:], *ranks[:first]]:
+            try:
+                return self._exchange.file(name, self._holders[rank])
+            except OSError as error:
+                problem = error
+        raise problem
 
     # Forth.
 
@@ -189,6 +220,8 @@ class Copying:
         if not self._cost:
             return 1  # What one costs is not known yet.
         best = daly_seconds(max(self._cost, _LEAST_SECONDS), self._mtbf)
+        if self._copies is not None:  # Links are for steps, half the time at least.
+            best = max(best, 2 * self._copies.seconds)
         return min(
             max(round(best / max(self._seconds, _LEAST_SECONDS)), 1), _MOST_STEPS
         )
@@ -200,6 +233,11 @@ class Copying:
             return False
         return self._last < 0 or done - self._last >= self.steps()
 
+    @property
+    def busy(self) -> bool:
+        """This process still writes or sends what was begun."""
+        return self._copies is not None and self._copies.busy
+
     def copy(self, state: TrainState, done: int) -> None:
         """Copy a state, beside the steps that follow; all processes call this.
 
@@ -210,22 +248,38 @@ class Copying:
         if self._copies is None:
             return
         began = time.monotonic()
-        self._copies.wait()
-        self._stop_together(done, self._copies.problem())
+        self._settle(done)
         if self._copies is None:
             return
         whole: Any = to_save(state, self._step.abstract_state(), trains=True)
         count, rank = jax.process_count(), jax.process_index()
         copied = Copied(step=done, generation=self._generation, count=count)
-        self._copies.begin(
-            whole,
-            self._step.plan,
-            copied,
-            rank,
-            removes=self._removes,
-            send=self._send if self._other is not None else None,
-        )
+        if self._removes:  # Two sets have room: the last whole one, and this one.
+            kept = [*copied.names] + (self._whole.names if self._whole else [])
+            drafts = [f".{name}{end}" for name in copied.names for end in ("", ".put")]
+            remove_others(self._copies.folder, [*kept, *drafts])
+        send = self._send if self._other is not None else None
+        self._copies.begin(whole, self._step.plan, copied, rank, send)
+        self._begun = copied
         self._last, self._cost = done, time.monotonic() - began
+
+    def _settle(self, done: int) -> None:
+        """Find out together whether the set that was begun last is whole."""
+        assert self._copies is not None
+        if self._begun is None:
+            return
+        self._copies.wait()
+        begun, self._begun = self._begun, None
+        problem = _first_error(self._copies.problem(), "copies in memory")
+        if not problem:
+            self._whole, self._failed = begun, 0
+            return
+        self._failed += 1
+        if self._failed >= _MOST_FAILED:
+            self._copies = None
+            self.close()
+            problem += f"; {self._failed} in a row, so that none are made any more"
+        self._tell(done, problem)
 
     def _send(self, path: Path) -> None:
         assert self._exchange is not None and self._other is not None
@@ -235,3 +289,22 @@ class Copying:
         """Wait until what was begun is written."""
         if self._copies is not None:
             self._copies.wait()
+
+
+def _first_error(error: str, what: str) -> str:
+    """The first error that a process has, or nothing; all processes call this.
+
+    Args:
+        error: of this process, or empty.
+        what: was done.
+
+    Raises:
+        WhaleError: a process did not come here.
+    """
+    return next((text for text in told_by_all(error, what) if text), "")
+
+
+def _holders(mine: dict[str, Any]) -> list[CopyHolder]:
+    """Who holds copies, of all processes; all of them call this."""
+    said = told_by_all(json.dumps(mine), "where copies are")
+    return [holder_from(json.loads(text)) for text in said]

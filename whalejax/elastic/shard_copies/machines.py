@@ -1,7 +1,7 @@
 """Copies on other machines: each process puts its shards on another one too.
 
-So that a machine that is lost costs no more than a process that is. Those who begin
-anew read what their own machine does not have from those that have it.
+A machine that is lost then costs no more than a process that is. Those who begin anew
+read what their own machine does not have from one that has it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,27 @@ NAME: Final = re.compile(r"(\d{1,12})-(\d{1,12})-(\d{1,6})of(\d{1,6})", re.ASCII
 
 _PART_BYTES: Final = 1 << 24
 _ASK_SECONDS: Final = 30.0
+
+
+def _is_name(x: Any) -> bool:
+    return isinstance(x, str) and NAME.fullmatch(x) is not None
+
+
+def _is_place(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def _is_switch(x: Any) -> bool:
+    return isinstance(x, bool)
+
+
 _FIELDS: Final[Mapping[str, Fields]] = {
-    "put": {
-        "name": lambda x: isinstance(x, str) and NAME.fullmatch(x) is not None,
-        "place": lambda x: type(x) is int and x >= 0,
-        "last": lambda x: isinstance(x, bool),
-    },
-    "read": {
-        "name": lambda x: isinstance(x, str) and NAME.fullmatch(x) is not None,
-        "begin": lambda x: type(x) is int and x >= 0,
-        "end": lambda x: type(x) is int and x >= 0,
-    },
+    "put": {"name": _is_name, "place": _is_place, "last": _is_switch},
+    "read": {"name": _is_name, "begin": _is_place, "end": _is_place},
 }
 _ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
     "put": {"taken": {}},
-    "read": {"bytes": {"size": lambda x: type(x) is int and x >= 0}},
+    "read": {"bytes": {"size": _is_place}},
 }
 
 
@@ -57,10 +63,12 @@ class CopyHolder:
 
     Attributes:
         machine: that it is on.
-        host, port: where it answers; of no use where all are on one machine.
+        folder: in which it holds them; agents of one machine may have several.
+        host, port: where it answers; of no use where all have one folder.
     """
 
     machine: str
+    folder: str = ""
     host: str = ""
     port: int = 0
 
@@ -68,7 +76,8 @@ class CopyHolder:
 def other_machine(holders: Sequence[CopyHolder], rank: int) -> CopyHolder | None:
     """Who holds a second copy of what a process writes; None on a single machine.
 
-    Processes of a machine share out those of the next one.
+    Process k of a machine puts its copies at process k of the next one, counted anew
+    from the first where that has fewer.
 
     Args:
         holders: of all ranks, in order.
@@ -159,15 +168,25 @@ class CopyExchange:
         name, place = asked.fields["name"], asked.fields["place"]
         if len(asked.arrays) != 1 or asked.arrays[0].dtype != np.uint8:
             raise Refused("shape", f"a part of {name} is one array of bytes")
-        draft = self._folder / f".{name}.put"
-        with draft.open("wb" if place == 0 else "r+b") as file:
-            if file.seek(0, 2) < place:
-                raise Refused("missing", f"{name} begins at {place}")
-            file.seek(place)  # A part may come twice.
-            file.write(asked.arrays[0].data)
-        if asked.fields["last"]:
-            draft.replace(self._folder / name)
-        return Message(kind="taken", fields={})
+        draft, path = self._folder / f".{name}.put", self._folder / name
+        taken = Message(kind="taken", fields={})
+        if place and not draft.exists():
+            if asked.fields["last"] and path.exists():
+                return taken  # A part may come twice.
+            raise Refused("missing", f"of {name}, what comes before {place}")
+        try:
+            with draft.open("r+b" if place else "wb") as file:
+                if file.seek(0, 2) < place:
+                    raise Refused("missing", f"of {name}, what comes before {place}")
+                file.seek(place)
+                file.write(asked.arrays[0].data)
+            if asked.fields["last"]:
+                draft.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+        return taken
 
     def _read(self, asked: Message) -> Message:
         begin, end = asked.fields["begin"], asked.fields["end"]
@@ -193,7 +212,6 @@ class RemoteCopy:
             OSError: it is not there, or its machine does not answer.
         """
         self._caller, self._address, self._name = caller, address, name
-        self._begin = 0
         self.size = self._ask(0, 0).fields["size"]
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -227,14 +245,14 @@ def _seconds(part: np.ndarray) -> float:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Files of copies in a folder, also those that are none by their names."""
+    """Names of all files in a folder; none where there is no folder."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in folder.iterdir())
     return []
 
 
 def remove_others(folder: Path, kept: Iterable[str]) -> None:
-    """Remove what no whole set has, as of a generation that was cut short.
+    """Remove files, such as those of a generation that was cut short.
 
     Args:
         folder: of copies.
@@ -248,5 +266,8 @@ def remove_others(folder: Path, kept: Iterable[str]) -> None:
 def holder_from(told: Mapping[str, Any]) -> CopyHolder:
     """A holder as another process told it."""
     return CopyHolder(
-        machine=str(told["machine"]), host=str(told["host"]), port=int(told["port"])
+        machine=str(told["machine"]),
+        folder=str(told["folder"]),
+        host=str(told["host"]),
+        port=int(told["port"]),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from whalejax.distributed.launch_env import printable
 from whalejax.elastic.supervisor.endings import Ending
 from whalejax.elastic.supervisor.member_record import Kill, Member, Start
 from whalejax.elastic.supervisor.roster import Roster
@@ -51,7 +52,7 @@ class Losing(Roster):
         over = self.phase in ("draining", "ending")
         counts = counts and not member.leaving and not over
         member.becomes("gone", now)
-        last = said.strip().rpartition("\n")[2][:_MOST_SAID]
+        last = printable(said.strip().rpartition("\n")[2])[:_MOST_SAID]
         self._record(
             "lost",
             name=member.name,

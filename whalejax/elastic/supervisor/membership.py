@@ -7,6 +7,7 @@ in a test with a clock of its own.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Final
 
@@ -24,6 +25,15 @@ from whalejax.elastic.wire.framing import Message
 
 _SUSPECT_SECONDS: Final = 1.0
 """How long the end of a member may lag behind that of its connections."""
+
+_ERROR_SIGNALS: Final = (
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGSEGV,
+)
+"""Of which a process dies by a fault of its own; others are sent to it."""
 
 _PAUSE_SECONDS: Final = 1.0
 """Between two ticks: more, and it was this process that stood still."""
@@ -91,9 +101,11 @@ class Membership(Generations):
             return
         how = self._how_ended(member, status)
         if how is None:
-            # A signal's status is negative.
-            how = Ending.FAILED if (status or 0) > 0 else Ending.LOST
             why = f"its process ended with status {status}"
+            fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
+            if fails and self.restarts and len(self.active) > 1:
+                why += ", which may follow from the loss of another"
+            how = Ending.FAILED if fails else Ending.LOST
             self._lose(now, member, why, said, how=how)
         else:
             well = name in self.active and how is Ending.COMPLETE

@@ -1,10 +1,12 @@
 """Where the processes of a run keep copies in the memory of their machine.
 
-They outlive the processes, so that the supervisor removes them. It imports no JAX.
+They outlive the processes, so that the supervisor and agents remove them. It imports
+no JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -16,16 +18,39 @@ MEMORY: Final = Path("/dev/shm")
 """The memory file system of Linux."""
 
 
-def memory_folder(key: Path) -> Path:
+def memory_folder(key: Path, run: str) -> Path:
     """Where the copies of a run go.
 
     Args:
-        key: file of the key of the run, which no other run has.
+        key: file of the key of the run, of whose path no other folder of a run has one.
+        run: what its supervisor calls it, unlike earlier ones with the same key.
     """
+    return MEMORY / f"{_prefix(key)}{run}"
+
+
+def memory_folders(key: Path) -> list[Path]:
+    """Folders of copies of all runs with a key.
+
+    Args:
+        key: file of the key.
+    """
+    with contextlib.suppress(OSError):
+        return sorted(p for p in MEMORY.iterdir() if p.name.startswith(_prefix(key)))
+    return []
+
+
+def remove_copies(key: Path, *, but: str | None = None) -> None:
+    """Remove what runs with a key keep in memory.
+
+    Args:
+        key: file of the key.
+        but: the run whose copies stay.
+    """
+    for folder in memory_folders(key):
+        if but is None or folder != memory_folder(key, but):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(key: Path) -> str:
     name = hashlib.sha256(str(key.absolute()).encode()).hexdigest()[:16]
-    return MEMORY / f"whalejax-{os.getuid()}-{name}"
-
-
-def remove_copies(key: Path) -> None:
-    """Remove what a run keeps in memory; nothing where it keeps nothing."""
-    shutil.rmtree(memory_folder(key), ignore_errors=True)
+    return f"whalejax-{os.getuid()}-{name}-"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import selectors
 import signal
 import socket
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
 from whalejax.elastic.agents.fleet import AgentFleet, program
+from whalejax.elastic.environment import RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
@@ -183,6 +185,7 @@ class Supervisor:
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
         before = run[0] if run and self._goes_on(run) else None
+        self._name = secrets.token_hex(8) if before is None else before.get("run", "")
         self._journal = journal.JournalLines(
             self._folder / journal.EVENTS, durable=True
         )
@@ -192,7 +195,7 @@ class Supervisor:
         )
         self._held.callback(self._commits.close)
         self._listen(before)
-        self._environment = dict(self._run.environment or {})
+        self._environment = {**(self._run.environment or {}), RUN: self._name}
         environment = {
             **compilation_cache(self._folder / COMPILED),
             **self._environment,
@@ -210,7 +213,7 @@ class Supervisor:
             host, port = self._address
             told = {"host": host, "port": port, "machine": machine()}
             remove_copies(self._folder / KEY)  # Of a run that was killed.
-            self._journal.write("opened", told)
+            self._journal.write("opened", {**told, "run": self._name})
             if self._run.command:
                 self._membership.begin(time.monotonic())
         self._do_all()

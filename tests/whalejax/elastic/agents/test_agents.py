@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,11 +32,17 @@ pytestmark = pytest.mark.relaxed_promotion
 class Agents:
     """A run, and agents that hold its processes."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        command: list[str] | None = None,
+        **settings: Any,
+    ) -> None:
         self.port = reserve_port("127.0.0.1")
         release_port(self.port)
         more = {"host": "127.0.0.1", "port": self.port, "places": True}
-        self.run = Run(folder, options, settings, more=more)
+        self.run = Run(folder, options, settings, more=more, command=command)
         self.folder = folder
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -109,6 +116,29 @@ def test_a_killed_agent_costs_no_step_and_another_is_taken(tmp_path: Path) -> No
         assert hosts[one] == "127.0.0.2"
         assert [a.wait(60) for a in there.agents.values()] == [0, 0]
     assert "the run is over: all steps are done" in there.told("a")
+
+
+@pytest.mark.full
+def test_an_ordinary_script_goes_on_without_a_lost_agent(tmp_path: Path) -> None:
+    """Its processes meet where those of the agents are, and again without one."""
+    script = [sys.executable, "-m", "tests.whalejax.elastic.ordinary"]
+    command = [*script, str(tmp_path / "save"), "40"]
+    with running(tmp_path, {}, command=command, least=1, most=2) as there:
+        run = there.run
+        there.add("a")
+        there.add("b", "--host", "127.0.0.2")
+        run.until(lambda: (tmp_path / "save" / "step_000020").is_dir())
+        begun = run.events("begun")
+        assert len(begun[-1]["members"]) == 2
+        there.agents["b"].kill()
+        run.until(lambda: len(run.events("begun")) > len(begun))
+        assert run.wait() == 0, run.told()
+    text = "".join(p.read_text() for p in tmp_path.glob("*/elastic/*.log"))
+    losses: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"step (\d+) of \d+: (\S+)", text):
+        losses.setdefault(int(step), set()).add(loss)
+    assert sorted(losses) == list(range(1, 41)), text
+    assert all(len(found) == 1 for found in losses.values()), losses
 
 
 @pytest.mark.full
