@@ -98,22 +98,16 @@ class Registry:
         self._joins: dict[str, int] = {}
         self._freed: set[str] = set()
 
-    def join(
-        self,
-        name: str,
-        address: Address,
-        stage: int,
-        facts: Mapping[str, str],
-        now: float,
-    ) -> Member:
-        """Take a peer in, and choose its stage.
+    def admit(
+        self, name: str, address: Address, stage: int, facts: Mapping[str, str]
+    ) -> None:
+        """Whether a peer may join; takes as long as it takes to reach it.
 
         Args:
             name: of the peer.
             address: where it says that it listens.
             stage: that it wants to serve, or ``ANY``.
             facts: of its code, plan and versions.
-            now: seconds.
 
         Raises:
             Refused: it runs other code, asks for a stage that there is not, or cannot
@@ -133,6 +127,16 @@ class Registry:
                 f"cannot be reached from here ({why}). Give --host an address of that "
                 "machine that others reach, and open its port",
             )
+
+    def join(self, name: str, address: Address, stage: int, now: float) -> Member:
+        """Take a peer in that was admitted, and choose its stage.
+
+        Args:
+            name: of the peer.
+            address: where it listens.
+            stage: that it wants to serve, or ``ANY``.
+            now: seconds, after it was admitted: its lease begins.
+        """
         with self._lock:
             self._expire(now)
             if stage == ANY:

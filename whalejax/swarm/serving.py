@@ -256,14 +256,10 @@ class Serving:
 
     def _join(self, asked: Message) -> Message:
         fields = asked.fields
-        host, port = fields["address"]
-        member = self.registry.join(
-            fields["name"],
-            (host, port),
-            fields["stage"],
-            fields["facts"],
-            time.monotonic(),
-        )
+        name, stage, (host, port) = fields["name"], fields["stage"], fields["address"]
+        self.registry.admit(name, (host, port), stage, fields["facts"])
+        # That may have taken longer than a lease.
+        member = self.registry.join(name, (host, port), stage, time.monotonic())
         return Message(
             kind="welcome",
             fields={

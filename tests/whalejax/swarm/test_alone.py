@@ -66,7 +66,7 @@ def fleet_of(registry: Registry, stages: int, mates: int = 1) -> Fleet:
     for number in range(stages * mates):
         stage, mate = divmod(number, mates)
         address = ("host", number + 1)
-        member = registry.join(f"p{stage}.{mate}", address, stage, {}, fleet.now())
+        member = registry.join(f"p{stage}.{mate}", address, stage, fleet.now())
         registry.announce(member.name, fleet.now(), incarnation=1, ready=True, step=0)
         fleet.add(member)
     return fleet
@@ -366,7 +366,7 @@ def test_a_failure_of_an_earlier_process_bans_no_later_one() -> None:
     (old, _), now = context.fleet.synced(0), context.fleet.now()
     registry = context.fleet._registry
     assert isinstance(registry, Registry)
-    new = registry.join(old.name, old.address, 0, {}, now)
+    new = registry.join(old.name, old.address, 0, now)
     context.fleet.add(new)
     assert new.incarnation == 2 and len(context.fleet.usable(0)) == 2
     context.fleet.failed(old, 1.0, 1.0, ban=True)
@@ -434,7 +434,7 @@ def newcomers(
     clock, caller = Clock(), SimpleNamespace(ask=ask)
     registry = registry_of(max(stages) + 1)
     for number, stage in enumerate(stages):
-        registry.join(f"p{number}", ("host", number + 1), stage, {}, 0.0)
+        registry.join(f"p{number}", ("host", number + 1), stage, 0.0)
         registry.announce(f"p{number}", 0.0, incarnation=1, ready=True)
     trainer = Trainer(
         cut_of(max(stages) + 1),

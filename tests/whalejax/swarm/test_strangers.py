@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import random
 import socket
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.elastic.wire.connection import dial
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.service import Caller, Gone, Refused
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.swarm import serving
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.peer import Peer
-from whalejax.swarm.registry import Registry
+from whalejax.swarm.registry import Registry, facts_of
 from whalejax.swarm.stage import Backward, Stage
 from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
 
@@ -65,19 +67,45 @@ def test_the_registry_refuses(
 ) -> None:
     registry = Registry({"plan": "a"}, stages=3, reach=lambda address: reach)
     with pytest.raises(Refused, match=said):
-        registry.join("p", ("h", 1), stage, facts, 0.0)
+        registry.admit("p", ("h", 1), stage, facts)
     assert registry.members(0.0) == []
 
 
 def test_leases_end_and_are_renewed() -> None:
     registry = Registry({}, stages=2, lease_seconds=5.0)
-    first = registry.join("p", ("h", 1), -1, {}, 0.0)
-    second = registry.join("q", ("h", 2), -1, {}, 0.0)
+    first = registry.join("p", ("h", 1), -1, 0.0)
+    second = registry.join("q", ("h", 2), -1, 0.0)
     assert [first.stage, second.stage] == [0, 1]
     assert registry.announce("p", 4.0, incarnation=1, step=7) is not None
     assert [m.name for m in registry.members(5.0)] == ["p"]
     assert registry.announce("q", 5.0, incarnation=1) is None
-    assert registry.join("q", ("h", 2), -1, {}, 5.0).incarnation == 2
+    assert registry.join("q", ("h", 2), -1, 5.0).incarnation == 2
+
+
+def test_a_lease_begins_when_a_newcomer_has_been_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that answers nothing may take longer than a lease to give up on."""
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        serving, "time", types.SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    with swarm(steps=1, lease_seconds=10.0) as found:
+        registry = found.serving.registry
+
+        def reach(address: Address) -> str:
+            clock.now += 30.0
+            return ""
+
+        registry._reach = reach
+        fields = {
+            "name": "p",
+            "address": ["127.0.0.1", 1],
+            "stage": 0,
+            "facts": facts_of(found.cut, "f32", "f32"),
+        }
+        found.serving._join(Message(kind="join", fields=fields))
+        assert [m.name for m in registry.members(clock.now)] == ["p"]
 
 
 class Wrong:
