@@ -1,15 +1,15 @@
 """Swarms under faults: what is lost, counted twice, or differs from one process.
 
     python scripts/bench_swarm.py [--faults 4] [--measure] [--first 0] [--full]
-        [--seconds 540] [--refresh] [--model gpt-test]
+        [--seconds 540] [--refresh] [--model gpt-test] [--journal FILE]
 
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
 Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
 (forward, backward, sum, apply, download, save), one after the other, and each is
-replaced by a new process. A further trainer leads beside the first; it is killed in the
-middle of a step, the next one is stopped (``trainers_lost``: of both, those that were
-found to be gone). Each peer answers a question for a sum with the micro-batches
-that it has added, which the ledger's journal keeps:
+replaced by a process that was started ahead. A further trainer leads beside the first;
+it is killed in the middle of a step, the next one is stopped (``trainers_lost``: of
+both, those that were found to be gone). Each peer answers a question for a sum with
+the micro-batches that it has added, which the ledger's journal keeps:
 
 ``drawn``: faults that peers were started with. ``faults``: those that came about; a
 peer writes a line before it sends itself the signal. ``killed_from_outside``: peers
@@ -36,16 +36,10 @@ working tree are neither kept nor read. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import shutil
-import signal
 import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -56,7 +50,9 @@ import jax
 import jaxlib.version
 import numpy as np
 import swarm_measured
+import swarm_processes
 from swarm_peer import cut_of, job_of
+from swarm_processes import CACHED, Processes
 
 import whalejax as wh
 from whalejax import jobs
@@ -73,28 +69,21 @@ STAGES: Final = 3
 PEERS: Final = 6
 STEPS: Final = 30
 MICRO_BATCHES: Final = 8
-MOST_STEPS: Final = 4
-"""A peer whose fault has not come about after so many is killed from outside."""
-
-TRAINER_STEPS: Final = 10
-"""After which a further trainer is ended, and another started."""
-
-MOST_FAULTS: Final = 15
+MOST_FAULTS: Final = 45
 """Of a run, three at a time."""
 
-POINTS: Final = ("forward", "backward", "sum", "apply", "download", "save")
-SIGNALS: Final = ("SIGKILL", "SIGSTOP")
-CACHED: Final = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
-"""So that a peer that takes another's place compiles nothing."""
+CALL_SECONDS: Final = 8.0
+SETTINGS: Final = Settings(
+    steps=STEPS,
+    call_seconds=CALL_SECONDS,
+    state_seconds=2 * CALL_SECONDS,
+    newcomer_seconds=CALL_SECONDS,
+    snapshot_every=3,
+)
 
 DIRTY: Final = "-dirty"
 KEY: Final = os.urandom(32)
 LONGEST_SECONDS: Final = 540.0
-READY_SECONDS: Final = 300.0
 
 
 def given(model: str) -> dict[str, Any]:
@@ -134,154 +123,40 @@ def single_losses(options: dict[str, Any], steps: int) -> list[float]:
     return found
 
 
-class Processes:
-    """Peers, replaced where they have ended or stand still."""
-
-    def __init__(
-        self,
-        serving: Serving,
-        options: dict[str, Any],
-        draw: random.Random,
-        faults: int,
-    ) -> None:
-        self._serving, self._options, self._draw = serving, options, draw
-        self.left = faults
-        self._due: dict[int, int] = {}
-        self._hosts: dict[int, str] = {}
-        self.faults: list[str] = []
-        self.outside = 0
-        self.marks = Path(tempfile.mkdtemp(prefix="swarm-"))
-        self._running: list[tuple[int, subprocess.Popen[bytes]]] = []
-        self._trainers: list[subprocess.Popen[bytes]] = []
-
-    def start(self, stage: int, step: int, *, faulty: bool) -> None:
-        """One more peer; with a fault from a step on, where there are faults left."""
-        # By its address a process is known among the registry's peers.
-        host = f"127.0.0.{2 + len(self._hosts)}"
-        options = {
-            **self._options,
-            "stage": stage,
-            "host": host,
-            "registry": list(self._serving.address),
-            "key": KEY.hex(),
-            "pull_seconds": 5.0,
-        }
-        if faulty and self.left:
-            self.left -= 1
-            number = len(self.faults)
-            points = POINTS[number % len(POINTS)], SIGNALS[self._draw.randrange(2)]
-            if points[0] == "forward" and stage == STAGES - 1:
-                points = "backward", points[1]  # There both are one call.
-            # A newcomer takes the state once, as soon as it is ready.
-            first = 0 if points[0] == "download" else step
-            options["fault"] = [points[0], first, points[1]]
-            options["mark"] = str(self.marks / str(number))
-            self.faults.append(f"{points[0]} {points[1]} stage {stage} step {step}")
-        words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **CACHED}
-        process = subprocess.Popen(
-            [*words, json.dumps(options)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        self._running.append((stage, process))
-        self._hosts[process.pid] = host
-        if "fault" in options:
-            self._due[process.pid] = step
-
-    def lead(self, step: int) -> None:
-        """Start and end further trainers, by the steps that are done."""
-        if step % TRAINER_STEPS == 0 and step < STEPS - TRAINER_STEPS:
-            options = {
-                **self._options,
-                "stage": "trainer",
-                "registry": list(self._serving.address),
-                "key": KEY.hex(),
-                "call_seconds": 12.0,
-            }
-            words = [sys.executable, str(ROOT / "scripts/swarm_peer.py")]
-            process = subprocess.Popen(
-                [*words, json.dumps(options)],
-                env={**os.environ, "PYTHONPATH": str(ROOT), **CACHED},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            self._trainers.append(process)
-        elif step % TRAINER_STEPS == TRAINER_STEPS - 1 and self._trainers:
-            name = SIGNALS[(len(self._trainers) - 1) % 2]
-            send = self._trainers[-1].send_signal
-            threading.Timer(0.2, send, [getattr(signal, name)]).start()
-
-    def replace(self, step: int) -> None:
-        """Replace those that are gone, and wait until all are ready."""
-        end = time.monotonic() + READY_SECONDS
-        while True:
-            for stage, process in [*self._running]:
-                if step > self._due.get(process.pid, STEPS) + MOST_STEPS:
-                    # Nobody has asked it for what it was to end at.
-                    self.outside += 1
-                    process.kill()
-                    process.wait()
-                if process.poll() is None and not _stands_still(process.pid):
-                    continue
-                process.kill()
-                process.wait()
-                self._running.remove((stage, process))
-                self.start(stage, step + 1, faulty=True)
-            members = self._serving.trainer.fleet.members()
-            ready = {m.address[0] for m in members if m.ready}
-            if ready.issuperset(self._hosts[p.pid] for _, p in self._running):
-                return
-            if time.monotonic() > end:
-                raise SystemExit(f"after {READY_SECONDS} s peers are not ready")
-            time.sleep(0.2)
-
-    @property
-    def happened(self) -> list[str]:
-        """Of the faults, those that peers wrote of before they came about."""
-        return [
-            f"{fault}: {path.read_text().strip()}"
-            for number, fault in enumerate(self.faults)
-            if (path := self.marks / str(number)).is_file()
-        ]
-
-    def close(self) -> None:
-        """End all."""
-        for process in [*(p for _, p in self._running), *self._trainers]:
-            process.kill()
-            process.wait()
-
-
-def _stands_still(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        said = Path(f"/proc/{pid}/stat").read_text()
-        return said.rpartition(")")[2].split()[0] == "T"
-    return False
-
-
 def faulty_run(
-    options: dict[str, Any], seed: int, faults: int, whole: list[float], until: float
+    options: dict[str, Any],
+    seed: int,
+    faults: int,
+    whole: list[float],
+    until: float,
+    journal: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """One run of processes with faults."""
-    journal: list[dict[str, Any]] = []
+    """One run of processes with faults; what happens is added to the journal."""
     told: Counter[str] = Counter()
+    begun = time.monotonic()
 
     def write(event: str, fields: Any) -> None:
-        journal.append({"event": event, **json.loads(json.dumps(fields))})
+        at = {"event": event, "seconds": round(time.monotonic() - begun, 2)}
+        journal.append({**at, **json.loads(json.dumps(fields))})
+
+    def tell(kind: str, **more: Any) -> None:
+        told.update([kind])
+        write(f"told: {kind}", more)
 
     serving = Serving(
-        cut_of(options),
-        KEY,
-        Settings(steps=STEPS, call_seconds=12.0, state_seconds=30.0, snapshot_every=5),
-        lease_seconds=12.0,
-        write=write,
-        tell=lambda kind, **_: told.update([kind]),
+        cut_of(options), KEY, SETTINGS, lease_seconds=12.0, write=write, tell=tell
     )
-    draw = random.Random(seed)
-    processes = Processes(serving, options, draw, faults)
+    processes = Processes(
+        serving,
+        options,
+        key=KEY,
+        draw=random.Random(seed),
+        faults=faults,
+        steps=STEPS,
+        call_seconds=CALL_SECONDS,
+        write=write,
+    )
     losses: dict[int, float] = {}
-    begun = time.monotonic()
     try:
         for number in range(PEERS):
             processes.start(number % STAGES, 2, faulty=number >= STAGES)
@@ -289,16 +164,16 @@ def faulty_run(
         processes.lead(0)
         for step, metrics in serving.run():
             losses[step] = float(metrics["loss"])
+            write("stepped", {"step": step, "took": metrics["seconds"]})
             if time.monotonic() > until:
                 break
             if step < STEPS:
                 processes.replace(step)
                 processes.lead(step)
+        steps, happened = len(losses), processes.happened
     finally:
         processes.close()
         serving.close()
-    steps, happened = len(losses), processes.happened
-    shutil.rmtree(processes.marks)
     lost, doubled = counted(journal)
     lost += STAGES * MICRO_BATCHES * (steps - len(committed(journal)))
     return {
@@ -316,6 +191,7 @@ def faulty_run(
         "went_back": told["went back"],
         "trainers": told["trainer joined"],
         "trainers_lost": told["trainer lost"],
+        "waited": round(processes.waited, 1),
         "seconds": round(time.monotonic() - begun, 1),
     }
 
@@ -471,7 +347,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seconds", type=float, default=LONGEST_SECONDS, help="limit")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")
+    parser.add_argument("--journal", help="file for what happened in the runs, by time")
     words = parser.parse_args()
+    swarm_processes.prepare()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -489,7 +367,13 @@ def main() -> None:
         if found is None:
             if time.monotonic() > until:
                 break
-            result = faulty_run(options, seed, faults, whole, until)
+            journal: list[dict[str, Any]] = []
+            try:
+                result = faulty_run(options, seed, faults, whole, until, journal)
+            finally:
+                if words.journal:
+                    with open(words.journal, "a", encoding="utf-8") as file:
+                        file.writelines(json.dumps(line) + "\n" for line in journal)
             found = kept.add(**{**wanted, **result})
         print(json.dumps(found), flush=True)
         runs.append(found)

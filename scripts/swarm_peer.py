@@ -5,21 +5,28 @@ What ``bench_swarm.py`` and the tests start as processes of their own. A fault i
 or a later one, it writes a line into the file ``mark`` and sends itself that signal.
 
     python scripts/swarm_peer.py '{"job": "…", "registry": ["127.0.0.1", 8476], …}'
+
+``spare`` is for processes that a parent forks: it cuts the job and compiles, and waits
+until the parent tells it what to serve.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
 import signal
 import sys
 import threading
+from multiprocessing.connection import Connection
 from typing import Any
 
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.further import FurtherTrainer
 from whalejax.swarm.peer import Peer
+from whalejax.swarm.registry import facts_of
+from whalejax.swarm.stage import ready_stage
 
 
 class Fault:
@@ -61,11 +68,11 @@ def cut_of(given: dict[str, Any]) -> Cut:
     )
 
 
-def trainer_of(given: dict[str, Any]) -> FurtherTrainer:
+def trainer_of(given: dict[str, Any], cut: Cut) -> FurtherTrainer:
     """A further trainer."""
     host, port = given["registry"]
     return FurtherTrainer(
-        cut_of(given),
+        cut,
         bytes.fromhex(given["key"]),
         (host, port),
         host=given.get("host", "127.0.0.1"),
@@ -74,12 +81,12 @@ def trainer_of(given: dict[str, Any]) -> FurtherTrainer:
     )
 
 
-def peer_of(given: dict[str, Any]) -> Peer:
+def peer_of(given: dict[str, Any], cut: Cut) -> Peer:
     """A peer."""
     fault, mark = given.get("fault"), given.get("mark", "")
     host, port = given["registry"]
     return Peer(
-        cut_of(given),
+        cut,
         bytes.fromhex(given["key"]),
         (host, port),
         stage=given["stage"],
@@ -90,15 +97,42 @@ def peer_of(given: dict[str, Any]) -> Peer:
     )
 
 
-def main(given: dict[str, Any]) -> None:
+def main(given: dict[str, Any], cut: Cut | None = None) -> None:
     """Serve a stage, or lead where that is no number, until the run is over."""
-    peer = trainer_of(given) if given["stage"] == "trainer" else peer_of(given)
+    cut = cut or cut_of(given)
+    leads = given["stage"] == "trainer"
+    peer = trainer_of(given, cut) if leads else peer_of(given, cut)
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())
     peer.start()
     while not peer.wait(0.5):
         pass
     print(json.dumps({"name": peer.name, "over": peer.over}), flush=True)
     peer.close()
+
+
+def spare(given: dict[str, Any], pipe: Connection, log: str) -> None:
+    """Make ready for a stage; then serve what the parent says, until the run is over.
+
+    SIGUSR1 writes what each thread does into the log.
+
+    Args:
+        given: options that are known by now.
+        pipe: from which the others come, as JSON; the process ends where it is closed.
+        log: file for all that the process writes.
+    """
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    faulthandler.register(signal.SIGUSR1)
+    cut = cut_of(given)
+    facts_of(cut, "f32", "f32")
+    if given["stage"] != "trainer":
+        ready_stage(cut, given["stage"])
+    try:
+        told = json.loads(pipe.recv_bytes())
+    except EOFError:
+        return
+    main({**given, **told}, cut)
 
 
 if __name__ == "__main__":
