@@ -37,6 +37,10 @@ def slow_link(cluster: Cluster) -> float | None:
     return rate if rate < _SLOW_BYTES_PER_SECOND else None
 
 
+LATENCIES: Final = 4
+"""Of a call: the question, what the peer asks another for, that, and the answer."""
+
+
 def wire_bytes(values: int, wire: str) -> int:
     """Bytes of so many values on the wire, scales included.
 
@@ -182,7 +186,9 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> flo
     """
     speed, link = swarm.bytes_per_second, swarm.latency_seconds
     fill = math.fsum(
-        stage.compute_seconds + sum(stage.wire_bytes) / speed + 4 * link
+        stage.compute_seconds
+        + stage.wire_bytes[0] / speed
+        + LATENCIES * link * (2 if stage.forward_seconds else 1)
         for stage in swarm.stages
     )
     pace = max(

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -314,7 +315,9 @@ def carried(outer: str) -> int:
     return sum(int((at / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 
 
-def predicted(cut: Cut, calls: list[tuple[float, float]], border: float, rate: float):
+def predicted(
+    cut: Cut, calls: list[tuple[float, float]], border: float, rate: float
+) -> float:
     """Seconds of a step over links of so many bytes a second, and bytes at borders."""
     batch = ROWS * 8 * 4
     costs = []
@@ -342,7 +345,9 @@ def predicted(cut: Cut, calls: list[tuple[float, float]], border: float, rate: f
     return statistics.median(found.step_seconds[1:])
 
 
-def linked(spaces: Any, cut: Cut, wire: str, rates: list[int], steps: int) -> Any:
+def linked(
+    spaces: Any, cut: Cut, wire: str, rates: list[int], steps: int
+) -> tuple[list[tuple[float, float]], dict[int, float], float]:
     """Seconds of calls without limits, of a step by Mb/s, and bytes of a step."""
     given = {
         "job": "swarm_measured:wide",
@@ -351,12 +356,21 @@ def linked(spaces: Any, cut: Cut, wire: str, rates: list[int], steps: int) -> An
         "wire": wire,
     }
     every = (1 + steps) * (1 + len(rates))
-    settings = Settings(steps=every, call_seconds=120.0)
+    # At first one micro-batch after the other: no call waits for another.
+    settings = Settings(steps=every, call_seconds=120.0, in_flight=1)
     serving = Serving(cut, KEY, settings, wire=wire, host="10.77.0.1")
     peers = Peers(given)
     ends: list[float] = []
     counts: list[int] = []
-    calls: list[tuple[float, float]] = []
+    calls: dict[tuple[int, float], list[float]] = {}
+    completed = serving.trainer.fleet.completed
+
+    def note(member: Member, task: float, seconds: float) -> None:
+        if 1 <= len(ends) < 1 + steps:
+            calls.setdefault((member.stage, task), []).append(seconds)
+        completed(member, task, seconds)
+
+    serving.trainer.fleet.completed = note  # type: ignore[method-assign]
     try:
         for stage, (space, address, _) in enumerate(spaces):
             peers.start(serving, stage, space=space, host=address)
@@ -365,8 +379,7 @@ def linked(spaces: Any, cut: Cut, wire: str, rates: list[int], steps: int) -> An
             ends.append(time.monotonic())
             counts.append(sum(carried(outer) for _, _, outer in spaces))
             if step % (1 + steps) == 0 and step < every:
-                if not calls:
-                    calls = _calls(serving)
+                serving.trainer.settings = dataclasses.replace(settings, in_flight=0)
                 for space, _, outer in spaces:
                     shape(space, outer, rates[step // (1 + steps) - 1])
     finally:
@@ -378,17 +391,14 @@ def linked(spaces: Any, cut: Cut, wire: str, rates: list[int], steps: int) -> An
         rate: (ends[n + steps] - ends[n]) / steps
         for rate, n in zip(rates, firsts, strict=True)
     }
-    return calls, seconds, (counts[steps] - counts[0]) / steps
-
-
-def _calls(serving: Serving) -> list[tuple[float, float]]:
-    """Seconds of a forward and a backward of each stage, as the trainer measured."""
-    found = []
-    for member in sorted(serving.trainer.fleet.synced(), key=lambda m: m.stage):
-        seconds = serving.trainer.fleet.seconds_per_task(member) or 0.0
-        last = member.stage == STAGES - 1
-        found.append((0.0 if last else seconds * FORWARD_TASK, seconds * BACKWARD_TASK))
-    return found
+    means = [
+        (
+            statistics.mean(calls.get((stage, FORWARD_TASK), [0.0])),
+            statistics.mean(calls[stage, BACKWARD_TASK]),
+        )
+        for stage in range(STAGES)
+    ]
+    return means, seconds, (counts[steps] - counts[0]) / steps
 
 
 def links(steps: int) -> dict[str, Any]:
@@ -397,13 +407,13 @@ def links(steps: int) -> dict[str, Any]:
     whole = ROWS * WIDTH * 4
     borders = {"f32": whole, "int8": whole / 4 * (1 + 4 / BLOCK)}
     rates, ratios, told, carried_bytes = [200, 80], {}, {}, {}
-    calls: list[tuple[float, float]] = []
+    calls: dict[str, list[tuple[float, float]]] = {}
     with namespaces(STAGES) as spaces:
         for wire, border in borders.items():
             found = linked(spaces, cut, wire, rates, steps)
-            calls, seconds, carried_bytes[wire] = found
+            calls[wire], seconds, carried_bytes[wire] = found
             for rate in rates:
-                guess = predicted(cut, calls, border, rate * 1e6 / 8)
+                guess = predicted(cut, calls[wire], border, rate * 1e6 / 8)
                 ratios[f"{wire} {rate}"] = round(seconds[rate] / guess, 3)
                 told[f"{wire} {rate}"] = round(seconds[rate], 2), round(guess, 2)
     # Each tensor goes out of one namespace and into another; there and back.
@@ -417,7 +427,10 @@ def links(steps: int) -> dict[str, Any]:
         "link_seconds": told,
         "int8_wire_ratio": round(carried_bytes["f32"] / carried_bytes["int8"], 3),
         "border_part": parts,
-        "call_seconds": [[round(x, 4) for x in one] for one in calls],
+        "call_seconds": {
+            wire: [[round(x, 4) for x in one] for one in several]
+            for wire, several in calls.items()
+        },
     }
 
 
@@ -534,7 +547,8 @@ def restarted(
     """Steps a second of a rigid pipeline; what its starts really took; restarts."""
     cut, draw = cut_of(given), random.Random(0)
     settings = Settings(steps=10**6, call_seconds=12.0, snapshot_every=5)
-    snapshot, spent, starts, first, done = None, 0.0, [], None, 0
+    snapshot, spent, first, done = None, 0.0, None, 0
+    starts: list[float] = []
     killed = interval
     while True:
         serving = Serving(cut, KEY, settings, snapshot=snapshot, generation=len(starts))

@@ -1,9 +1,10 @@
 """A swarm on a virtual clock: the wiring, ledger and rebalancing of live runs.
 
-Peers compute one call after the other and send and receive over links of their own;
-trainers choose peers by ``StageWiring``, count by ``Ledger`` and have peers moved by
-``Rebalancer``. Time is a number that jumps from event to event, so hundreds of peers
-and hours of churn take seconds. A call of which start and end are known is one event.
+Peers compute one call after the other. Each takes what a call needs from who made it,
+over the links of both. Trainers choose peers by ``StageWiring``, count by ``Ledger``
+and have peers moved by ``Rebalancer``. Time is a number that jumps from event to event,
+so hundreds of peers and hours of churn take seconds. A call of which start and end are
+known is one event.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -250,6 +251,7 @@ class Simulator:
         self._ledger = Ledger(
             step=0, stages=self._count, micro_batches=setting.micro_batches
         )
+        self._holders: dict[tuple[int, int, Phase], _Peer] = {}
         self._waiting: list[deque[int]] = [deque() for _ in range(setting.trainers)]
         self._under_way = [0] * setting.trainers
         self._step_began, self._is_summing = 0.0, False
@@ -497,30 +499,55 @@ class Simulator:
         if not peer.is_alive:
             self._at(self._deadline(call), self._timed_out, peer, call_id)
             return
-        answered = self._computed_at(peer, stage, phase)
+        answered = self._computed_at(peer, call.attempt)
         if answered > self._deadline(call):
             self._at(self._deadline(call), self._timed_out, peer, call_id)
         self._at(answered, self._answered, peer, call_id)
 
-    def _computed_at(self, peer: _Peer, stage: int, phase: Phase) -> float:
-        """When the answer is there; books the peer's links and processor."""
-        cost = self.setting.stages[stage]
-        if phase is Phase.FORWARD:
-            seconds, sizes = cost.forward_seconds, cost.forward_bytes
+    def _computed_at(self, peer: _Peer, attempt: Attempt) -> float:
+        """When the answer is there; books links and the peer's processor."""
+        cost = self.setting.stages[attempt.stage]
+        if attempt.phase is Phase.FORWARD:
+            seconds, received = cost.forward_seconds, cost.forward_bytes[0]
         else:
-            seconds, sizes = cost.backward_seconds, cost.backward_bytes
-        link = peer.link
-        peer.down_free = (
-            max(self.now, peer.down_free) + sizes[0] / link.down_bytes_per_second
-        )
+            seconds, received = cost.backward_seconds, cost.backward_bytes[0]
+        latency = peer.link.latency_seconds
+        asked = self.now + latency
+        arrived, left = asked, received
+        for source, size in self._sources(attempt):
+            size = min(size, left)
+            left -= size
+            way = max(latency, source.link.latency_seconds)
+            seconds_up = size / source.link.up_bytes_per_second
+            # What is asked for goes over both links at once.
+            source.up_free = max(asked + way, source.up_free) + seconds_up
+            arrived = max(arrived, source.up_free + way)
+        rate = peer.link.down_bytes_per_second
+        peer.down_free = max(asked, peer.down_free) + received / rate
+        arrived = max(arrived, peer.down_free)
         seconds /= peer.speed
-        begins = max(peer.down_free + link.latency_seconds, peer.compute_free)
-        peer.compute_free = begins + seconds
+        peer.compute_free = max(arrived, peer.compute_free) + seconds
         self._busy[peer.name] = self._busy.get(peer.name, 0.0) + seconds
-        peer.up_free = (
-            max(peer.compute_free, peer.up_free) + sizes[1] / link.up_bytes_per_second
-        )
-        return peer.up_free + link.latency_seconds
+        return peer.compute_free + latency
+
+    def _sources(self, attempt: Attempt) -> Iterator[tuple[_Peer, int]]:
+        """Who holds what a call reads, and how many bytes of it.
+
+        What nobody holds, such as data, comes from a trainer.
+        """
+        stages, stage = self.setting.stages, attempt.stage
+        wanted = []
+        if attempt.phase is Phase.BACKWARD and stage + 1 < self._count:
+            size = stages[stage + 1].backward_bytes[1]
+            wanted.append((stage + 1, Phase.BACKWARD, size))
+        if stage > 0:
+            wanted.append(
+                (stage - 1, Phase.FORWARD, stages[stage - 1].forward_bytes[1])
+            )
+        for other, phase, size in wanted:
+            holder = self._holders.get((other, attempt.number, phase))
+            if holder is not None and holder.is_alive:
+                yield holder, size
 
     def _deadline(self, call: _Call) -> float:
         cost = self.setting.stages[call.attempt.stage]
@@ -562,6 +589,7 @@ class Simulator:
         if self._ledger.done(attempt) is not Verdict.COUNTED:
             self._late += 1
             return
+        self._holders[attempt.stage, attempt.number, attempt.phase] = peer
         if not call.alone:
             self._goes_on(attempt)
         self._sum_if_complete()
@@ -612,6 +640,7 @@ class Simulator:
 
     def _begin_step(self) -> None:
         self._step_began, self._is_summing = self.now, False
+        self._holders.clear()
         for trainer, waiting in enumerate(self._waiting):
             waiting.clear()
             waiting.extend(
@@ -646,16 +675,17 @@ class Simulator:
         slowest = 0.0
         for stage, cost in enumerate(self.setting.stages):
             names = {*self._ledger.holders(stage), *self._members(stage)}
-            links = [self._peers[name].link for name in names]
-            count = len(links)
+            peers = [self._peers[name] for name in names]
+            count = len(peers)
             rate = min(
-                min(link.up_bytes_per_second, link.down_bytes_per_second)
-                for link in links
+                min(peer.link.up_bytes_per_second, peer.link.down_bytes_per_second)
+                for peer in peers
             )
             sent = sum_bytes(cost.gradient_bytes, count)
-            latency = 2 * max(link.latency_seconds for link in links)
+            latency = 2 * max(peer.link.latency_seconds for peer in peers)
             seconds = sent / rate + (latency if count > 1 else 0.0)
-            slowest = max(slowest, seconds + cost.update_seconds)
+            seconds += cost.update_seconds / min(peer.speed for peer in peers)
+            slowest = max(slowest, seconds)
         return slowest
 
     def _summed(self, step: int, sealed: int) -> None:

@@ -68,6 +68,33 @@ def test_links_bound_peers() -> None:
     assert found.step_seconds[0] == pytest.approx(60 * 8, rel=0.15)
 
 
+def test_a_tensor_goes_over_both_links_at_once() -> None:
+    """One micro-batch: five calls, four tensors of 8 s, four latencies a call."""
+    border = 8_000_000
+    stages = (
+        dataclasses.replace(
+            FIRST, forward_bytes=(0, border), backward_bytes=(border, 0)
+        ),
+        dataclasses.replace(
+            FIRST, forward_bytes=(border, border), backward_bytes=(border, border)
+        ),
+        dataclasses.replace(LAST, backward_bytes=(border, border)),
+    )
+    setting = Setting(stages=stages, micro_batches=1)
+    found = simulate(setting, here(3, link=LINK), 100.0)
+    latencies = 4 * 4 + 2
+    assert found.step_seconds[0] == pytest.approx(12.0 + 4 * 8.0 + latencies * 0.01)
+
+
+def test_the_slowest_peer_of_a_stage_applies_last() -> None:
+    costs = [dataclasses.replace(c, update_seconds=0.5) for c in SETTING.stages]
+    trace = [*here(3), *(at(0.0, Happening.JOIN, f"s{n}", 0.25) for n in range(3))]
+    plain = simulate(SETTING, trace, 400.0).step_seconds[0]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs))
+    found = simulate(setting, trace, 400.0).step_seconds[0]
+    assert found - plain == pytest.approx(2.0)
+
+
 def test_fast_peers_are_given_more() -> None:
     setting = Setting(stages=(LAST,), micro_batches=100, in_flight=4)
     trace = [*here(1), at(0.0, Happening.JOIN, "fast", 3.0)]
