@@ -47,7 +47,7 @@ TRAINER_STEPS: Final = 10
 SPARES: Final = 2
 """Of each stage; starting one takes longer than most steps."""
 
-READY_SECONDS: Final = 300.0
+READY_SECONDS: Final = 1200.0
 _STACKS_SECONDS: Final = 2.0
 _MOST_WORDS: Final = 6000
 
