@@ -17,7 +17,8 @@ many micro-batches as its mate; ideally 2.5.
 
 ``links``: 3 stages of one peer each, in namespaces of their own. ``link_step_ratio``:
 seconds of a step over the simulator's for these links, by Mb/s and wire, from times of
-calls that the trainer measured before links were limited. ``int8_wire_ratio``: bytes
+calls that the trainer measured before links were limited, with one micro-batch under
+way, so that no call waits for another. ``int8_wire_ratio``: bytes
 that went over the interfaces with float32 between stages, over those with int8;
 ``border_part``: of these bytes, tensors at the borders of stages; the rest are batches
 of data, headers, questions and announcements.
