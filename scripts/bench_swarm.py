@@ -42,7 +42,7 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -156,20 +156,8 @@ def faulty_run(
         call_seconds=CALL_SECONDS,
         write=write,
     )
-    losses: dict[int, float] = {}
     try:
-        for number in range(PEERS):
-            processes.start(number % STAGES, 2, faulty=number >= STAGES)
-        processes.replace(0)
-        processes.lead(0)
-        for step, metrics in serving.run():
-            losses[step] = float(metrics["loss"])
-            write("stepped", {"step": step, "took": metrics["seconds"]})
-            if time.monotonic() > until:
-                break
-            if step < STEPS:
-                processes.replace(step)
-                processes.lead(step)
+        losses = stepped(serving, processes, write, until)
         steps, happened = len(losses), processes.happened
     finally:
         processes.close()
@@ -194,6 +182,29 @@ def faulty_run(
         "waited": round(processes.waited, 1),
         "seconds": round(time.monotonic() - begun, 1),
     }
+
+
+def stepped(
+    serving: Serving,
+    processes: Processes,
+    write: Callable[[str, Any], None],
+    until: float,
+) -> dict[int, float]:
+    """The loss of each step, by its number; between two, peers are replaced."""
+    losses: dict[int, float] = {}
+    for number in range(PEERS):
+        processes.start(number % STAGES, 2, faulty=number >= STAGES)
+    processes.replace(0)
+    processes.lead(0)
+    for step, metrics in serving.run():
+        losses[step] = float(metrics["loss"])
+        write("stepped", {"step": step, "took": metrics["seconds"]})
+        if time.monotonic() > until:
+            break
+        if step < STEPS:
+            processes.replace(step)
+            processes.lead(step)
+    return losses
 
 
 def difference(losses: list[float], whole: list[float]) -> float:
