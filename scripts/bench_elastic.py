@@ -5,16 +5,23 @@ At drawn moments a drawn process of it, whatever that does just then (starting,
 compiling, standing by, or taking part), or the supervisor, gets a drawn signal: SIGKILL
 (7 of 10), SIGSTOP, or SIGSTOP and later SIGCONT. Then the next committed step is waited
 for. In the end the run is told to end, and is compared with one that nothing disturbed.
-What was measured is kept in ``elastic.json`` beside this script, with commits, versions
-and seeds; without options that is printed, and some faults more are tried.
 
-    python scripts/bench_elastic.py [--faults 6] [--seed N] [--refresh] [--each 10]
-    python scripts/bench_elastic.py --recovery 3
+Where this is root, there are also cases with links: each process of the run is held by
+an agent in a network namespace of its own, agents get signals too, and 6 of 10 faults
+are those of a drawn link. It goes down for a drawn time that is shorter than the lease,
+or longer, or it is slowed to 200 Mb/s for a while; the model is larger, so that steps
+feel that. One that ended, or was frozen for 30 s, is started again, as on a host.
 
-``--recovery`` prints ``recovery_ratio`` instead: seconds from a kill to the next step
-with a spare, over those of a launch that goes on from a checkpoint to its first step.
-``--refresh`` adds cases to the kept ones until these hold so many faults; each is
-written down as it ends. The last line is one JSON object, over kept and fresh faults:
+    python scripts/bench_elastic.py [--faults 6] [--seed N] [--each N]
+    python scripts/bench_elastic.py --refresh --faults 300
+    python scripts/bench_elastic.py --measure calibration,29,60,120,restart,recovery
+
+Results are kept in ``elastic.json`` beside this script, with commits, versions and
+seeds; those of a changed working tree are not. Without options some faults more are
+tried, for at most five minutes, and what was kept is printed with them. ``--refresh``
+adds cases to the kept ones until these hold so many faults; each is written down as it
+ends. ``--measure`` measures speed anew, as ``elastic_measured.py`` describes. The last
+line is one JSON object, over kept and fresh faults:
 
     hangs              faults after which no step came in 300 s
     recovered          part of the faults after which one came
@@ -24,6 +31,7 @@ written down as it ends. The last line is one JSON object, over kept and fresh f
     leftovers          processes, ports and unfinished files that stayed
     recompiled_models  programs that a member compiled after its first step, as others
                        left or came, and the persistent cache did not hold
+    measured_at        commits of the kept speeds, which stand beside it
 """
 
 from __future__ import annotations
@@ -35,11 +43,10 @@ import os
 import platform
 import random
 import signal
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,142 +54,55 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.elastic.status import goodput_of
-from whalejax.elastic.supervisor import journal
+import elastic_measured
+import jax
+from elastic_runs import HANGS_SECONDS, ROOT, Run, audited
+from network_namespaces import namespaces, set_link, shape, unshape, why_none
+
 from whalejax.elastic.supervisor.processes import began_at
 
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 FILE: Final = Path(__file__).with_name("elastic.json")
-TRAINING: Final = Path(__file__).with_name("elastic_training.py")
-HANGS_SECONDS: Final = 300.0
-END_SECONDS: Final = 120.0
 LEASE_SECONDS: Final = 8.0
 PAUSE_SECONDS: Final = 0.1
-FEW_STEPS: Final = 30
+LINK_PART: Final = 0.15
+"""Of all faults, those of links."""
+
+LINK_PART_OF_CASE: Final = 0.6
+"""Of the faults of a case with links."""
+
+MEGABITS: Final = 200
+LINKED: Final = {"hidden": 8192}
+"""A model whose sums take longer over slow links than the rest of a step."""
+
+FRESH_SECONDS: Final = 300.0
+FRESH_EACH: Final = 3
+REFRESH_EACH: Final = 10
 PACKAGES: Final = ("jax", "jaxlib", "optax", "orbax-checkpoint", "msgpack", "numpy")
-
-START: Final = """
-import json, sys
-from pathlib import Path
-from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import SupervisorSettings
-words, folder, settings = json.loads(sys.argv[1])
-sys.exit(supervise(words, Path(folder), SupervisorSettings(**settings), seconds=60.0))
-"""
-
-
-class Run:
-    """An elastic run that is disturbed from outside."""
-
-    def __init__(self, folder: Path, most: int, spares: int, *, x64: bool) -> None:
-        self.folder, self.most, self.spares, self.x64 = folder, most, spares, x64
-        self.out = folder / "out"
-        self.out.mkdir(exist_ok=True)
-        options = {
-            "out": str(self.out),
-            "save": str(folder / "save"),
-            "steps": 10**6,
-            "x64": self.x64,
-            "pause": PAUSE_SECONDS,
-        }
-        (folder / "options.json").write_text(json.dumps(options))
-        words = [sys.executable, str(TRAINING), str(folder / "options.json")]
-        settings = {
-            "least": 1,
-            "most": self.most,
-            "spares": self.spares,
-            "lease_seconds": LEASE_SECONDS,
-            "fruitless": 30,
-        }
-        with (folder / "front.log").open("w") as log:
-            self.front = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    START,
-                    json.dumps([words, str(folder), settings]),
-                ],
-                env=environment(),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def events(self) -> list[dict[str, Any]]:
-        """What the journal holds."""
-        return journal.read(self.folder / "elastic" / journal.EVENTS)
-
-    def commits(self) -> list[dict[str, Any]]:
-        """What was committed."""
-        return journal.read(self.folder / "elastic" / journal.COMMITS)
-
-    def processes(self) -> list[tuple[str, int]]:
-        """What each process does, and its number."""
-        pids, what = {}, {}
-        for said in self.events():
-            name = said.get("name")
-            match said["event"]:
-                case "started":
-                    if began_at(said["pid"]) == said["began"]:
-                        pids[name], what[name] = said["pid"], "starting"
-                case "registered" if what.get(name) == "starting":
-                    what[name] = "compiling"
-                case "ready":
-                    what[name] = "standing by"
-                case "begun":
-                    what.update({n: "taking part" for n in said["members"]})
-                case "lost" | "ended":
-                    pids.pop(name, None)
-        found = [(what[name], pid) for name, pid in pids.items()]
-        if supervisor := self.supervisor():
-            found.append(("supervisor", supervisor))
-        return found
-
-    def supervisor(self) -> int | None:
-        """Its process."""
-        found = Path(f"/proc/{self.front.pid}/task/{self.front.pid}/children")
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(found.read_text().split()[0])
-        return None
-
-    def moves_on(self, step: int, seconds: float) -> float | None:
-        """How long it takes until a step behind this one is committed."""
-        began = time.monotonic()
-        while time.monotonic() < began + seconds:
-            if newest(self.commits()) > step:
-                return time.monotonic() - began
-            if self.front.poll() is not None:
-                return None
-            time.sleep(0.02)
-        return None
-
-
-def newest(commits: Sequence[Mapping[str, Any]]) -> int:
-    """The newest committed step."""
-    return max((said["step"] for said in commits), default=0)
-
-
-def environment() -> dict[str, str]:
-    """Of the processes: CPU only, and this checkout."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def strike(run: Run, drawn: random.Random) -> dict[str, Any] | None:
-    """Send a drawn process a drawn signal, and wait for the next step."""
+    """Bring a drawn fault about, and wait for the next step."""
+    if run.agents is not None and drawn.random() < LINK_PART_OF_CASE:
+        return _disturb_link(run, drawn)
+    return _signal(run, drawn)
+
+
+def _signal(run: Run, drawn: random.Random) -> dict[str, Any] | None:
     there = run.processes()
     if not there:
         return None
     what, pid = drawn.choice(there)
     kill, thaws = drawn.random() < 0.7, drawn.random() < 0.5
     thaw_seconds = drawn.uniform(0.1, LEASE_SECONDS / 2)
-    step = newest(run.commits())
+    step = run.step()
     began = began_at(pid)
     try:
         os.kill(pid, signal.SIGKILL if kill else signal.SIGSTOP)
     except ProcessLookupError:
         return None
+    if what == "agent" and not kill and not thaws and run.agents is not None:
+        run.agents.freezes(pid)
     if not kill and thaws:
         time.sleep(thaw_seconds)
         if began_at(pid) == began:
@@ -193,191 +113,89 @@ def strike(run: Run, drawn: random.Random) -> dict[str, Any] | None:
     return {"what": what, "signal": name, "step": step, "seconds": took}
 
 
-def measure(seed: int, faults: int) -> dict[str, Any]:
-    """One run and its faults."""
-    drawn = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as name:
-        most = drawn.choice((2, 3, 4))
-        spares = drawn.choice((0, 1)) if most < 4 else 0
-        run = Run(Path(name), most, spares, x64=drawn.random() < 0.5)
-        found: list[dict[str, Any]] = []
-        try:
-            # The first fault may come before there is a step.
-            time.sleep(drawn.uniform(0.0, 20.0))
-            while len(found) < faults and run.front.poll() is None:
-                one = strike(run, drawn)
-                if one is not None:
-                    found.append(one)
-                    if one["seconds"] is None:
-                        break
-                time.sleep(min(drawn.expovariate(1 / 5.0), 30.0))
-            return {
-                "seed": seed,
-                "most": run.most,
-                "spares": run.spares,
-                "x64": run.x64,
-                "faults": found,
-                **finish(run),
-            }
-        finally:
-            end(run)
+def _disturb_link(run: Run, drawn: random.Random) -> dict[str, Any]:
+    assert run.agents is not None
+    space = drawn.choice(run.agents.spaces)
+    inside = drawn.random() < 0.5
+    kind = drawn.choice(("down", "down beyond the lease", f"{MEGABITS} Mb/s"))
+    seconds = {
+        "down": drawn.uniform(0.5, LEASE_SECONDS / 2),
+        "down beyond the lease": drawn.uniform(LEASE_SECONDS * 1.25, LEASE_SECONDS * 3),
+        f"{MEGABITS} Mb/s": drawn.uniform(5.0, 20.0),
+    }[kind]
+    is_down = kind != f"{MEGABITS} Mb/s"
+
+    def mend() -> None:
+        if is_down:
+            set_link(space, "up", inside=inside)
+        else:
+            unshape(space)
+
+    step = run.step()
+    if is_down:
+        set_link(space, "down", inside=inside)
+    else:
+        shape(space, MEGABITS)
+    timer = threading.Timer(seconds, mend)
+    timer.start()
+    took = run.moves_on(step + 1, HANGS_SECONDS)
+    timer.join()
+    return {
+        "what": "link",
+        "signal": kind,
+        "inside": inside,
+        "for_seconds": seconds,
+        "step": step,
+        "seconds": took,
+    }
 
 
-def recovery(times: int) -> dict[str, Any]:
-    """From a kill to the next committed step with a spare, over a cold restart.
+def measure(seed: int, faults: int, *, links: bool) -> dict[str, Any]:
+    """One run and its faults.
 
-    A cold restart is a launch that goes on from a checkpoint, up to its first step.
+    Args:
+        seed: of what is drawn.
+        faults: how many.
+        links: processes are in network namespaces, and links fail too.
     """
-    warm, cold = [], []
-    with tempfile.TemporaryDirectory(prefix="whalejax-elastic-") as name:
-        for _ in range(times):
-            run = Run(Path(name), 2, 1, x64=False)
-            began = time.time()
-            try:
-                run.moves_on(newest(run.commits()), HANGS_SECONDS)
-                cold.append(run.commits()[-1]["time"] - began)
-                while (there := Counter(run.processes())) and "standing by" not in [
-                    what for what, _ in there
-                ]:
-                    time.sleep(0.1)
-                pid = next(pid for what, pid in there if what == "taking part")
-                generation = run.commits()[-1]["generation"]
-                killed = time.time()
-                os.kill(pid, signal.SIGKILL)
-                # What was under way may still come; the next generation tells.
-                while not (after := _later(run.commits(), generation)):
-                    time.sleep(0.02)
-                warm.append(after[0]["time"] - killed)
-                run.front.send_signal(signal.SIGTERM)
-                run.front.wait(END_SECONDS)
-            finally:
-                end(run)
-    return {
-        "recovery_ratio": statistics.median(warm) / statistics.median(cold),
-        "warm_seconds": warm,
-        "cold_seconds": cold,
-        **about(),
+    drawn = random.Random(seed)
+    most = drawn.choice((2, 3, 4))
+    spares = drawn.choice((0, 1)) if most < 4 else 0
+    x64 = drawn.random() < 0.5
+    settings = {
+        "least": 1,
+        "most": most,
+        "spares": spares,
+        "lease_seconds": LEASE_SECONDS,
+        "fruitless": 30,
     }
-
-
-def _later(commits: Sequence[dict[str, Any]], generation: int) -> list[dict[str, Any]]:
-    return [said for said in commits if said["generation"] > generation]
-
-
-def finish(run: Run) -> dict[str, Any]:
-    """Tell the run to end, and look at what it did."""
-    run.front.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        run.front.wait(END_SECONDS)
-    commits, said = run.commits(), _said(run)
-    steps = newest(commits)
-    losses = {c["step"]: c["loss"] for c in commits}
-    expected = undisturbed(run, steps)
-    seen: dict[int, Counter[int]] = {}
-    for one in said:
-        if one["step"] <= steps:
-            seen[one["step"]] = Counter(one["samples"])
-    size = len(expected[0]["samples"]) if expected else 0
-    wanted = {step: range((step - 1) * size, step * size) for step in losses}
-    lost = [s for s in range(1, steps + 1) if s not in losses]
-    lost += [s for s in wanted if s in seen and not set(wanted[s]) <= set(seen[s])]
-    doubled = [s for s, n in seen.items() if max(n.values(), default=0) > 1]
-    differences = [
-        abs(losses[e["step"]] - e["loss"]) / max(abs(e["loss"]), 1e-30)
-        for e in expected[: None if run.x64 else FEW_STEPS]
-        if e["step"] in losses
-    ]
-    unlike = [o["step"] for o in said if losses.get(o["step"], o["loss"]) != o["loss"]]
-    return {
-        "status": run.front.poll(),
-        "steps": steps,
-        "samples_lost": size * len(lost),
-        "samples_doubled": size * len(doubled),
-        "unlike_losses": len(unlike),
-        "max_rel_loss_diff": max(differences, default=0.0),
-        "leftovers": leftovers(run),
-        "recompiled_models": recompiled(run),
-        "goodput": goodput_of(commits),
-        "generations": sum(e["event"] == "begun" for e in run.events()),
-    }
-
-
-def _said(run: Run) -> list[dict[str, Any]]:
-    return [one for path in run.out.glob("*.jsonl") for one in _lines(path)]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # A kill may cut a line short.
-            found.append(json.loads(line))
-    return found
-
-
-def recompiled(run: Run) -> int:
-    """Programs that members compiled after their first step."""
-    found = 0
-    for path in run.out.glob("*.jsonl"):
-        counts = [one["compiled"] for one in _lines(path)]
-        found += counts[-1] - counts[0] if counts else 0
-    return found
-
-
-def undisturbed(run: Run, steps: int) -> list[dict[str, Any]]:
-    """The same steps in one process that nothing disturbs."""
-    if not steps:
-        return []
-    out = run.folder / "alone"
-    out.mkdir()
-    count = steps if run.x64 else min(steps, FEW_STEPS)
-    options = {"out": str(out), "steps": count, "x64": run.x64, "pause": 0.0}
-    path = run.folder / "alone.json"
-    path.write_text(json.dumps(options))
-    subprocess.run(
-        [sys.executable, str(TRAINING), str(path)],
-        env=environment(),
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    (lines,) = (p.read_text().splitlines() for p in out.glob("*.jsonl"))
-    return [json.loads(line) for line in lines]
-
-
-def leftovers(run: Run) -> list[str]:
-    """What stayed behind."""
-    found = []
-    for said in run.events():
-        if said["event"] == "started" and _runs(said["pid"], said["began"]):
-            found.append(f"process {said['name']}")
-        if said["event"] == "opened":
-            with socket.socket() as probe:
-                if probe.connect_ex((said["host"], said["port"])) == 0:
-                    found.append("port")
-    save = run.folder / "save"
-    known = ("step_", "whalejax.lock", "elastic.json")
-    if save.is_dir():
-        for path in save.iterdir():
-            if not path.name.startswith(known) or path.suffix:
-                found += [path.name] * (path.name != "elastic.json")
-    return found
-
-
-def _runs(pid: int, began: str) -> bool:
-    try:
-        said = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return began_at(pid) == began and said.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def end(run: Run) -> None:
-    """Leave nothing behind, whatever happened."""
-    for what, pid in run.processes():
-        with contextlib.suppress(ProcessLookupError):
-            (os.kill if what == "supervisor" else os.killpg)(pid, signal.SIGKILL)
-    run.front.kill()
-    run.front.wait()
+    options = {"x64": x64, "pause": PAUSE_SECONDS, **(LINKED if links else {})}
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="whalejax-elastic-")
+        )
+        spaces = stack.enter_context(namespaces(most + spares)) if links else []
+        run = Run(Path(name), settings, options, spaces)
+        stack.callback(run.end)
+        found: list[dict[str, Any]] = []
+        # The first fault may come before there is a step.
+        time.sleep(drawn.uniform(0.0, 20.0))
+        while len(found) < faults and run.front.poll() is None:
+            one = strike(run, drawn)
+            if one is not None:
+                found.append(one)
+                if one["seconds"] is None:
+                    break
+            time.sleep(min(drawn.expovariate(1 / 5.0), 30.0))
+        return {
+            "seed": seed,
+            "most": most,
+            "spares": spares,
+            "x64": x64,
+            "links": links,
+            "faults": found,
+            **audited(run),
+        }
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -399,6 +217,7 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # Earlier cases did not count them.
         "recompiled_models": sum(c.get("recompiled_models", 0) for c in cases),
         "seconds_to_next_step": statistics.median(took) if took else None,
+        "link_faults": sum(f["what"] == "link" for f in faults),
         "steps": sum(c["steps"] for c in cases),
         "whats": dict(Counter(f["what"] for f in faults)),
     }
@@ -406,69 +225,117 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def about() -> dict[str, Any]:
     """Commit, versions and machine."""
-    told = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
     return {
-        "commit": told.stdout.strip(),
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("" if is_clean() else ", changed"),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         **{name: metadata.version(name) for name in PACKAGES},
     }
 
 
-def read() -> list[dict[str, Any]]:
-    """The kept cases."""
-    return json.loads(FILE.read_text())["cases"] if FILE.exists() else []
+def _git(*words: str) -> str:
+    told = subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return told.stdout.strip()
 
 
-def write(cases: Sequence[Mapping[str, Any]]) -> None:
-    """Keep cases; the file is whole at any time."""
-    data = {"result": summary(cases), "cases": cases}
+def is_clean() -> bool:
+    """Whether all files, but for kept results, are those of the commit."""
+    return not _git("status", "--porcelain", "--", ".", f":!scripts/{FILE.name}")
+
+
+def read() -> dict[str, Any]:
+    """What is kept."""
+    data = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return {"cases": data.get("cases", []), "measured": data.get("measured", {})}
+
+
+def write(kept: Mapping[str, Any]) -> None:
+    """Keep results; the file is whole at any time."""
+    data = {"result": summary(kept["cases"]), **kept}
     beside = FILE.with_suffix(".part")
     beside.write_text(json.dumps(data, indent=1) + "\n")
     beside.replace(FILE)
+
+
+def measure_speed(kept: dict[str, Any], kinds: Sequence[str], seconds: float) -> None:
+    """Measure kinds anew, each of which is kept as it ends."""
+    for kind in kinds:
+        before = kept["measured"].get("calibration", {})
+        found = elastic_measured.measured(kind, seconds, before)
+        kept["measured"][kind] = {**found, "about": about()}
+        print(json.dumps({kind: found}), flush=True)
+        if is_clean():
+            write(kept)
+
+
+def add_cases(kept: dict[str, Any], faults: int, each: int) -> None:
+    """Add cases to the kept ones until these hold so many faults."""
+    cases = kept["cases"]
+    while (left := faults - summary(cases)["faults"]) > 0:
+        links = summary(cases)["link_faults"] < LINK_PART * faults
+        case = measure(len(cases), min(each, left), links=links)
+        print(json.dumps(case), flush=True)
+        if not case["faults"]:
+            raise SystemExit("a run ended before its first fault")
+        cases.append({**case, "about": about()})
+        write(kept)
+
+
+def fresh_cases(
+    seed: int, faults: int, each: int, *, links: bool
+) -> list[dict[str, Any]]:
+    """Cases that are not kept, with links and without in turn."""
+    cases: list[dict[str, Any]] = []
+    end = time.monotonic() + FRESH_SECONDS
+    while (left := faults - summary(cases)["faults"]) > 0:
+        if time.monotonic() > end:
+            break
+        with_links = links and len(cases) % 2 == 1
+        case = measure(seed + len(cases), min(each, left), links=with_links)
+        print(json.dumps(case), flush=True)
+        cases.append(case)
+        if not case["faults"]:
+            break
+    return cases
 
 
 def main() -> None:
     """Measure, and print one JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=6)
-    parser.add_argument("--each", type=int, default=10, help="faults of one run")
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--each", type=int, default=None, help="faults of one run")
+    parser.add_argument("--seed", type=int, default=None, help="of the first fresh run")
     parser.add_argument("--refresh", action="store_true")
-    parser.add_argument("--recovery", type=int, default=0, metavar="TIMES")
+    parser.add_argument("--measure", default="", metavar="KINDS")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of --measure")
     options = parser.parse_args()
-    if options.recovery:
-        print(json.dumps(recovery(options.recovery)))
-        return
-    kept = read()
-    fresh: list[dict[str, Any]] = []
-    seed = options.seed
-    if seed is None:
-        seed = len(kept) if options.refresh else random.SystemRandom().randrange(10**6)
-
-    def count() -> int:
-        cases = kept if options.refresh else fresh
-        return sum(len(case["faults"]) for case in cases)
-
-    while count() < options.faults:
-        case = measure(seed, min(options.each, options.faults - count()))
-        case["about"] = about()
-        seed += 1
-        print(json.dumps({k: v for k, v in case.items() if k != "about"}), flush=True)
-        if options.refresh:
-            kept.append(case)
-            write(kept)
-        else:
-            fresh.append(case)
-        if not case["faults"]:
-            break
-    kept_faults = sum(len(case["faults"]) for case in kept)
-    print(json.dumps({**summary([*kept, *fresh]), "kept": kept_faults}))
+    jax.config.update("jax_platforms", "cpu")
+    why = why_none()
+    kept, fresh = read(), []
+    if options.refresh and (why or not is_clean()):
+        why = why or "the working tree was changed"
+        raise SystemExit(f"--refresh keeps nothing here: {why}")
+    if options.measure:
+        measure_speed(kept, options.measure.split(","), options.seconds)
+    elif options.refresh:
+        add_cases(kept, options.faults, options.each or REFRESH_EACH)
+    else:
+        seed = options.seed
+        if seed is None:
+            seed = random.SystemRandom().randrange(10**6)
+        each = options.each or FRESH_EACH
+        fresh = fresh_cases(seed, options.faults, each, links=not why)
+    speeds = kept["measured"]
+    told = {
+        **summary([*kept["cases"], *fresh]),
+        **elastic_measured.bars(speeds),
+        "kept": summary(kept["cases"])["faults"],
+        "measured_at": {kind: one["about"]["commit"] for kind, one in speeds.items()},
+    }
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

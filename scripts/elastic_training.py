@@ -1,20 +1,25 @@
-"""What ``bench_elastic.py`` trains: a small model whose metrics hold sample numbers.
+"""What ``bench_elastic.py`` trains: layers whose metrics can hold sample numbers.
 
 Each process writes down what every step gave it: the loss to the last bit, the numbers
-of the samples that were in it, and how many programs it has compiled so far that the
-persistent cache did not hold.
+of the samples that were in it, when it was done, and the names of programs that it has
+compiled since its first step and that the persistent cache did not hold.
 
     python scripts/elastic_training.py OPTIONS.json
+
+``OPTIONS.json`` holds the fields of ``Options``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -24,68 +29,171 @@ import optax
 import whalejax as wh
 
 
-SIZE: Final = 24
 MICRO_BATCHES: Final = 12
 _WIDTH: Final = 32
-_MISSED: Final = "/jax/compilation_cache/cache_misses"
+_OUTPUTS: Final = 4
 
 
-def make_model(key: Any) -> dict[str, Any]:
-    """Two layers."""
-    first, second = jax.random.split(key)
-    return {
-        "first": jax.random.normal(first, (_WIDTH, 64), dtype=float) * 0.2,
-        "second": jax.random.normal(second, (64, 4), dtype=float) * 0.2,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a process trains, and how.
+
+    Attributes:
+        out: folder for one file of lines for each process.
+        steps: to be done.
+        save: folder of checkpoints, or None.
+        save_every: steps between them.
+        x64: in float64.
+        pause: seconds after each step.
+        size: samples of a batch.
+        hidden, layers: width, and how many layers of it follow the first.
+        counted: metrics hold sample numbers.
+        ordinary: one replicated model by collectives, which is restarted as a whole.
+        seed: of the model.
+    """
+
+    out: str
+    steps: int
+    save: str | None = None
+    save_every: int = 50
+    x64: bool = False
+    pause: float = 0.0
+    size: int = 24
+    hidden: int = 64
+    layers: int = 0
+    counted: bool = True
+    ordinary: bool = False
+    seed: int = 0
 
 
-def loss_fn(model: Any, batch: Any, rng: Any) -> Any:
-    """The mean squared error, with dropout."""
-    hidden = jnp.tanh(batch["x"] @ model["first"])
-    hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
-    error = hidden @ model["second"] - batch["y"]
-    return jnp.mean(error**2), wh.Aux(samples={"number": batch["number"]})
+def job_of(options: Options) -> wh.Job:
+    """The job that options describe."""
+
+    def make_model(key: Any) -> dict[str, Any]:
+        sizes = [_WIDTH, *[options.hidden] * (1 + options.layers), _OUTPUTS]
+        keys = jax.random.split(key, len(sizes) - 1)
+        shapes = zip(sizes, sizes[1:], strict=False)
+        return {
+            f"layer{n}": jax.random.normal(k, shape, dtype=float) / shape[0] ** 0.5
+            for n, (k, shape) in enumerate(zip(keys, shapes, strict=True))
+        }
+
+    def loss_fn(model: Any, batch: Any, rng: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ model["layer0"])
+        hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
+        for n in range(1, 1 + options.layers):
+            hidden = jnp.tanh(hidden @ model[f"layer{n}"])
+        error = hidden @ model[f"layer{1 + options.layers}"] - batch["y"]
+        loss = jnp.mean(error**2)
+        if not options.counted:
+            return loss
+        return loss, wh.Aux(samples={"number": batch["number"]})
+
+    def batch(step: int, size: int) -> dict[str, np.ndarray]:
+        drawn = np.random.default_rng(step)
+        dtype = np.float64 if options.x64 else np.float32
+        found = {
+            "x": drawn.standard_normal((size, _WIDTH), dtype),
+            "y": drawn.standard_normal((size, _OUTPUTS), dtype),
+        }
+        if options.counted:
+            numbers = np.arange(step * size, (step + 1) * size, dtype=np.int32)
+            found["number"] = numbers
+        return found
+
+    optimizer = optax.adam(1e-3)
+    return wh.Job(loss_fn, make_model, batch, optimizer, batch_size=options.size)
 
 
-def batch(step: int, size: int) -> dict[str, np.ndarray]:
-    """The samples of a step, by its number alone."""
-    drawn = np.random.default_rng(step)
-    dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
-    return {
-        "x": drawn.normal(size=(size, _WIDTH)).astype(dtype),
-        "y": drawn.normal(size=(size, 4)).astype(dtype),
-        "number": np.arange(step * size, (step + 1) * size, dtype=np.int32),
-    }
+class Compiled(logging.Handler):
+    """Names of the programs that the persistent cache did not hold, in order."""
+
+    _SAYS: Final = "PERSISTENT COMPILATION CACHE MISS"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        logger = logging.getLogger("jax._src.compiler")
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith(self._SAYS) and isinstance(record.args, tuple):
+            self.names.append(str(record.args[0]))
+
+
+def steps_of(options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """States and metrics, elastic or ordinary."""
+    job = job_of(options)
+    if options.ordinary:
+        return ordinary(job, options)
+    return wh.train_elastic(
+        job,
+        steps=options.steps,
+        save=options.save,
+        save_every=options.save_every,
+        num_micro_batches=MICRO_BATCHES,
+        seed=options.seed,
+    )
+
+
+def ordinary(job: wh.Job, options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Steps of a script of a fixed number of processes."""
+    assert options.save is not None
+    folder, key = Path(options.save), jax.random.key(options.seed)
+    wh.init_distributed()
+    count = jax.device_count()
+    model = jax.eval_shape(job.make_model, key)
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0),
+        optimizer=job.optimizer,
+        cluster=f"cpu:{count}",
+        num_micro_batches=MICRO_BATCHES // count,
+        mesh={"data": count},
+    )
+    step = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
+    state = step.restore_or_init(folder, job.make_model, rng=key)
+    rows = step.batch_rows()
+    while (done := int(state.step)) < options.steps:
+        batch = {name: leaf[rows] for name, leaf in job.batch_at(done).items()}
+        state, metrics = step(state, batch)
+        float(metrics["loss"])
+        yield state, metrics
+        if (done + 1) % options.save_every == 0:
+            began = time.monotonic()
+            step.save(folder / f"step_{done + 1:06d}", state)
+            took = time.monotonic() - began
+            with (folder.parent / "saves").open("a") as saves:
+                saves.write(f"{took}\n")
+
+
+def write_lines(options: Options, out: TextIO) -> None:
+    """Train, and write one line for each step."""
+    compiled = Compiled()
+    first: int | None = None
+    for state, metrics in steps_of(options):
+        first = len(compiled.names) if first is None else first
+        said = {
+            "step": int(state.step),
+            "loss": float(metrics["loss"]),
+            "time": time.time(),
+            "compiled": compiled.names[first:],
+        }
+        if options.counted:
+            said["samples"] = metrics["number"].tolist()
+        out.write(json.dumps(said) + "\n")
+        time.sleep(options.pause)
 
 
 def main() -> None:
     """Train as the options say."""
-    options = json.loads(Path(sys.argv[1]).read_text())
-    jax.config.update("jax_enable_x64", options["x64"])
-    missed: list[str] = []
-
-    def heard(event: str, **_: Any) -> None:
-        missed.extend([event] * (event == _MISSED))
-
-    jax.monitoring.register_event_listener(heard)
-    job = wh.Job(loss_fn, make_model, batch, optax.adam(1e-3), batch_size=SIZE)
-    with open(f"{options['out']}/{os.getpid()}.jsonl", "w", buffering=1) as out:
-        for state, metrics in wh.train_elastic(
-            job,
-            steps=options["steps"],
-            save=options.get("save"),
-            save_every=50,
-            num_micro_batches=MICRO_BATCHES,
-        ):
-            said = {
-                "step": int(state.step),
-                "loss": float(metrics["loss"]),
-                "samples": metrics["number"].tolist(),
-                "generation": metrics["generation"],
-                "compiled": len(missed),
-            }
-            out.write(json.dumps(said) + "\n")
-            time.sleep(options["pause"])
+    options = Options(**json.loads(Path(sys.argv[1]).read_text()))
+    jax.config.update("jax_enable_x64", options.x64)
+    with open(f"{options.out}/{os.getpid()}.jsonl", "w", buffering=1) as out:
+        write_lines(options, out)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +59,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from network_namespaces import BRIDGE_ADDRESS, Space, carried, namespaces, shape
 from swarm_peer import cut_of
 
 import whalejax as wh
@@ -141,7 +142,12 @@ class Peers:
         self._hosts = itertools.count(2)
 
     def start(
-        self, serving: Serving, stage: int, *, space: str = "", host: str = ""
+        self,
+        serving: Serving,
+        stage: int,
+        *,
+        space: Space | None = None,
+        host: str = "",
     ) -> str:
         """One more; the address by which it is known."""
         host = host or f"127.0.1.{next(self._hosts)}"
@@ -153,7 +159,7 @@ class Peers:
             "key": KEY.hex(),
             "pull_seconds": 30.0,
         }
-        words = ["ip", "netns", "exec", space] if space else []
+        words = [] if space is None else space.inside
         self.processes[host] = subprocess.Popen(
             [*words, sys.executable, str(ROOT / "scripts/swarm_peer.py")]
             + [json.dumps(options)],
@@ -269,53 +275,6 @@ def quotas(steps: int) -> dict[str, Any]:
 # Slow links.
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def namespaces(count: int) -> Iterator[list[tuple[str, str, str]]]:
-    """Network namespaces at one bridge: name, address, and interface at the bridge."""
-    tag = f"{os.getpid() % 10000}"
-    bridge, found = f"swb{tag}", []
-    try:
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        _run("ip", "addr", "add", "10.77.0.1/24", "dev", bridge)
-        _run("ip", "link", "set", bridge, "up")
-        for n in range(count):
-            space, outer, inner = f"sw{tag}-{n}", f"swo{tag}-{n}", f"swi{tag}-{n}"
-            _run("ip", "netns", "add", space)
-            found.append((space, f"10.77.0.{n + 2}", outer))
-            _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
-            _run("ip", "link", "set", inner, "netns", space)
-            _run("ip", "link", "set", outer, "master", bridge, "up")
-            _run("ip", "-n", space, "link", "set", "lo", "up")
-            _run("ip", "-n", space, "link", "set", inner, "name", "eth0")
-            _run("ip", "-n", space, "addr", "add", f"{found[-1][1]}/24", "dev", "eth0")
-            _run("ip", "-n", space, "link", "set", "eth0", "up")
-        yield found
-    finally:
-        for space, _, outer in found:
-            subprocess.run(["ip", "link", "del", outer], capture_output=True)
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
-
-
-def shape(space: str, outer: str, megabits: int) -> None:
-    """Limit what a namespace sends and receives."""
-    # A short queue: acknowledgements wait in it behind what goes the other way.
-    limit = ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "50ms"]
-    inside = ["ip", "netns", "exec", space]
-    for words, name in ((inside, "eth0"), ([], outer)):
-        _run(*words, "tc", "qdisc", "replace", "dev", name, "root", *limit)
-
-
-def carried(outer: str) -> int:
-    """Bytes that went over an interface."""
-    at = Path("/sys/class/net") / outer / "statistics"
-    return sum(int((at / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
-
-
 def predicted(
     cut: Cut, calls: list[tuple[float, float]], border: float, rate: float
 ) -> float:
@@ -347,7 +306,7 @@ def predicted(
 
 
 def linked(
-    spaces: Any, cut: Cut, wire: str, rates: list[int], steps: int
+    spaces: list[Space], cut: Cut, wire: str, rates: list[int], steps: int
 ) -> tuple[list[tuple[float, float]], dict[int, float], float]:
     """Seconds of calls without limits, of a step by Mb/s, and bytes of a step."""
     given = {
@@ -359,7 +318,7 @@ def linked(
     every = (1 + steps) * (1 + len(rates))
     # At first one micro-batch after the other: no call waits for another.
     settings = Settings(steps=every, call_seconds=120.0, in_flight=1)
-    serving = Serving(cut, KEY, settings, wire=wire, host="10.77.0.1")
+    serving = Serving(cut, KEY, settings, wire=wire, host=BRIDGE_ADDRESS)
     peers = Peers(given)
     ends: list[float] = []
     counts: list[int] = []
@@ -373,16 +332,16 @@ def linked(
 
     serving.trainer.fleet.completed = note  # type: ignore[method-assign]
     try:
-        for stage, (space, address, _) in enumerate(spaces):
-            peers.start(serving, stage, space=space, host=address)
+        for stage, space in enumerate(spaces):
+            peers.start(serving, stage, space=space, host=space.address)
         peers.ready(serving)
         for step, _ in serving.run():
             ends.append(time.monotonic())
-            counts.append(sum(carried(outer) for _, _, outer in spaces))
+            counts.append(sum(map(carried, spaces)))
             if step % (1 + steps) == 0 and step < every:
                 serving.trainer.settings = dataclasses.replace(settings, in_flight=0)
-                for space, _, outer in spaces:
-                    shape(space, outer, rates[step // (1 + steps) - 1])
+                for space in spaces:
+                    shape(space, rates[step // (1 + steps) - 1])
     finally:
         peers.close()
         serving.close()

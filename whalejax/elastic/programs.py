@@ -276,8 +276,12 @@ class ReplicaPrograms:
         return self._contributing.finish(state, sums)
 
     def warm_up(self) -> None:
-        """Compile what a step takes, with a state that is thrown away."""
-        state, batch = self.born(), self.batch(0)
+        """Compile what steps, checkpoints and states of others take.
+
+        The state that it takes for that is thrown away.
+        """
+        # A member may come to save, or to fetch a state, in the middle of the run.
+        state, batch = self.copied(self.born()), self.batch(0)
         sums = self._contributing.part(state, batch, 0)
         state, metrics = self.finish(state, sums)
         jax.block_until_ready((state, metrics))

@@ -33,7 +33,7 @@ run = Supervised(
     folder=Path(given["folder"]),
     settings=SupervisorSettings(**given["settings"]),
     exit_seconds=60.0,
-    **given["more"],
+    **given.get("more", {}),
 )
 sys.exit(Supervisor(run).run())
 """

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.compilations import count_compilations
 from tests.whalejax.elastic import job as example
 from whalejax.adapters.leaves import is_key
 from whalejax.elastic.assignment import Node, cover, dealt, total
@@ -102,6 +103,21 @@ def test_a_state_goes_to_another_member_to_the_bit(programs: ReplicaPrograms) ->
     # It is a state like any other: steps take it.
     again, _ = programs.finish(found, sums_by(programs, found, 1, 2))
     assert int(again.step) == 2
+
+
+def test_a_copy_and_a_state_of_another_compile_nothing_after_the_warm_up() -> None:
+    jax.clear_caches()
+    job = example.make()
+    found = ReplicaPrograms(job, batch=None, micro_batches=8, precision="f32", seed=3)
+    with count_compilations() as compiles:
+        found.warm_up()
+    assert compiles.names
+    state = found.born()
+    with count_compilations() as compiles:
+        pieces = iter([*found.pieces(found.copied(state))])
+        state = found.assembled(lambda: next(pieces), "m1")
+        found.finish(state, sums_by(found, state, 0, 2))
+    assert not compiles.names
 
 
 def test_another_state_is_refused(programs: ReplicaPrograms) -> None:
