@@ -48,12 +48,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from elastic_runs import HANGS_SECONDS, STEPS, Launch, Run
+from elastic_runs import END_SECONDS, HANGS_SECONDS, STEPS, Launch, Run
 from elastic_training import MICRO_BATCHES, Options, job_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.elastic.status import goodput_of
+from whalejax.elastic.supervisor.processes import began_at
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.planner.plan.goodput import daly_seconds
 
@@ -143,7 +144,11 @@ class Quotas:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        for quota in self._of_process.values():
+        end = time.monotonic() + END_SECONDS
+        for pid, quota in self._of_process.items():
+            # A group with a process that still ends cannot be removed.
+            while pid != self._first and began_at(pid) and time.monotonic() < end:
+                time.sleep(_TICK_SECONDS)
             quota.close()
 
     def _put(self, pid: int, percent: float) -> None:
@@ -158,7 +163,8 @@ class Quotas:
             for pid in there - self._of_process.keys():
                 self._put(pid, QUOTA)
             for pid in self._of_process.keys() - there - {self._first}:
-                self._of_process.pop(pid).close()
+                if not began_at(pid):
+                    self._of_process.pop(pid).close()
 
 
 @contextlib.contextmanager
