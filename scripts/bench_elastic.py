@@ -214,8 +214,8 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "max_rel_loss_diff": max(in_f32, default=None),
         "max_rel_loss_diff_f64": max(in_f64, default=None),
         "leftovers": sum(len(c["leftovers"]) for c in cases),
-        # Earlier cases did not count them.
-        "recompiled_models": sum(c.get("recompiled_models", 0) for c in cases),
+        # Of cases that say which.
+        "recompiled_models": sum(len(c.get("recompiled", [])) for c in cases),
         "seconds_to_next_step": statistics.median(took) if took else None,
         "link_faults": sum(f["what"] == "link" for f in faults),
         "steps": sum(c["steps"] for c in cases),
@@ -263,8 +263,7 @@ def write(kept: Mapping[str, Any]) -> None:
 def measure_speed(kept: dict[str, Any], kinds: Sequence[str], seconds: float) -> None:
     """Measure kinds anew, each of which is kept as it ends."""
     for kind in kinds:
-        before = kept["measured"].get("calibration", {})
-        found = elastic_measured.measured(kind, seconds, before)
+        found = elastic_measured.measured(kind, seconds)
         kept["measured"][kind] = {**found, "about": about()}
         print(json.dumps({kind: found}), flush=True)
         if is_clean():

@@ -282,15 +282,12 @@ def strike(pid: int, fault: Fault) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def disturbed(
-    interval: float, seconds: float, before: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a run keeps of its speed under faults, and of what was predicted.
+def disturbed(interval: float, seconds: float) -> dict[str, Any]:
+    """What a run does under faults.
 
     Args:
         interval: from one to the next.
         seconds: of all.
-        before: what ``calibration`` found.
     """
     faults = schedule(interval, seconds, seed=int(interval))
     drawn = random.Random(1)
@@ -311,23 +308,32 @@ def disturbed(
         times = times_of(run, begin, end)
         ready = {e["name"]: e["time"] for e in run.events() if e["event"] == "ready"}
         commits = [c for c in run.commits() if begin <= c["time"] <= end]
-    counts = alive(ready, log, begin, end)
-    rates = {int(n): part for n, part in before["rates"].items()}
-    possible = rate * sum(rates.get(n, 0.0) * length for n, length in counts.items())
-    told, paper = goodput_of(commits), predicted(interval, faults, before)
+    told = goodput_of(commits)
     assert told is not None
     return {
         "interval": interval,
         "seconds": seconds,
         "faults": dict(Counter(fault.kind for fault in faults)),
-        "throughput_kept": len(times) / possible,
-        "throughput_of_four": len(times) / (rate * seconds),
         "steps_per_second": len(times) / seconds,
         "undisturbed_steps_per_second": rate,
-        "alive_seconds": counts,
+        "alive_seconds": {str(n): s for n, s in alive(ready, log, begin, end).items()},
         "goodput": told,
-        "predicted_goodput": paper,
-        "error": abs(paper / told - 1),
+    }
+
+
+def throughput(one: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    """What a run kept of its speed.
+
+    Args:
+        one: what ``disturbed`` gave.
+        before: what ``calibration`` did.
+    """
+    rates, counts = before["rates"], one["alive_seconds"]
+    possible = sum(rates[str(n)] * seconds for n, seconds in counts.items())
+    steps = one["steps_per_second"] / one["undisturbed_steps_per_second"]
+    return {
+        "throughput_kept": steps * one["seconds"] / possible,
+        "throughput_of_four": steps,
     }
 
 
@@ -361,10 +367,15 @@ def alive(
     return {n: length for n, length in sorted(found.items()) if length}
 
 
-def predicted(
-    interval: float, faults: Sequence[Fault], before: Mapping[str, Any]
-) -> float:
-    """Goodput by ``wh.goodput``."""
+def predicted(interval: float, seconds: float, before: Mapping[str, Any]) -> float:
+    """Goodput by ``wh.goodput``.
+
+    Args:
+        interval: from one fault to the next.
+        seconds: of all.
+        before: what ``calibration`` found.
+    """
+    faults = schedule(interval, seconds, seed=int(interval))
     options = Options(out="", steps=STEPS, **MODEL)
     job, key = job_of(options), jax.random.key(0)
     plan = wh.plan(
@@ -499,13 +510,12 @@ def _later(commits: Sequence[dict[str, Any]], generation: int) -> list[dict[str,
 KINDS: Final = ("recovery", "calibration", *map(str, INTERVALS), "restart")
 
 
-def measured(kind: str, seconds: float, before: Mapping[str, Any]) -> dict[str, Any]:
+def measured(kind: str, seconds: float) -> dict[str, Any]:
     """What one kind gives.
 
     Args:
         kind: one of ``KINDS``.
         seconds: of faults.
-        before: what ``calibration`` found; not used by it and the first.
     """
     match kind:
         case "recovery":
@@ -514,7 +524,7 @@ def measured(kind: str, seconds: float, before: Mapping[str, Any]) -> dict[str, 
             return calibration()
         case "restart":
             return restarted(INTERVALS[0], seconds)
-    return disturbed(int(kind), seconds, before)
+    return disturbed(int(kind), seconds)
 
 
 def bars(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -524,19 +534,37 @@ def bars(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         kept: what kinds gave.
     """
     found: dict[str, Any] = {}
-    for interval in INTERVALS:
-        if str(interval) in kept:
+    before, runs = kept.get("calibration"), {n: kept.get(str(n)) for n in INTERVALS}
+    for interval, one in runs.items():
+        if one is not None and before is not None:
             suffix = "" if interval == INTERVALS[0] else f"_{interval}"
-            one = kept[str(interval)]
-            found[f"throughput_kept{suffix}"] = round(one["throughput_kept"], 4)
-            found[f"throughput_of_four{suffix}"] = round(one["throughput_of_four"], 4)
-    first = str(INTERVALS[0])
-    if first in kept and "restart" in kept:
-        slow, fast = (kept[k]["steps_per_second"] for k in ("restart", first))
-        found["over_restart"] = round(fast / slow, 3) if slow else None
+            for name, value in throughput(one, before).items():
+                found[f"{name}{suffix}"] = round(value, 4)
+    first, slow = runs[INTERVALS[0]], kept.get("restart")
+    if first is not None and slow is not None:
+        speeds = [one["steps_per_second"] for one in (first, slow)]
+        found["over_restart"] = round(speeds[0] / speeds[1], 3) if speeds[1] else None
     if "recovery" in kept:
         found["recovery_ratio"] = round(kept["recovery"]["recovery_ratio"], 4)
-    errors = [kept[str(n)]["error"] for n in INTERVALS if str(n) in kept]
-    if len(errors) == len(INTERVALS):
-        found["goodput_error"] = round(max(errors), 4)
+    if before is not None and all(runs.values()):
+        found |= goodputs([one for one in runs.values() if one is not None], before)
     return found
+
+
+def goodputs(
+    runs: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Live ones and predicted ones of runs, and the largest difference.
+
+    Args:
+        runs: what ``disturbed`` gave.
+        before: what ``calibration`` did.
+    """
+    live = [one["goodput"] for one in runs]
+    paper = [predicted(one["interval"], one["seconds"], before) for one in runs]
+    pairs = zip(live, paper, strict=True)
+    return {
+        "goodput": [round(x, 4) for x in live],
+        "goodput_predicted": [round(x, 4) for x in paper],
+        "goodput_error": round(max(abs(p / x - 1) for x, p in pairs), 4),
+    }

@@ -183,13 +183,16 @@ class Run:
 
     def end(self) -> None:
         """Leave nothing behind, whatever happened."""
-        if self.agents is not None:
-            self.agents.close()
-        for what, pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                (os.kill if what == "supervisor" else os.killpg)(pid, signal.SIGKILL)
+        there = self.processes()
+        # What would start others again goes first.
         self.front.kill()
         self.front.wait()
+        there += self.processes()
+        if self.agents is not None:
+            self.agents.close()
+        for what, pid in sorted(there, key=lambda one: one[0] != "supervisor"):
+            with contextlib.suppress(ProcessLookupError):
+                (os.kill if what == "supervisor" else os.killpg)(pid, signal.SIGKILL)
 
 
 class Agents:
