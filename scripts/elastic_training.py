@@ -141,8 +141,8 @@ def steps_of(options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
 def ordinary(job: wh.Job, options: Options) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Steps of a script of a fixed number of processes."""
     assert options.save is not None
-    folder, key = Path(options.save), jax.random.key(options.seed)
     wh.init_distributed()
+    folder, key = Path(options.save), jax.random.key(options.seed)
     count = jax.device_count()
     model = jax.eval_shape(job.make_model, key)
     plan = wh.plan(
