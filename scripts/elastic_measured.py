@@ -7,9 +7,9 @@ micro-batches. A drawn one that takes part is struck every so many seconds: 7 of
 times by SIGKILL, else by SIGSTOP, or by SIGSTOP and within 4 s by SIGCONT. The
 supervisor starts others in their place, under the same quotas.
 
-``throughput_kept`` (a fault every 29 s; ``_60``, ``_120``: every 60 or 120 s): steps
-that were committed, over those that the members that were alive would have done
-undisturbed. The undisturbed rate of four is that of the minute before the first fault;
+``throughput_kept`` (a fault every 29 s; ``_120``: every 120 s): steps that were
+committed, over those that the members that were alive would have done undisturbed. The
+undisturbed rate of four is that of the minute before the first fault;
 that of three is to it as in a run of three (``calibration``), and of fewer as their
 number. Alive is who was ready for steps once (by the run's journal) and was not struck,
 or has thawed (by the injector's log): a frozen member is not, nor is one that starts.
@@ -21,10 +21,10 @@ faults. It is ended and started again as soon as one is killed or frozen for goo
 saves at the interval that Daly's formula finds for the measured cost of a save.
 
 ``goodput_error``: largest relative difference between the goodput that the run reported
-over those minutes and that of ``wh.goodput``, from the rate of faults and from what the
-calibration found: seconds from a kill to when another takes part, and what the others
-lose when one is killed, or joins. A frozen member costs its lease besides, and one that
-thaws what it was frozen for.
+at a fault every 29, 60 and 120 s and that of ``wh.goodput``. This is told the rate of
+faults, and what the calibration found: seconds from a kill to when another takes part,
+and what the others lose when one is killed, or joins. A frozen member costs its lease
+besides, and one that thaws what it was frozen for.
 
 ``recovery_ratio``: seconds from a kill to the next step with a spare, over those of a
 launch that goes on from a checkpoint to its first step, without quotas.
@@ -70,6 +70,9 @@ MODEL: Final = {
 }
 FLAGS: Final = "--xla_cpu_multi_thread_eigen=false"
 INTERVALS: Final = (29, 60, 120)
+KEPT: Final = {29: "", 120: "_120"}
+"""Those of which throughput is told, and the ends of its names."""
+
 UNDISTURBED_SECONDS: Final = 60.0
 KILLS: Final = 4
 AFTER_JOINING_SECONDS: Final = 8.0
@@ -535,9 +538,9 @@ def bars(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     before, runs = kept.get("calibration"), {n: kept.get(str(n)) for n in INTERVALS}
-    for interval, one in runs.items():
+    for interval, suffix in KEPT.items():
+        one = runs[interval]
         if one is not None and before is not None:
-            suffix = "" if interval == INTERVALS[0] else f"_{interval}"
             for name, value in throughput(one, before).items():
                 found[f"{name}{suffix}"] = round(value, 4)
     first, slow = runs[INTERVALS[0]], kept.get("restart")
