@@ -361,11 +361,12 @@ def alive(
         changes.append((one["at"], -1))
         if one["until"] is not None:
             changes.append((one["until"], 1))
-    found: Counter[int] = Counter()
+    found: dict[int, float] = {}
     count, since = 0, begin
     for at, change in [*sorted(changes), (end, 0)]:
         at = min(max(at, begin), end)
-        found[min(count, MEMBERS)] += at - since
+        there = min(count, MEMBERS)
+        found[there] = found.get(there, 0.0) + at - since
         count, since = count + change, at
     return {n: length for n, length in sorted(found.items()) if length}
 

@@ -92,7 +92,7 @@ def job_of(options: Options) -> wh.Job:
     def batch(step: int, size: int) -> dict[str, np.ndarray]:
         drawn = np.random.default_rng(step)
         dtype = np.float64 if options.x64 else np.float32
-        found = {
+        found: dict[str, np.ndarray] = {
             "x": drawn.standard_normal((size, _WIDTH), dtype),
             "y": drawn.standard_normal((size, _OUTPUTS), dtype),
         }
