@@ -66,6 +66,12 @@ def namespaces(count: int) -> Iterator[list[Space]]:
     Args:
         count: how many.
     """
+    shown = ["ip", "-o", "addr", "show", "to", BRIDGE_ADDRESS]
+    if subprocess.run(shown, check=True, capture_output=True).stdout:
+        raise SystemExit(
+            f"{BRIDGE_ADDRESS} is in use: another benchmark has its namespaces at a "
+            "bridge of that address. Start this one when that has ended"
+        )
     tag = f"{os.getpid() % 10000}"
     bridge, found = f"wjb{tag}", []
     try:
