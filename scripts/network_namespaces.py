@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,56 @@ def set_link(space: Space, state: str, *, inside: bool) -> None:
         _ip(f"-n {space.name} link set eth0 {state}")
     else:
         _ip(f"link set {space.outer} {state}")
+
+
+_EXCHANGE: Final = """
+import socket, sys, threading, time
+host, port, seconds, listens = sys.argv[1:]
+address, seconds = (host, int(port)), float(seconds)
+if listens == "yes":
+    with socket.create_server(address) as server:
+        print("ready", flush=True)
+        link, _ = server.accept()
+else:
+    link = socket.create_connection(address, timeout=10.0)
+link.settimeout(10.0)
+end, block, got = time.monotonic() + seconds, bytes(1 << 16), 0
+def send():
+    while time.monotonic() < end:
+        link.sendall(block)
+    link.shutdown(socket.SHUT_WR)
+sender = threading.Thread(target=send)
+begun = time.monotonic()
+sender.start()
+while piece := link.recv(1 << 16):
+    got += len(piece)
+print(got / (time.monotonic() - begun), flush=True)
+"""
+
+
+def goodput(spaces: Sequence[Space], seconds: float = 4.0) -> float:
+    """Bytes a second that TCP carries each way, both ways at once, between two spaces.
+
+    Less than the links' rate, which headers and acknowledgements count against.
+
+    Args:
+        spaces: of which the first two are used.
+        seconds: to send.
+    """
+    first, second = spaces[:2]
+    words = [first.address, "9000", str(seconds)]
+    program = [sys.executable, "-c", _EXCHANGE, *words]
+    ends = []
+    for space, listens in ((first, "yes"), (second, "no")):
+        process = subprocess.Popen(
+            [*space.inside, *program, listens], stdout=subprocess.PIPE, text=True
+        )
+        ends.append(process)
+        if listens == "yes":
+            assert process.stdout is not None
+            process.stdout.readline()
+    rates = [float(end.communicate(timeout=60.0)[0]) for end in ends]
+    return sum(rates) / len(rates)
 
 
 def carried(space: Space) -> int:

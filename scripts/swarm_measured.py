@@ -16,9 +16,12 @@ the quotas of its peers over the processor seconds that they spent on a micro-ba
 many micro-batches as its mate; ideally 2.5.
 
 ``links``: 3 stages of one peer each, in namespaces of their own. ``link_step_ratio``:
-seconds of a step over the simulator's for these links, by Mb/s and wire, from times of
-calls that the trainer measured before links were limited, with one micro-batch under
-way, so that no call waits for another. ``int8_wire_ratio``: bytes
+seconds of a step over the simulator's for these links, by Mb/s and wire. It is given
+what TCP carries each way over a link that is limited so (``goodput_part``: of the rate,
+between two of the namespaces), and times of calls before links were limited, with one
+micro-batch under way, so that no call waits for another: what a peer says that it
+computed with float32 keeps it busy, and the rest of a call, such as questions and the
+coding of int8, is its latency. ``int8_wire_ratio``: bytes
 that went over the interfaces with float32 between stages, over those with int8;
 ``border_part``: of these bytes, tensors at the borders of stages; the rest are batches
 of data, headers, questions and announcements.
@@ -59,11 +62,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from network_namespaces import BRIDGE_ADDRESS, Space, carried, namespaces, shape
+from network_namespaces import (
+    BRIDGE_ADDRESS,
+    Space,
+    carried,
+    goodput,
+    namespaces,
+    shape,
+    unshape,
+)
 from swarm_peer import cut_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
+from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.state import Settings
@@ -72,7 +84,6 @@ from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.registry import Member
 from whalejax.swarm.serving import Serving
 from whalejax.swarm.simulator import Setting, StageCost, simulate
-from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -274,14 +285,28 @@ def quotas(steps: int) -> dict[str, Any]:
 
 # Slow links.
 
+Pairs = list[tuple[float, float]]
+"""Seconds of a forward and of a backward of each stage."""
+
+LATENCIES: Final = 4
+"""Of a link in a call: the question, the tensors' question and they, the answer."""
+
 
 def predicted(
-    cut: Cut, calls: list[tuple[float, float]], border: float, rate: float
+    cut: Cut, calls: Pairs, computed: Pairs, border: float, rate: float
 ) -> float:
-    """Seconds of a step over links of so many bytes a second, and bytes at borders."""
+    """Seconds of a step by the simulator.
+
+    Args:
+        cut: the model in stages.
+        calls: seconds of forward and backward of each stage, nothing else under way.
+        computed: those of them that the peer computed.
+        border: bytes of a tensor at a border.
+        rate: bytes a second that a link carries.
+    """
     batch = ROWS * 8 * 4
     costs = []
-    for stage, (forward, backward) in enumerate(calls):
+    for stage, (forward, backward) in enumerate(computed):
         first, last = stage == 0, stage == cut.stages - 1
         into = batch if first else border
         # One peer a stage: what it took for a forward it has for the backward.
@@ -293,11 +318,18 @@ def predicted(
                 backward_bytes=(int(border), 0 if first else int(border)),
             )
         )
-    link = PeerLink(up_bytes_per_second=rate, down_bytes_per_second=rate)
-    trace = [
-        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
-        for n in range(cut.stages)
-    ]
+    trace = []
+    for stage in range(cut.stages):
+        pairs = zip(calls[stage], computed[stage], strict=True)
+        beside = [max(call - own, 0.0) for call, own in pairs if call]
+        link = PeerLink(
+            up_bytes_per_second=rate,
+            down_bytes_per_second=rate,
+            latency_seconds=statistics.mean(beside) / LATENCIES,
+        )
+        trace.append(
+            ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{stage}", link=link)
+        )
     setting = Setting(
         stages=tuple(costs), micro_batches=cut.count, rule=Rule.NONE, period=1e9
     )
@@ -307,8 +339,11 @@ def predicted(
 
 def linked(
     spaces: list[Space], cut: Cut, wire: str, rates: list[int], steps: int
-) -> tuple[list[tuple[float, float]], dict[int, float], float]:
-    """Seconds of calls without limits, of a step by Mb/s, and bytes of a step."""
+) -> tuple[Pairs, Pairs, dict[int, float], float]:
+    """Seconds of calls without limits and computed in them, of a step, and its bytes.
+
+    Those of a step are by Mb/s; bytes are of one without limits.
+    """
     given = {
         "job": "swarm_measured:wide",
         "stages": STAGES,
@@ -322,15 +357,22 @@ def linked(
     peers = Peers(given)
     ends: list[float] = []
     counts: list[int] = []
-    calls: dict[tuple[int, float], list[float]] = {}
-    completed = serving.trainer.fleet.completed
+    calls: dict[tuple[int, str], list[float]] = {}
+    computed: dict[tuple[int, str], list[float]] = {}
+    ask = serving.trainer.caller.ask
 
-    def note(member: Member, task: float, seconds: float) -> None:
-        if 1 <= len(ends) < 1 + steps:
-            calls.setdefault((member.stage, task), []).append(seconds)
-        completed(member, task, seconds)
+    def note(
+        address: Any, kind: str, fields: Any, *arrays: Any, seconds: float
+    ) -> Message:
+        begun = time.monotonic()
+        answer = ask(address, kind, fields, *arrays, seconds=seconds)
+        if kind in ("forward", "backward") and 1 <= len(ends) < 1 + steps:
+            key = fields["stage"], kind
+            calls.setdefault(key, []).append(time.monotonic() - begun)
+            computed.setdefault(key, []).append(answer.fields["seconds"])
+        return answer
 
-    serving.trainer.fleet.completed = note  # type: ignore[method-assign]
+    serving.trainer.caller.ask = note  # type: ignore[method-assign]
     try:
         for stage, space in enumerate(spaces):
             peers.start(serving, stage, space=space, host=space.address)
@@ -351,14 +393,17 @@ def linked(
         rate: (ends[n + steps] - ends[n]) / steps
         for rate, n in zip(rates, firsts, strict=True)
     }
-    means = [
-        (
-            statistics.mean(calls.get((stage, FORWARD_TASK), [0.0])),
-            statistics.mean(calls[stage, BACKWARD_TASK]),
-        )
-        for stage in range(STAGES)
-    ]
-    return means, seconds, (counts[steps] - counts[0]) / steps
+    whole, own = (
+        [
+            (
+                statistics.median(of.get((stage, "forward"), [0.0])),
+                statistics.median(of[stage, "backward"]),
+            )
+            for stage in range(STAGES)
+        ]
+        for of in (calls, computed)
+    )
+    return whole, own, seconds, (counts[steps] - counts[0]) / steps
 
 
 def links(steps: int) -> dict[str, Any]:
@@ -367,13 +412,23 @@ def links(steps: int) -> dict[str, Any]:
     whole = ROWS * WIDTH * 4
     borders = {"f32": whole, "int8": whole / 4 * (1 + 4 / BLOCK)}
     rates, ratios, told, carried_bytes = [200, 80], {}, {}, {}
-    calls: dict[str, list[tuple[float, float]]] = {}
+    calls: dict[str, Pairs] = {}
+    own: dict[str, Pairs] = {}
     with namespaces(STAGES) as spaces:
+        carries = {}
+        for rate in rates:
+            for space in spaces:
+                shape(space, rate)
+            carries[rate] = goodput(spaces)
+        for space in spaces:
+            unshape(space)
         for wire, border in borders.items():
             found = linked(spaces, cut, wire, rates, steps)
-            calls[wire], seconds, carried_bytes[wire] = found
+            calls[wire], own[wire], seconds, carried_bytes[wire] = found
+            for space in spaces:
+                unshape(space)
             for rate in rates:
-                guess = predicted(cut, calls[wire], border, rate * 1e6 / 8)
+                guess = predicted(cut, calls[wire], own["f32"], border, carries[rate])
                 ratios[f"{wire} {rate}"] = round(seconds[rate] / guess, 3)
                 told[f"{wire} {rate}"] = round(seconds[rate], 2), round(guess, 2)
     # Each tensor goes out of one namespace and into another; there and back.
@@ -387,10 +442,18 @@ def links(steps: int) -> dict[str, Any]:
         "link_seconds": told,
         "int8_wire_ratio": round(carried_bytes["f32"] / carried_bytes["int8"], 3),
         "border_part": parts,
-        "call_seconds": {
-            wire: [[round(x, 4) for x in one] for one in several]
-            for wire, several in calls.items()
+        "goodput_part": {
+            str(rate): round(carries[rate] / (rate * 1e6 / 8), 3) for rate in rates
         },
+        "call_seconds": _rounded(calls),
+        "computed_seconds": _rounded(own),
+    }
+
+
+def _rounded(found: dict[str, Pairs]) -> dict[str, list[list[float]]]:
+    return {
+        wire: [[round(x, 4) for x in one] for one in several]
+        for wire, several in found.items()
     }
 
 

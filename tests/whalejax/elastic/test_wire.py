@@ -377,3 +377,9 @@ def test_of_who_does_not_authenticate_little_is_read() -> None:
             assert link.fileno() == -1
             assert len(again.recv(1 << 16)) > (1 << 15) - 200
             again.close()
+
+
+def test_both_sides_send_the_parts_of_a_frame_at_once() -> None:
+    """Else an answer waits for the other side's acknowledgement, 40 ms on Linux."""
+    for end in pair():
+        assert end._link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -247,6 +247,7 @@ def accept(
     """
     end = time.monotonic() + HANDSHAKE_SECONDS
     try:
+        _at_once(link)
         mine = secrets.token_bytes(_NONCE_BYTES)
         _push(link, _MAGIC + mine, end)
         size = len(_MAGIC) + _NONCE_BYTES + _MAC_BYTES
@@ -270,6 +271,15 @@ def accept(
         if isinstance(error, WireError):
             raise
         raise Closed(f"a connection ended before it was one ({error})") from None
+
+
+def _at_once(link: socket.socket) -> None:
+    """Send the parts of a frame as they come.
+
+    Otherwise the last ones wait until the other side has acknowledged the first, which
+    it puts off, so that each message may take 40 ms longer.
+    """
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def dial(
@@ -304,7 +314,7 @@ def dial(
     except (ValueError, OverflowError) as error:  # No name of a host, or no port.
         raise Closed(f"{printable(where)[:80]} is no address ({error})") from None
     try:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _at_once(link)
         said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)
         theirs = said[len(_MAGIC) :]
         if not said.startswith(_MAGIC):
