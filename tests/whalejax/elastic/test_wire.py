@@ -383,3 +383,4 @@ def test_both_sides_send_the_parts_of_a_frame_at_once() -> None:
     """Else an answer waits for the other side's acknowledgement, 40 ms on Linux."""
     for end in pair():
         assert end._link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        end.close()
