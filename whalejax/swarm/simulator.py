@@ -82,6 +82,9 @@ class Setting:
         notice_seconds: from a death that breaks connections until trainers know.
         forget_seconds: after which a silent peer's announcement has expired.
         threshold: gain below which nobody moves, as a part of the speed.
+        delayed_updates: gradients of a step are added up and applied while the next
+            step is computed; a step waits for the update before the last one. A peer
+            that dies meanwhile costs no more than one that dies in between.
         seed: of the wirings.
     """
 
@@ -96,6 +99,7 @@ class Setting:
     notice_seconds: float = 0.01
     forget_seconds: float = 60.0
     threshold: float = 0.02
+    delayed_updates: bool = False
     seed: int = 0
 
 
@@ -255,6 +259,7 @@ class Simulator:
         self._waiting: list[deque[int]] = [deque() for _ in range(setting.trainers)]
         self._under_way = [0] * setting.trainers
         self._step_began, self._is_summing = 0.0, False
+        self._updated_at = 0.0
         self._serving = self._fewest = 0  # peers, of all stages and of the smallest
         self._arriving: list[_Peer] = []
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
@@ -666,9 +671,14 @@ class Simulator:
             return
         self._is_summing = True
         sealed = self._ledger.seal()
-        self._at(
-            self.now + self._sum_seconds(), self._summed, self._ledger.step, sealed
-        )
+        step, seconds = self._ledger.step, self._sum_seconds()
+        if self.setting.delayed_updates:
+            # The update before must be there; that of this step runs beside the next.
+            ends = max(self._updated_at, self.now)
+            self._updated_at = ends + seconds
+        else:
+            ends = self.now + seconds
+        self._at(ends, self._summed, step, sealed)
 
     def _sum_seconds(self) -> float:
         """Of the slowest stage: its gradients are reduced, gathered and applied."""

@@ -95,6 +95,23 @@ def test_the_slowest_peer_of_a_stage_applies_last() -> None:
     assert found - plain == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("part", [0.25, 3.0])
+def test_delayed_updates_take_the_longer_of_two_times(part: float) -> None:
+    plain = simulate(SETTING, here(3), 4000.0).step_seconds[1]
+    costs = [
+        dataclasses.replace(c, update_seconds=part * plain) for c in SETTING.stages
+    ]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs))
+    after = simulate(setting, here(3), 4000.0).step_seconds
+    assert after[1] == pytest.approx((1 + part) * plain)
+    setting = dataclasses.replace(setting, delayed_updates=True)
+    beside = simulate(setting, here(3), 4000.0).step_seconds
+    # Nothing is applied before the first step.
+    assert beside[0] == pytest.approx(plain)
+    for seconds in beside[1:4]:
+        assert seconds == pytest.approx(max(1.0, part) * plain)
+
+
 def test_fast_peers_are_given_more() -> None:
     setting = Setting(stages=(LAST,), micro_batches=100, in_flight=4)
     trace = [*here(1), at(0.0, Happening.JOIN, "fast", 3.0)]
