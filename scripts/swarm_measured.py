@@ -337,6 +337,36 @@ def predicted(
     return statistics.median(found.step_seconds[1:])
 
 
+Noted = dict[tuple[int, str], list[float]]
+"""Seconds by stage, and ``"forward"`` or ``"backward"``."""
+
+
+def noted(serving: Serving, is_wanted: Callable[[], bool]) -> tuple[Noted, Noted]:
+    """What calls take from now on, as the trainer sees it, and as peers say.
+
+    Args:
+        serving: whose calls.
+        is_wanted: whether one that ends now counts.
+    """
+    calls: Noted = {}
+    computed: Noted = {}
+    ask = serving.trainer.caller.ask
+
+    def note(
+        address: Any, kind: str, fields: Any, *arrays: Any, seconds: float
+    ) -> Message:
+        begun = time.monotonic()
+        answer = ask(address, kind, fields, *arrays, seconds=seconds)
+        if kind in ("forward", "backward") and is_wanted():
+            key = fields["stage"], kind
+            calls.setdefault(key, []).append(time.monotonic() - begun)
+            computed.setdefault(key, []).append(answer.fields["seconds"])
+        return answer
+
+    serving.trainer.caller.ask = note  # type: ignore[method-assign]
+    return calls, computed
+
+
 def linked(
     spaces: list[Space], cut: Cut, wire: str, rates: list[int], steps: int
 ) -> tuple[Pairs, Pairs, dict[int, float], float]:
@@ -357,22 +387,7 @@ def linked(
     peers = Peers(given)
     ends: list[float] = []
     counts: list[int] = []
-    calls: dict[tuple[int, str], list[float]] = {}
-    computed: dict[tuple[int, str], list[float]] = {}
-    ask = serving.trainer.caller.ask
-
-    def note(
-        address: Any, kind: str, fields: Any, *arrays: Any, seconds: float
-    ) -> Message:
-        begun = time.monotonic()
-        answer = ask(address, kind, fields, *arrays, seconds=seconds)
-        if kind in ("forward", "backward") and 1 <= len(ends) < 1 + steps:
-            key = fields["stage"], kind
-            calls.setdefault(key, []).append(time.monotonic() - begun)
-            computed.setdefault(key, []).append(answer.fields["seconds"])
-        return answer
-
-    serving.trainer.caller.ask = note  # type: ignore[method-assign]
+    calls, computed = noted(serving, lambda: 1 <= len(ends) < 1 + steps)
     try:
         for stage, space in enumerate(spaces):
             peers.start(serving, stage, space=space, host=space.address)
