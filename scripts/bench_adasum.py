@@ -31,7 +31,6 @@ import json
 import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from paired import ROOT, eight_devices, timed_pairs
+import checkout
+from paired import eight_devices, timed_pairs
 
 
 eight_devices()
@@ -341,13 +341,6 @@ def overhead() -> float:
 # What is kept.
 
 
-def _commit() -> str:
-    words = ["git", "-c", "safe.directory=*", "rev-parse", "--short=10", "HEAD"]
-    return subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-
-
 def _versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "optax", "numpy")
     return {"python": platform.python_version()} | {
@@ -371,7 +364,7 @@ def refreshed(anew: bool) -> dict[str, Any]:
                 continue
             began = time.monotonic()
             steps = measured(task, range(first, first + AT_ONCE))
-            runs[name] = {"task": task, "commit": _commit(), "steps": steps}
+            runs[name] = {"task": task, "commit": checkout.commit(), "steps": steps}
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
             kept = {"versions": _versions(), **asked, "runs": runs}
             beside = FILE.with_suffix(".unfinished")

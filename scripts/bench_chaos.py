@@ -42,6 +42,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+import checkout
+
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FILE: Final = Path(__file__).with_name("chaos.json")
@@ -255,16 +257,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def commit() -> str:
-    """Of the checkout, with a mark where files differ from it."""
-    git = ["git", "-c", "safe.directory=*"]
-    found = [
-        subprocess.run([*git, *words], cwd=ROOT, capture_output=True, text=True).stdout
-        for words in (["rev-parse", "--short=10", "HEAD"], ["diff", "--stat", "HEAD"])
-    ]
-    return found[0].strip() + ("+" if found[1].strip() else "")
-
-
 def words_of(record: Mapping[str, Any]) -> str:
     """A line for a case."""
     what = f"{record['index']:4d} {record['kind']:8s} rank {record['rank']} "
@@ -309,7 +301,7 @@ def run_cases(
                 record = measure(drawn(seed, index), reference, folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-            known[index] = {**record, "commit": commit()}
+            known[index] = {**record, "commit": checkout.commit()}
             print(words_of(record), flush=True)
             if kept is not None:
                 write(kept, seed, known)

@@ -44,7 +44,6 @@ import platform
 import random
 import signal
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -54,9 +53,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+import checkout
 import elastic_measured
 import jax
-from elastic_runs import HANGS_SECONDS, ROOT, Run, audited
+from elastic_runs import HANGS_SECONDS, Run, audited
 from network_namespaces import namespaces, set_link, shape, unshape, why_none
 
 from whalejax.elastic.supervisor.processes import began_at
@@ -226,24 +226,11 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def about() -> dict[str, Any]:
     """Commit, versions and machine."""
     return {
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("" if is_clean() else ", changed"),
+        "commit": checkout.commit(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         **{name: metadata.version(name) for name in PACKAGES},
     }
-
-
-def _git(*words: str) -> str:
-    told = subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return told.stdout.strip()
-
-
-def is_clean() -> bool:
-    """Whether all files, but for kept results, are those of the commit."""
-    return not _git("status", "--porcelain", "--", ".", f":!scripts/{FILE.name}")
 
 
 def read() -> dict[str, Any]:
@@ -266,7 +253,7 @@ def measure_speed(kept: dict[str, Any], kinds: Sequence[str], seconds: float) ->
         found = elastic_measured.measured(kind, seconds)
         kept["measured"][kind] = {**found, "about": about()}
         print(json.dumps({kind: found}), flush=True)
-        if is_clean():
+        if checkout.is_clean():
             write(kept)
 
 
@@ -314,7 +301,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     why = why_none()
     kept, fresh = read(), []
-    if options.refresh and (why or not is_clean()):
+    if options.refresh and (why or not checkout.is_clean()):
         why = why or "the working tree was changed"
         raise SystemExit(f"--refresh keeps nothing here: {why}")
     if options.measure:

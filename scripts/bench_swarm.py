@@ -39,13 +39,13 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import checkout
 import jax
 import jaxlib.version
 import numpy as np
@@ -81,7 +81,6 @@ SETTINGS: Final = Settings(
     snapshot_every=3,
 )
 
-DIRTY: Final = "-dirty"
 KEY: Final = os.urandom(32)
 LONGEST_SECONDS: Final = 540.0
 
@@ -255,13 +254,6 @@ def wires(options: dict[str, Any], whole: list[float]) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """Of the working tree; with a mark where it is changed."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", f"--dirty={DIRTY}"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 class Kept:
     """Results on disk, written after each."""
 
@@ -271,7 +263,7 @@ class Kept:
 
     def find(self, **wanted: Any) -> dict[str, Any] | None:
         """A result with these values; none of a changed working tree."""
-        if wanted["commit"].endswith(DIRTY):
+        if wanted["commit"].endswith(checkout.CHANGED):
             return None
         return next(
             (r for r in self.runs if all(r.get(k) == v for k, v in wanted.items())),
@@ -295,7 +287,7 @@ class Kept:
         """Keep a result, unless it is of a changed working tree."""
         versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
         record = {**result, **versions, "numpy": np.__version__}
-        if not record["commit"].endswith(DIRTY):
+        if not record["commit"].endswith(checkout.CHANGED):
             self.runs.append(record)
             KEPT.write_text(json.dumps(self.runs, indent=1) + "\n")
         return record
@@ -365,7 +357,11 @@ def main() -> None:
     jax.config.update("jax_compilation_cache_dir", CACHED["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     until = time.monotonic() + (1e9 if words.full else words.seconds)
-    options, kept, here = given(words.model), Kept(refresh=words.refresh), commit()
+    options, kept, here = (
+        given(words.model),
+        Kept(refresh=words.refresh),
+        checkout.commit(),
+    )
     whole = single_losses(options, STEPS)
     same = {"commit": here, "model": words.model}
     narrow = kept.find(kind="wires", **same)

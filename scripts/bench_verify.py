@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkout
 from verified_choices import CHOICES, Choice
 
 import whalejax as wh
@@ -354,6 +355,7 @@ def compiled(plan: wh.Plan, topology: str) -> dict[str, Any]:
     kept += ("compile_seconds", "host_peak_bytes", "capacity_bytes")
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": checkout.commit(),
         **{key: document[key] for key in kept},
         "failure": document["failure"][:300],
         "memory": {q["name"]: q["compiled"] for q in document["memory"]},
