@@ -1,7 +1,7 @@
 """Swarms under faults: what is lost, counted twice, or differs from one process.
 
     python scripts/bench_swarm.py [--faults 4] [--measure] [--first 0] [--full]
-        [--seconds 540] [--refresh] [--model gpt-test] [--journal FILE]
+        [--seconds 540] [--refresh] [--no-keep] [--model gpt-test] [--journal FILE]
 
 Runs of 30 steps of a gpt in 3 stages with 2 peers each, all processes of their own.
 Drawn peers send themselves SIGKILL or SIGSTOP at a drawn point of the protocol
@@ -30,7 +30,8 @@ with ``--measure``, new ones. ``kept``: faults of all kept runs, of whatever com
 
 Finished runs are kept in ``scripts/swarm.json`` with commit, versions and seeds; one
 that is there for this commit is not run again, unless ``--refresh``. Those of a changed
-working tree are neither kept nor read. The last line is one JSON object.
+working tree are neither kept nor read, and none are with ``--no-keep``. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -257,13 +258,14 @@ def wires(options: dict[str, Any], whole: list[float]) -> dict[str, Any]:
 class Kept:
     """Results on disk, written after each."""
 
-    def __init__(self, *, refresh: bool) -> None:
+    def __init__(self, *, refresh: bool, keep: bool = True) -> None:
         there = KEPT.is_file() and not refresh
         self.runs: list[dict[str, Any]] = json.loads(KEPT.read_text()) if there else []
+        self._keep = keep
 
     def find(self, **wanted: Any) -> dict[str, Any] | None:
-        """A result with these values; none of a changed working tree."""
-        if wanted["commit"].endswith(checkout.CHANGED):
+        """A result with these values; none of a changed tree, or if none are kept."""
+        if not self._keep or wanted["commit"].endswith(checkout.CHANGED):
             return None
         return next(
             (r for r in self.runs if all(r.get(k) == v for k, v in wanted.items())),
@@ -284,10 +286,10 @@ class Kept:
         }
 
     def add(self, **result: Any) -> dict[str, Any]:
-        """Keep a result, unless it is of a changed working tree."""
+        """Keep a result, unless it is of a changed tree, or none are kept."""
         versions = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
         record = {**result, **versions, "numpy": np.__version__}
-        if not record["commit"].endswith(checkout.CHANGED):
+        if self._keep and not record["commit"].endswith(checkout.CHANGED):
             self.runs.append(record)
             KEPT.write_text(json.dumps(self.runs, indent=1) + "\n")
         return record
@@ -346,6 +348,9 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=4, help="in all runs together")
     parser.add_argument("--full", action="store_true", help="20 faults")
     parser.add_argument("--refresh", action="store_true", help="forget what is kept")
+    parser.add_argument(
+        "--no-keep", dest="keep", action="store_false", help="run anew, write no file"
+    )
     parser.add_argument("--measure", action="store_true", help="quotas, links, churn")
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seconds", type=float, default=LONGEST_SECONDS, help="limit")

@@ -418,7 +418,7 @@ def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
     try:
         return dict(caller.ask(address, what, {}, seconds=_ASK_SECONDS).fields)
     except (Gone, Refused) as error:
-        may_come = isinstance(error, Gone) and not error.wrong_key
+        may_come = isinstance(error, Gone) and not error.hopeless
         raise (_Absent if may_come else WhaleError)(
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "

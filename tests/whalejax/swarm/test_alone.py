@@ -617,7 +617,7 @@ def test_a_host_named_like_a_key_is_asked_again() -> None:
     peer = peer_with(ask)
     peer._join()
     assert peer.worker.run == "run" and not answers
-    answers.append(Gone("h:9: refused the key", late=False, wrong_key=True))
+    answers.append(Gone("h:9: refused the key", late=False, hopeless=True))
     with pytest.raises(wh.WhaleError, match="its key file"):
         peer._join()
     peer.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand
+from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import WhaleError
 
@@ -86,6 +89,33 @@ def test_no_registry_is_said(
     found = " ".join(capsys.readouterr().err.split())
     assert "--port is 0; expected 1 to 65535" in found
     assert "--patience is 0; expected 0.1 to 1e6 seconds" in found
+
+
+def test_another_service_at_the_address_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "k"
+    key.write_text("0" * 32)
+    key.chmod(0o600)
+    listening = listen("127.0.0.1", 0)
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.0 400 Bad Request" + bytes(200))
+            connection.recv(1 << 16)
+
+    monkeypatch.setattr(swarm, "_AGAIN_SECONDS", math.inf)  # A second try would raise.
+    thread = threading.Thread(target=answer)
+    thread.start()
+    host, port = listening.getsockname()[:2]
+    words = ["swarm", "train", f"{host}:{port}", "gpt-test", "--key", str(key)]
+    assert main.main(words) == 2
+    thread.join()
+    listening.close()
+    found = " ".join(capsys.readouterr().err.split())
+    assert f"{host}:{port}: no registry of a swarm answers there" in found
+    assert "is no process of a run of this version" in found
 
 
 def test_a_process_that_joins_waits_for_a_registry_that_is_started_beside_it(

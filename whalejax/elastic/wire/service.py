@@ -17,6 +17,7 @@ from whalejax.elastic.wire.connection import (
     FRAME_SECONDS,
     Channel,
     Closed,
+    OtherProtocol,
     TooLate,
     WrongKey,
     dial,
@@ -63,12 +64,12 @@ class Gone(WhaleError):
 
     Attributes:
         late: it did not answer in time; otherwise the connection ended.
-        wrong_key: the two do not share a key; to ask again is of no use.
+        hopeless: another key or protocol is in use there; to ask again does not help.
     """
 
-    def __init__(self, text: str, *, late: bool, wrong_key: bool = False) -> None:
+    def __init__(self, text: str, *, late: bool, hopeless: bool = False) -> None:
         super().__init__(text)
-        self.late, self.wrong_key = late, wrong_key
+        self.late, self.hopeless = late, hopeless
 
 
 class Service:
@@ -219,7 +220,7 @@ class Caller:
         return Gone(
             f"{address[0]}:{address[1]} ({what}): {why}",
             late=late,
-            wrong_key=isinstance(error, WrongKey),
+            hopeless=isinstance(error, WrongKey | OtherProtocol),
         )
 
     def forget(self, address: Address) -> None:

@@ -38,9 +38,10 @@ def taken_in(
         except Refused as error:
             raise WhaleError(error.why) from None
         except Gone as error:
-            if error.wrong_key:
+            if error.hopeless:
                 raise WhaleError(
-                    f"the registry did not take this {who} in: {error}. Give --key a "
+                    f"the registry did not take this {who} in: {error}. Give the "
+                    "address that `whalejax swarm serve` says it listens at, and a "
                     "copy of its key file"
                 ) from None
             if time.monotonic() > until:
