@@ -109,10 +109,33 @@ class Timeline:
         self.leaving = graph.leaving()
         self.data = self._data()
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
+        self.multiplied |= self._narrowed_operands()
         self.homes = self._homes()
         self.spans = self._spans()
         self.hard = self._hard()
         self.saved = self._saved()
+
+    def _narrowed_operands(self) -> set[int]:
+        """What products read that is narrower than what it is made from.
+
+        Such as probabilities in bfloat16 of a softmax in float32. To make it again
+        inside each product would read the wider value each time, so that compilers
+        write it once: it is kept beside the other.
+        """
+        if not self.compiler.repeats:
+            return set()
+        tensors, found = self.graph.tensors, set()
+        for op in self.graph.ops:
+            if op.matmul is None or op.remat is not None or op.trip > 1:
+                continue
+            for t in op.operands[:2]:
+                wider = [
+                    s for s in self.sources(t) if tensors[s].nbytes > tensors[t].nbytes
+                ]
+                if wider and self._value(t):
+                    found.add(t)
+        self._sources.clear()
+        return found
 
     def _data(self) -> list[bool]:
         """For every tensor: it depends on the batch."""

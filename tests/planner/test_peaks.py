@@ -60,6 +60,26 @@ def test_a_product_that_gathers_its_weight_again_needs_its_operand_in_memory() -
     assert found.activations_bytes == 3 * VALUE
 
 
+def test_what_is_narrower_than_its_sources_is_kept_beside_them() -> None:
+    def program(wide: bool) -> Graph:
+        p = GraphBuilder("bfloat16", 2)
+        x = p.einsum(
+            "bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH)
+        )
+        if wide:
+            x = p.cast(p.unary("exp", p.cast(x, "float32", 4)), "bfloat16", 2)
+        else:
+            x = p.add(p.unary("exp", x), kind="neg")
+        x = p.einsum("bi,ij->bj", x, p.param("b", WIDTH, WIDTH))
+        x = p.einsum("bi,ij->bj", x, p.param("c", WIDTH, WIDTH))
+        return p.graph(p.einsum("bj->", x))
+
+    # The exponential, and what the third product reads.
+    assert memory(program(wide=False)).activations_bytes == 2 * VALUE
+    # The exponential is twice as wide, and what is read of it in 16 bits is there too.
+    assert memory(program(wide=True)).activations_bytes == 4 * VALUE
+
+
 def test_float32_that_products_alone_read_is_kept_in_half_on_tpu() -> None:
     p = GraphBuilder()
     x = p.einsum("bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH))
