@@ -585,9 +585,17 @@ def pairwise() -> tuple[Case, ...]:
 
 
 def choices(case: Case) -> frozenset[Any]:
-    """Every choice that a case makes, by itself; of models, the family."""
+    """Every choice that a case makes, by itself; of models, the family.
+
+    Of strategies that shard a sequence or experts, the words of their names: each of
+    their axes and kinds of attention, in whichever company.
+    """
     made = {one for pair in pairs(case) for one in pair}
-    return frozenset(one for one in made if one[0] != "model")
+    found = {one for one in made if one[0] not in ("model", "strategy")}
+    words = case.strategy.name.split("-")
+    if {"context", "sequence", "ring", "expert", "chunks"} & {*words}:
+        return frozenset([*found, *(("word", word) for word in words)])
+    return frozenset([*found, ("strategy", case.strategy.name)])
 
 
 @functools.cache

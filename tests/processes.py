@@ -18,7 +18,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 SECONDS: Final = 240
 
 START: Final = """
-import os, sys
+import gc, os, sys
+gc.set_threshold(50_000, 20, 20)
 sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # what native code writes (Gloo does) goes to stderr
 import jax

@@ -10,6 +10,7 @@ record in JSON on each that it writes.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -24,9 +25,10 @@ from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tests.cases import Case
-from tests.features import whole
+from tests import features
+from tests.cases import Case, pairwise
 from tests.flags import FLAGS
+from tests.stages import subset
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -238,15 +240,20 @@ def record_of(case: Case) -> Record:
 
 def main() -> None:
     """Answer every case id on stdin with a record on stdout."""
+    # As in tests/conftest.py: traces make many objects, and hardly any in circles.
+    gc.set_threshold(50_000, 20, 20)
     import tests.equality  # noqa: F401  # before warnings are errors: others' imports
 
     warnings.simplefilter("error")
     # Cases take layers in a scan under schedules that stages alike do not follow.
     warnings.filterwarnings("ignore", "one of . stages takes", UserWarning)
-    by_id = {case.id: case for case in whole()}
+    # The whole matrix takes seconds to make, and most are asked for a few cases of it.
+    by_id = {case.id: case for case in (*pairwise(), *features.pairwise(), *subset())}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not stand between the records
     for line in sys.stdin:
+        if line.strip() not in by_id:
+            by_id = {case.id: case for case in features.whole()}
         print(json.dumps(record_of(by_id[line.strip()])), file=answers, flush=True)
 
 

@@ -215,6 +215,7 @@ def test_a_wrong_loss_is_seen() -> None:
     assert found.update_error < 1e-6
 
 
+@pytest.mark.full
 def test_another_partition_into_micro_batches_is_seen() -> None:
     one = dataclasses.replace(_mlp(2), num_micro_batches=4)
     # The mean over equal parts is the same, whatever the parts.
@@ -297,6 +298,7 @@ def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
     return job, built, compiled(job, built, mesh={"tensor": 8}).plan
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> N
     assert plan.partition_specs() == plain.partition_specs()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_loss_equals_one_device(wrapper: str) -> None:
     one = _mlp()
@@ -347,7 +349,7 @@ def _weighted_loss(params: Any, batch: Any) -> Any:
     return wh.WeightedLoss(total, weight), wh.Aux(metrics=metrics)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}])
 @pytest.mark.parametrize("count", [1, 4])
 def test_weighted_losses_divide_by_the_weight_of_all_samples(
@@ -455,6 +457,7 @@ def test_updates_equal_those_of_one_device(optimizer: str, layout: str) -> None:
     assert worst_leaf(numbers(state.params), numbers(params), one.paths)[0] < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from tests import cases, features, stages
+from tests import cases, stages
 from tests.cases import Case
 from tests.compilations import count_compilations
 from tests.equality import free_links, run_case
@@ -56,8 +56,6 @@ def test_the_family_is_whole() -> None:
     combinations *= len(stages.SCHEDULES) * len(stages.INSIDE) * len(cases.DEVICES)
     combinations *= len(stages.REMATS)
     assert len(stages.whole()) + sum(stages.skipped().values()) == combinations
-    ids = [case.id for case in features.whole()]
-    assert len(set(ids)) == len(ids)
     kinds = {(stages.program(c), c.model.family) for c in stages.whole()}
     families = {model.family for model in stages.MODELS}
     for name in ("apart", "zb-h1", "interleaved"):
@@ -66,7 +64,7 @@ def test_the_family_is_whole() -> None:
         assert (f"lockstep, {kept}", "scan") in kinds
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "text"),
     [
