@@ -92,6 +92,7 @@ LONG: Final = (
     "mixed",
     "notebooks",
     "pipelines",
+    "planner-reference",
     "spatial",
     "swarm-planning",
     "taxonomy",

@@ -337,7 +337,8 @@ def arrows(known: dict[str, Path]) -> dict[str, set[str]]:
         targets = set()
         for name, _, _ in imports_of(path.read_text(), package_of(path)):
             target = name if name in known else name.rpartition(".")[0]
-            targets |= {target} & known.keys() - {module}
+            if target in known and target != module:
+                targets.add(target)
         found[module] = targets
     return found
 

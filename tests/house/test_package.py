@@ -125,6 +125,7 @@ print(json.dumps({name: importlib.import_module(name).__file__
 """
 
 
+@pytest.mark.full
 def test_installed_packages_import_far_from_the_checkout(
     installed: Path, far: dict[str, str], wheel_names: set[str], tmp_path: Path
 ) -> None:

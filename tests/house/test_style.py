@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Callable
@@ -21,10 +22,10 @@ LONGEST_FUNCTION_LINES: Final = 60
 UNFINISHED: Final = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
 
 
-def long_functions(source: str, limit: int) -> list[str]:
+def long_functions(tree: ast.Module, limit: int) -> list[str]:
     """The functions of more than ``limit`` lines, docstrings not counted."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -36,20 +37,27 @@ def long_functions(source: str, limit: int) -> list[str]:
     return found
 
 
+@functools.cache
+def read_of(path: Path) -> tuple[bool, list[str]]:
+    """Whether a file has a docstring, and its long functions; it is parsed once."""
+    tree = ast.parse(path.read_text())
+    return bool(ast.get_docstring(tree)), long_functions(tree, LONGEST_FUNCTION_LINES)
+
+
 def test_functions_are_short(python_files: PythonFiles) -> None:
     long = {
         path.relative_to(ROOT).as_posix(): found
         for path in python_files(*ROOMS, "tests", "scripts")
-        if (found := long_functions(path.read_text(), LONGEST_FUNCTION_LINES))
+        if (found := read_of(path)[1])
     }
     assert not long
 
 
 def test_a_long_function_is_seen() -> None:
     source = "def f():\n" + "    x = 1\n" * 80
-    assert long_functions(source, 80) == ["line 1: f has 81 lines"]
+    assert long_functions(ast.parse(source), 80) == ["line 1: f has 81 lines"]
     told = 'def f():\n    """Says."""\n' + "    x = 1\n" * 79
-    assert not long_functions(told, 80)
+    assert not long_functions(ast.parse(told), 80)
 
 
 def test_an_option_touches_six_files(python_files: PythonFiles) -> None:
@@ -67,7 +75,7 @@ def test_modules_say_what_they_are_for(python_files: PythonFiles) -> None:
     silent = [
         path.relative_to(ROOT).as_posix()
         for path in python_files(*ROOMS, "tests", "scripts")
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        if not read_of(path)[0]
     ]
     assert not silent
 
