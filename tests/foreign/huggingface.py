@@ -79,7 +79,7 @@ def _seeing(model: Any, side: int) -> Built:
 @foreign("huggingface")
 def hf_gpt2() -> Built:
     config = hf.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=4
     )
     return _causal(hf.FlaxGPT2LMHeadModel(config, input_shape=(1, LENGTH)))
 

@@ -17,11 +17,11 @@ from whalejax.runtime import adopt_state
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam's counts
 
-X: Final = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-KEYS: Final = jax.random.split(jax.random.key(0), 2)
+RANDOM: Final = np.random.default_rng(0)
+X: Final = RANDOM.normal(size=(16, 8)).astype(np.float32)
 MODEL: Final = {
-    "layers": jax.random.normal(KEYS[0], (2, 8, 8)) * 0.3,
-    "head": jax.random.normal(KEYS[1], (8, 4)),
+    "layers": jnp.asarray(0.3 * RANDOM.normal(size=(2, 8, 8)).astype(np.float32)),
+    "head": jnp.asarray(RANDOM.normal(size=(8, 4)).astype(np.float32)),
 }
 TX: Final = optax.adam(0.01)
 

@@ -24,11 +24,14 @@ Function = Callable[..., Any]
 
 
 def floats(*shape: int) -> Any:
-    return jax.random.normal(jax.random.key(len(shape)), shape)
+    # By NumPy: JAX would compile something for each shape as this file is imported.
+    found = np.random.default_rng(len(shape)).normal(size=shape)
+    return jnp.asarray(found.astype(np.float32))
 
 
 def places(*shape: int, least: int, most: int) -> Any:
-    return jax.random.randint(jax.random.key(7), shape, least, most)
+    found = np.random.default_rng(7).integers(least, most, shape)
+    return jnp.asarray(found.astype(np.int32))
 
 
 def in_stage(function: Function, specs: list[Spec]) -> tuple[Function, list[str]]:
