@@ -237,6 +237,7 @@ def test_a_member_that_leaves_takes_no_step_with_it() -> None:
     assert [c.step for c in world.commits] == list(range(1, 101))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_faults_end_in_a_whole_run(seed: int) -> None:
     world = World(seed, steps=120, spares=seed % 2, lease_seconds=3.0, fruitless=99)

@@ -57,6 +57,7 @@ def lost(run: Run) -> list[str]:
     return [said["name"] for said in run.events("lost")]
 
 
+@pytest.mark.full
 def test_a_run_survives_the_loss_of_members_and_supervisor(tmp_path: Path) -> None:
     steps, options = 150, {"pause": 0.02, "save": str(tmp_path / "save")}
     settings = {"least": 1, "most": 2, "spares": 1}

@@ -134,6 +134,7 @@ def test_a_process_that_was_not_written_down_never_runs() -> None:
     assert not world.names("lost")
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", range(40))
 def test_behind_any_event(seed: int) -> None:
     """Killed at drawn effects, while members are killed too."""

@@ -79,6 +79,7 @@ def cases(*points: str, default: tuple[str, ...]) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("point", "how"),
     cases(
@@ -104,6 +105,7 @@ def test_a_step_survives(point: str, how: str) -> None:
         assert found.serving.trainer.counts.failed > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("point", "how"),
     cases(

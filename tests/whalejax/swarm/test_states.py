@@ -44,6 +44,7 @@ def test_waiting_has_an_end() -> None:
             found.run()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [100, 2])
 def test_a_lost_stage_goes_back_to_the_snapshot(
     every: int, monkeypatch: pytest.MonkeyPatch
@@ -210,6 +211,7 @@ def test_the_last_checkpoint_is_tried_again(
     assert (tmp_path / "s" / "step_000002").is_dir()
 
 
+@pytest.mark.full
 def test_a_newcomer_that_takes_longer_than_a_step_is_waited_for_once() -> None:
     def slowly(point: str, step: int) -> None:
         if point == "download":

@@ -94,14 +94,14 @@ def members_of(run: Run, agent: str) -> list[str]:
 
 
 def test_a_killed_agent_costs_no_step_and_another_is_taken(tmp_path: Path) -> None:
-    steps = 300
-    options = {"steps": steps, "pause": 0.02, "save": str(tmp_path / "save")}
-    with running(tmp_path, options, least=1, most=3) as there:
+    steps = 150
+    options = {"steps": steps, "pause": 0.1, "save": str(tmp_path / "save")}
+    with running(tmp_path, options, least=1, most=2) as there:
         run = there.run
-        there.add("a", "--processes", "2")
+        there.add("a")
         there.add("b", "--host", "127.0.0.2")
         run.until(lambda: bool(run.events("begun")) and run.step() >= 5)
-        run.until(lambda: len(run.members()) == 3)
+        run.until(lambda: len(run.members()) == 2)
         (one,) = members_of(run, "b")
         there.agents["b"].kill()
         there.agents["b"].wait()
