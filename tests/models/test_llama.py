@@ -46,15 +46,13 @@ def stack(blocks: list[nnx.Module]) -> nnx.State:
 
 def test_scanned_layers_give_the_same_loss() -> None:
     job = llama.job("test", scan_layers=False)
-    plain = job.make_model(jax.random.key(0))
-    scanned = llama.job("test").make_model(jax.random.key(1))
+    plain = nnx.jit(job.make_model)(jax.random.key(0))
+    scanned = nnx.jit(llama.job("test").make_model)(jax.random.key(1))
     for name in ("tokens", "norm", "head"):
         nnx.update(getattr(scanned, name), nnx.state(getattr(plain, name)))
     nnx.update(scanned.blocks, stack(list(plain.blocks)))
-    batch = job.batch_at(0, 4)
-    np.testing.assert_allclose(
-        job.loss_fn(scanned, batch), job.loss_fn(plain, batch), rtol=1e-5
-    )
+    batch, loss = job.batch_at(0, 4), nnx.jit(job.loss_fn)
+    np.testing.assert_allclose(loss(scanned, batch), loss(plain, batch), rtol=1e-5)
 
 
 @pytest.mark.full

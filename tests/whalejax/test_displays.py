@@ -63,7 +63,7 @@ def plain(cluster: str = "h100:2x8") -> wh.Plan:
 def staged(kind: str) -> wh.Plan:
     """Four stages, of each executor."""
     if kind == "estimate":
-        return estimated(mesh={"stage": 4})
+        return estimated(devices=4, mesh={"stage": 4})
     layers: Any = shape(4, 512, 512) if kind == "spmd" else [shape(512, 512)] * 4
     return wh.plan(
         loss if kind == "spmd" else unrolled,

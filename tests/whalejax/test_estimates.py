@@ -34,9 +34,9 @@ def llama(**changes: Any) -> tuple[wh.Job, Any, Any]:
     return job, abstract_model(job), batch
 
 
-def planned(memory: float = 1.5e9, **options: Any) -> wh.Plan:
+def planned(memory: float = 1.5e9, devices: int = 8, **options: Any) -> wh.Plan:
     job, model, batch = llama()
-    machine = wh.cluster("h100:8").with_memory(int(memory))
+    machine = wh.cluster(f"h100:{devices}").with_memory(int(memory))
     return wh.plan(
         job.loss_fn,
         model,
@@ -194,7 +194,7 @@ def pipelined(schedule: str) -> wh.Plan:
     return wh.plan(loss, {"layers": [w] * 8}, x, cluster="h100:8", runnable=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-ahead", "interleaved"])
 def test_a_pipeline_mark_is_obeyed(schedule: str) -> None:
     plan = pipelined(schedule)
@@ -309,6 +309,7 @@ def test_a_parameter_that_nothing_reads_is_planned_too() -> None:
     assert len(plan.leaves) == 7
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "mesh"),
@@ -396,6 +397,7 @@ def test_what_no_executor_keeps_in_host_memory_is_an_estimate(
     assert any(note.startswith("none runs: offload: 1 problem") for note in plan.notes)
 
 
+@pytest.mark.full
 def test_one_program_over_unlike_devices_is_an_estimate() -> None:
     asked: dict[str, Any] = {"cluster": "h100:2+v100-32:2", "mesh": {"tensor": 4}}
     with pytest.raises(wh.WhaleError, match="none such has a multiple of 4"):
@@ -438,6 +440,7 @@ def test_each_stage_is_held_to_the_memory_of_its_own_device() -> None:
     assert layers["h100"] > 8 * layers["v100-16"]
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:one of 2 stages")
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tests.equality import (
     on_one_device,
 )
 from whalejax import hlo, models
+from whalejax.jobs import abstract_model
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -133,6 +134,7 @@ def test_every_mesh_computes_what_one_device_does(
     assert shards == {"expert", "tensor"} & set(mesh)
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_micro_batches_have_a_load_and_a_balance_of_their_own(routing: str) -> None:
@@ -143,11 +145,23 @@ def test_micro_batches_have_a_load_and_a_balance_of_their_own(routing: str) -> N
     assert found.error <= FLOAT64_TOLERANCE, found.worst_path
     # Were they taken over the global batch, the metrics would be these.
     assert abs(one.metrics["aux"] - whole.metrics["aux"]) > 1e-4
-    (note,) = [text for text in found.plan.notes if "not linear" in text]
+    noted(found.plan)
+
+
+def noted(plan: wh.Plan) -> None:
+    """Two micro-batches have a balance each, and the plan says so."""
+    (note,) = [text for text in plan.notes if "not linear" in text]
     assert note.startswith("balance: this term of the loss is not linear")
     assert f"per micro-batch of {BATCH // 2} (2 per step)" in note
 
 
+def test_a_balance_for_each_micro_batch_is_noted() -> None:
+    job, options = job_of("dropless"), on({"expert": 2})
+    noted(compiled(job, abstract_model(job), num_micro_batches=2, **options).plan)
+
+
+@pytest.mark.full
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_the_balance_of_a_part_of_the_batch_is_another(routing: str) -> None:
     """So the equality above is of statistics over all devices' samples."""

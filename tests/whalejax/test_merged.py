@@ -120,14 +120,17 @@ def test_the_program_computes_the_same(loss: Loss, names: tuple[str, ...]) -> No
     traced = jax.make_jaxpr(lambda *a: loss(tree.unflatten(a[:-1]), a[-1]))(*leaves, x)
     assert str(captured.jaxpr) != str(traced)
     run = jax.extend.core.jaxpr_as_fun(captured.jaxpr)
-    found = jax.grad(lambda p: run(*jax.tree.leaves(p), x)[0])(params)
+    found = jax.jit(jax.grad(lambda p: run(*jax.tree.leaves(p), x)[0]))(params)
     for got, want in zip(
-        jax.tree.leaves(found), jax.tree.leaves(jax.grad(loss)(params, x)), strict=True
+        jax.tree.leaves(found),
+        jax.tree.leaves(jax.jit(jax.grad(loss))(params, x)),
+        strict=True,
     ):
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert error < 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "names", "mesh"),
     [(loss, names, mesh) for loss, names, meshes in CASES for mesh in meshes],

@@ -59,7 +59,9 @@ def counts(plan: wh.Plan) -> dict[str, int]:
 def test_stages_of_two_kinds_compute_what_one_device_does() -> None:
     """The kind that comes first holds the last stage."""
     with jax.enable_x64(True):
-        wide = job_of(dtype="float64", param_dtype="float64")
+        wide = models.job(
+            "mlp-test", batch_size=16, annotated=False, param_dtype="float64"
+        )
         # Which of the two that is, is for the planner's constants to say.
         orders = "v100-32:1+p100-16:1", "p100-16:1+v100-32:1"
         (cluster,) = [c for c in orders if blocks_of(planned(c, wide)) == (1, 0)]

@@ -18,8 +18,14 @@ from whalejax import hlo, models
 from whalejax.jobs import abstract_model
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt-test": {"annotated": False, "layers": 1},
+    "mlp-test": {"annotated": False},
+}
+
+
 def asked(name: str = "gpt-test", batch: int = 8, **options: Any) -> wh.Plan:
-    job = models.job(name, **options.pop("model", {"annotated": False}))
+    job = models.job(name, **options.pop("model", SMALL.get(name, {})))
     return wh.plan(
         job.loss_fn,
         abstract_model(job),
@@ -65,7 +71,7 @@ def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_the_compiled_program_sends_what_was_planned() -> None:
-    job = models.job("gpt-test", annotated=False)
+    job = models.job("gpt-test", **SMALL["gpt-test"])
     plan = asked(**RING)
     step = wh.compile(
         plan,
@@ -81,7 +87,8 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     assert not found.of("all-gather")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 4, "context": 2}])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.relaxed_promotion  # Llama's norms rely on it

@@ -108,7 +108,7 @@ MODELS = {model.name: model for model in cases.MODELS}
         pytest.param(  # moving statistics
             "resnet", (3, 1), {"fsdp": 2}, marks=pytest.mark.full
         ),
-        ("linen", (1, 2, 1), {}),
+        pytest.param("linen", (1, 2, 1), {}, marks=pytest.mark.full),
         pytest.param("moe-top-2", (3, 1), {"tensor": 2}, marks=pytest.mark.full),
     ],
 )
@@ -165,7 +165,6 @@ def dropping() -> Job:
     )
 
 
-@pytest.mark.full
 def test_weights_masks_counters_and_statistics() -> None:
     """Only a statistic that is no moving average differs: here a maximum."""
     job = dropping()
