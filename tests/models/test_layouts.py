@@ -62,7 +62,7 @@ def test_gradients_equal_those_of_one_device(
     assert axes == ({"tensor"} if "tensor" in options["mesh"] else set())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("annotated", [False, True])
 def test_it_is_planned_for_eight_devices(name: str, annotated: bool) -> None:
@@ -78,6 +78,7 @@ def test_it_is_planned_for_eight_devices(name: str, annotated: bool) -> None:
     assert marks == ({"replicate()", "split()"} if annotated else set())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_line_plans_it(
     name: str, capsys: pytest.CaptureFixture[str]

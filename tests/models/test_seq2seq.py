@@ -88,7 +88,7 @@ def test_padded_inputs_are_never_seen(name: str) -> None:
     assert (before != logits(name, changed)).any(axis=(1, 2)).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize("place", [0, 7, 23])
 def test_later_targets_are_not_seen(name: str, place: int) -> None:
@@ -142,6 +142,7 @@ def test_dropout_follows_its_key(name: str) -> None:
     assert total(True, 1) == total(True, 2) != total(False, 1)
 
 
+@pytest.mark.full
 @EITHER
 def test_samples_drop_independently(name: str) -> None:
     """Two equal rows differ under dropout."""

@@ -86,7 +86,7 @@ MARKS: Final = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MARKS)
 def test_marks_are_where_the_configuration_says(
     name: str, differentiated: Callable[..., Any]
@@ -98,7 +98,7 @@ def test_marks_are_where_the_configuration_says(
         assert {mark for mark in every if mark in text} == expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion  # Flax's norms compare float64 with float32
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_in_float64(name: str, differentiated: Callable[..., Any]) -> None:

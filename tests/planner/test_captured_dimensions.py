@@ -260,7 +260,7 @@ def test_roles_of_random_functions_can_be_sharded(seed: int) -> None:
     assert_shardable(lambda p, x: function(p, x) * p["last"], shapes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("function", SHAPES, ids=lambda f: f.__name__)
 def test_a_role_called_shardable_can_be_sharded(
     function: Callable[[Any, jax.Array], jax.Array],

@@ -239,6 +239,7 @@ def test_a_difference_is_json() -> None:
     assert data["step"]["after"] - data["step"]["before"] == pytest.approx(0.041)
 
 
+@pytest.mark.full
 def test_all_differences_can_be_shown() -> None:
     plan = many()
     leaves = tuple(

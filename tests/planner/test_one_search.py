@@ -197,6 +197,7 @@ def test_a_plan_is_its_own_row(plans: tuple[Plan, Plan]) -> None:
         assert row.memory == plan.memory
 
 
+@pytest.mark.sampled(3)
 def test_what_need_not_run_is_never_worse(plans: tuple[Plan, Plan]) -> None:
     runs, best = plans
     assert best.time.step_seconds <= runs.time.step_seconds

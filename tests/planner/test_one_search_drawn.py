@@ -85,6 +85,7 @@ def drawn(
     return Drawn(graph=graph, machine=machine, request=request)
 
 
+@pytest.mark.full
 @settings(
     max_examples=5,
     deadline=None,

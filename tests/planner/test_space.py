@@ -55,7 +55,7 @@ def brute_force(graph: Graph, cluster: wh.Cluster) -> list[Any]:
     return ranked(plans)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(
     ("batch", "memory_bytes"),

@@ -355,7 +355,7 @@ def test_no_cut_beats_the_least_of_all_cuts(cut: list[int], parts: int) -> None:
     assert found >= 3 * sum(cut) * share * (1 - 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ["a100-80:8", "a100-80:4+v100-32:4"])
 @pytest.mark.parametrize("layers", [6, 7, 11])
 def test_no_schedule_is_faster_than_its_bound(

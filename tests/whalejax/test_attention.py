@@ -168,11 +168,11 @@ def _error(one: Any, other: Any) -> float:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_is_found_and_computedin_blocks(name: str) -> None:
+def test_every_form_is_found_and_computed_in_blocks(name: str) -> None:
     form = FORMS[name]
     arguments = _arguments(form)
     program, reasons = _called(form, arguments)
@@ -192,6 +192,7 @@ def test_every_form_is_found_and_computedin_blocks(name: str) -> None:
         assert counts.get("collective-permute", 0) == wanted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", ["own", "plain"])
 def test_sixteen_bits_are_as_near_as_one_device_is(name: str) -> None:

@@ -176,6 +176,7 @@ def transformer_flops(layers: int, samples: int = BATCH) -> int:
     return 2 * tokens * (layers * block + EMBED * VOCAB)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_transformer_flops(form: str, layers: int) -> None:

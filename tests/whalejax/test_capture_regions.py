@@ -116,6 +116,7 @@ def test_marks_inside_a_region_do_not_tear_it() -> None:
     assert inner.path[:1] == outer.path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["unrolled", "remat", "jit", "scan"])
 def test_a_transformer_has_one_region_for_each_half_of_a_block(form: str) -> None:
     graph = captured(transformer(form, 3), transformer_loss, transformer_batch()).graph

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.processes import finish, start
 
 
@@ -87,6 +89,7 @@ print(json.dumps(found), flush=True)
 """
 
 
+@pytest.mark.full
 def test_two_processes_check_and_fail_alike(tmp_path: Path) -> None:
     outputs = finish(start(PROGRAM, tmp_path / "run"))
     first, second = (json.loads(output.splitlines()[-1]) for output in outputs)

@@ -55,6 +55,7 @@ def scanned_loss(p: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((lax.scan(layer, x, p["kernel"])[0] @ p["head"]) ** 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "kernel", "options"),
     [

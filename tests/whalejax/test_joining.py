@@ -90,6 +90,7 @@ def begin(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_a_process_that_stands_still_ends_the_others() -> None:
     """It says nothing any more, and the others end for it."""
     port = free_port()

@@ -38,6 +38,7 @@ def loss(p: Any, x: Any) -> Any:
     return jnp.mean(jnp.sin(h) * fixed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "tensor": 4}])
 def test_a_kernel_is_run_whole(mesh: dict[str, int]) -> None:
     model = {"w": 0.3 * jax.random.normal(jax.random.key(0), (8, 8))}

@@ -81,6 +81,7 @@ LOSSES: Final[tuple[Callable[[Any, Array], Array], ...]] = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_program_gives_the_same_loss_and_gradients(
     loss: Callable[[Any, Array], Array],

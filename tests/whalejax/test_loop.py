@@ -330,6 +330,7 @@ train_loop.train(step, runs.fresh_state(step), batches, steps=12,
 """
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     done = run_script(TRAINED_UNTIL_KILLED, tmp_path / "run", 10, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -108,7 +108,7 @@ def _step(
     return step, params, batch, gradient
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", FORMS)
@@ -124,6 +124,7 @@ def test_every_form_is_cut_and_exact(name: str) -> None:
         assert np.allclose(change, gradient, atol=2e-6), path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", ["labels", "biased"])
 def test_one_sample_is_cut_along_its_sequence(name: str) -> None:

@@ -102,6 +102,7 @@ def test_small_gradients_do_not_vanish() -> None:
     assert error(gradients(8, "f16", mesh={"fsdp": 8}), exact) < 1e-2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("offload", [(), "optimizer"])
 def test_an_overflow_is_skipped_and_counted(offload: Any) -> None:

@@ -98,6 +98,7 @@ def test_where_nothing_fits_the_nearest_is_named_soon(
     assert needed[0] == needed[1]
 
 
+@pytest.mark.full
 def test_a_bound_that_nothing_keeps_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     promising = decide.promising
     meshes: list[frozenset[tuple[int, ...]]] = []

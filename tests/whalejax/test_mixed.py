@@ -61,10 +61,12 @@ def test_stages_say_their_layers() -> None:
     assert 1 <= float(found[5]) <= float(found[6])
 
 
+@pytest.mark.full
 def test_devices_alike_have_nothing_to_say() -> None:
     assert notes_of("h100:4", 8, {"stage": 1, "data": 4}) == []
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion  # Adam's bias correction relies on it
 def test_even_shards_are_said() -> None:
     notes = notes_of("h100:2+a100-80:2", 8, {"stage": 1, "data": 2, "tensor": 2})

@@ -111,7 +111,7 @@ def stages_of(found: Any) -> Stages:
 @pytest.mark.parametrize(
     ("schedule", "devices"),
     [
-        ("auto", 6),
+        full("auto", 6),
         pytest.param("zb-h1", 3, marks=pytest.mark.smoke),
         full("gpipe", 3),
         full("1f1b", 3),

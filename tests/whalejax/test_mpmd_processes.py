@@ -209,6 +209,7 @@ for turn in range(4):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how, says",
     [

@@ -83,8 +83,8 @@ def twice() -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("inner", "optimizer"),
     [
-        ({}, twice()),
-        ({"fsdp": 2}, twice()),
+        pytest.param({}, twice(), marks=pytest.mark.full),
+        pytest.param({"fsdp": 2}, twice(), marks=pytest.mark.full),
         pytest.param(
             {"fsdp": 2},
             optax.adafactor(0.1, min_dim_size_to_factor=4),
@@ -161,6 +161,7 @@ def test_a_marked_stage_without_parameters() -> None:
     assert [len(place) for place in read] == [1, 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_what_a_model_says_while_it_runs_is_said_once(schedule: str) -> None:
     said: list[float] = []

@@ -50,6 +50,7 @@ def named(model: Any, x: Any) -> Any:
     return total / count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"num_micro_batches": 2}])
 def test_statistics_and_means_are_those_of_all(options: dict[str, Any]) -> None:
     count = options.get("num_micro_batches", 1)

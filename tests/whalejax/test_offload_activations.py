@@ -50,6 +50,7 @@ def one_device(name: str, parts: int = 1) -> OneDevice:
     return on_one_device(models.job(model, **kinds, **changes), parts)
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "remat", "layout"), CASES)
 def test_it_computes_the_same(name: str, remat: str, layout: str) -> None:

@@ -94,6 +94,7 @@ class Keyed:
         )
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("devices", "mesh", "options"),

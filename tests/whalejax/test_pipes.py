@@ -79,7 +79,7 @@ def compiled(plan: wh.Plan, job: Job) -> wh.TrainStep:
 @pytest.mark.parametrize(
     ("name", "cluster", "options"),
     [
-        ("gpt", UNLIKE, {"shares": (3, 5)}),
+        pytest.param("gpt", UNLIKE, {"shares": (3, 5)}, marks=pytest.mark.full),
         pytest.param(  # moving statistics
             "resnet", UNLIKE, {"shares": (3, 1)}, marks=pytest.mark.full
         ),

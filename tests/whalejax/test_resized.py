@@ -170,6 +170,7 @@ def answer(plan: wh.Plan) -> wh.Plan:
     return dataclasses.replace(plan, notes=(), candidates=plan.candidates[:1])
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",

@@ -38,6 +38,7 @@ def laid_out(names: tuple[str | None, ...], plan: wh.Plan) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [

@@ -70,6 +70,7 @@ KEPT: dict[str, Change] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MOVED)
 def test_factors_that_keys_share_scale_the_output(name: str) -> None:
     function, arguments = _attention(MOVED[name]), _arguments()

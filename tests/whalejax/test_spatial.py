@@ -258,6 +258,7 @@ def test_windows_without_padding_beside_data() -> None:
     held(job_of(plain_net, (24, 24, 9)), {"data": 2, "depth": 2, "height": 2})
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion
 def test_loops_and_regions_that_run_again() -> None:
     held(job_of(repeated_net, (8, 8)), {"data": 2, "height": 2})

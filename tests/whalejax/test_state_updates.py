@@ -147,7 +147,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_once_a_step(expected: Any, way: str) -> None:
     (loss, options), (losses, state) = WAYS[way], expected
@@ -177,6 +177,7 @@ def test_the_plan_names_what_samples_change() -> None:
     )
 
 
+@pytest.mark.full
 def test_layers_in_stages() -> None:
     losses, state = alone(mean_loss, Deep(nnx.Rngs(0)), samples())
     options: Any = {"mesh": {"stage": 2}, "num_micro_batches": 4}

@@ -54,7 +54,7 @@ def test_complex_gradients_keep_their_imaginary_part(parts: int) -> None:
     assert np.abs(np.imag(state.params["w"]) - 0.2).max() > 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_weight_beyond_the_narrow_type(dtype: str, parts: int) -> None:

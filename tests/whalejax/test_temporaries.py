@@ -56,6 +56,7 @@ def in_turns(params: Any, batch: Any) -> jax.Array:
     return ended(x, params, batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "layers"),
     [

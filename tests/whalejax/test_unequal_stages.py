@@ -40,7 +40,7 @@ def _full(*values: Any) -> Any:
     ("layers", "mesh", "options"),
     [
         _full((2, 2, 1, 1), {"stage": 4}, {}),
-        ((2, 1), {"stage": 2}, {"remat": "full"}),
+        _full((2, 1), {"stage": 2}, {"remat": "full"}),
         _full((2, 1), {**INSIDE}, {"sequence_parallel": True}),
     ],
     ids=["four", "remat", "sequence"],
@@ -80,6 +80,7 @@ def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None
     assert float(evaluated["loss"]) == pytest.approx(one.loss, rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [(1, 4), (4, 1)])
 def test_any_numbers_of_layers(layers: tuple[int, ...]) -> None:

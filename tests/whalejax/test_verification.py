@@ -103,6 +103,7 @@ def test_kinds_with_two_cores_a_chip(topology: str, kind: str) -> None:
     assert found.product_flops.compiled == found.product_flops.predicted
 
 
+@pytest.mark.full
 @needs_tpu_compiler
 def test_an_option_the_compiler_does_not_know_is_named() -> None:
     plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_cpu_ftz": "x"})
@@ -309,6 +310,7 @@ def test_a_compiler_that_dies_is_survived(monkeypatch: pytest.MonkeyPatch) -> No
         _plan_of(_dying).verify(timeout_seconds=120)
 
 
+@pytest.mark.full
 def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
     with pytest.raises(VerifyError, match=r"did not end in 20 s(.|\n)*still thinking"):
@@ -347,6 +349,7 @@ def test_what_cannot_be_sent_is_named() -> None:
         _plan_of(loss).verify()
 
 
+@pytest.mark.full
 def test_a_failing_model_is_not_blamed_on_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

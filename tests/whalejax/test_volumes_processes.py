@@ -87,7 +87,7 @@ def on_one_device() -> list[float]:
 @pytest.mark.parametrize(
     ("count", "write"),
     [
-        pytest.param(2, write_npy, id="two of npy"),
+        pytest.param(2, write_npy, id="two of npy", marks=pytest.mark.full),
         pytest.param(4, write_zarr, id="four of zarr", marks=pytest.mark.full),
     ],
 )
