@@ -89,7 +89,7 @@ def test_padded_inputs_are_never_seen(name: str) -> None:
 
 
 @pytest.mark.sampled(1)
-@BOTH
+@EITHER
 @pytest.mark.parametrize("place", [0, 7, 23])
 def test_later_targets_are_not_seen(name: str, place: int) -> None:
     batch = batch_of(name)

@@ -195,6 +195,7 @@ def test_train_reports_in_one_last_line(here: Path, capsys: Captured) -> None:
         assert shown in text
 
 
+@pytest.mark.full
 def test_quiet_prints_the_report_alone(here: Path, capsys: Captured) -> None:
     words = [*TRAIN, "--steps", "2", "--quiet", "--json", "--replay", "9"]
     assert main.main(words) == 0

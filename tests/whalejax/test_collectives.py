@@ -385,6 +385,7 @@ def test_tokens_reach_experts_that_tensor_shards_too(mesh: dict[str, int]) -> No
     assert predicted["all-to-all"] > 0
 
 
+@pytest.mark.full
 def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
     step = step_of("moe-top-2", mesh=(("fsdp", 2), ("expert", 4)))
     found = collectives_of(step)

@@ -252,6 +252,7 @@ def test_every_window_on_eight_parts_of_a_sample() -> None:
     held(job_of(padded_net, (16, 16, 16), 1), ALL)
 
 
+@pytest.mark.full
 @pytest.mark.relaxed_promotion
 def test_windows_without_padding_beside_data() -> None:
     # 24 → 22 → 18 → 8 → 4: no part of an operand is a multiple of its windows.
