@@ -65,7 +65,7 @@ Mesh = Annotated[
         metavar="AXIS=N",
         help="sizes of mesh axes that are fixed, one or several: stage=2 tensor=4; the "
         "planner chooses those left out, but for stage. With train --processes: -1 for "
-        "what the others leave, or auto",
+        "what the others leave; auto; or replicas",
     ),
 ]
 Shares = Annotated[

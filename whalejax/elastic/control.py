@@ -60,6 +60,42 @@ def on_notice(leave: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def key_of_run(key_file: str, address: str) -> bytes:
+    """The key by which members and supervisor know each other.
+
+    Args:
+        key_file: path of its file; empty where none was given.
+        address: of the supervisor, for the error.
+
+    Raises:
+        WhaleError: there is none, or others can read it.
+    """
+    if not key_file:
+        raise WhaleError(
+            f"{KEY_FILE} is not set; expected the path of the key file of the "
+            f"supervisor at {address}. Without the key no member is taken"
+        )
+    return load_key(Path(key_file))
+
+
+def is_hopeless(error: WireError) -> bool:
+    """Whether to dial again is of no use."""
+    return isinstance(error, WrongKey | OtherProtocol)
+
+
+def unreachable(where: str, error: WireError) -> WhaleError:
+    """What a process says that reaches no supervisor.
+
+    Args:
+        where: host and port at which it looked.
+        error: how it failed.
+    """
+    return WhaleError(
+        f"no supervisor answers at {where} ({error}). See that "
+        "whalejax launch runs there, and that this host can reach it"
+    )
+
+
 class RunStopped(WhaleError):
     """The supervisor has ended this member's part in the run."""
 
@@ -92,12 +128,7 @@ class Control:
             supervisor_seconds: after which one that is gone is given up.
         """
         self._address, self._where = split_address(address, "supervisor"), address
-        if not key_file:
-            raise WhaleError(
-                f"{KEY_FILE} is not set; expected the path of the key file of the "
-                f"supervisor at {address}. Without the key no member is taken"
-            )
-        self.key = load_key(Path(key_file))
+        self.key = key_of_run(key_file, address)
         self.name, self.goodput = "", 1.0
         self.phase, self.step, self.done = "starting", -1, 0
         self.generation = 0
@@ -209,17 +240,13 @@ class Control:
             except RunStopped:
                 raise
             except WireError as error:
-                hopeless = isinstance(error, WrongKey | OtherProtocol)
-                if hopeless or time.monotonic() > end or self._closed:
+                if is_hopeless(error) or time.monotonic() > end or self._closed:
                     raise self._unreachable(error, first=first) from None
             time.sleep(_AGAIN_SECONDS)
 
     def _unreachable(self, error: WireError, *, first: bool) -> WhaleError:
         if first:
-            return WhaleError(
-                f"no supervisor answers at {self._where} ({error}). See that "
-                "whalejax launch runs there, and that this host can reach it"
-            )
+            return unreachable(self._where, error)
         return WhaleError(
             f"the supervisor at {self._where} is gone and did not come back in "
             f"{self._seconds:.0f} s ({error}). Start it again with the same folder; "

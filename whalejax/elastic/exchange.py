@@ -61,7 +61,7 @@ def exchanged(
     Raises:
         WhaleError: micro-batches are missing, or came twice.
     """
-    small = sum(size * dtype.itemsize for size, dtype in shapes) <= SMALL_BYTES
+    small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
     found = [np.empty(size, dtype) for size, dtype in shapes]
     longest = max((size for size, _ in shapes), default=0)
     came: dict[str, list[Node]] = {}
@@ -73,6 +73,28 @@ def exchanged(
         block = _Block(peers, names, me, step, count, dtypes, look)
         came = block.run(parts, spans, found, whole=small)
     return found, came
+
+
+def sent_bytes(size: int, members: int, parts: int) -> float:
+    """What a member sends to the others to add up a step's buffers.
+
+    Args:
+        size: bytes of one set of buffers.
+        members: how many there are, itself included.
+        parts: that it gives, each as large.
+
+    >>> sent_bytes(1 << 20, 4, 2) / (1 << 20), sent_bytes(100, 4, 2)
+    (2.25, 600)
+    """
+    others = members - 1
+    if size <= SMALL_BYTES:
+        return others * size * parts
+    return others / members * size * (parts + 1)
+
+
+def rounds_of(size: int) -> int:
+    """How many rounds of messages the sum of so many bytes takes."""
+    return 1 if size <= SMALL_BYTES else 2
 
 
 class _Block:

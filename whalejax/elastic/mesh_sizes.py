@@ -13,6 +13,9 @@ from whalejax.planner.errors import PlanError
 AUTO: Final = "auto"
 """The planner chooses all of the mesh."""
 
+REPLICAS: Final = "replicas"
+"""A whole replica in each process; gradients are added up by messages."""
+
 REST: Final = -1
 """The size of an axis that takes the devices which the others leave."""
 
@@ -25,12 +28,12 @@ def refusal(asked: Any) -> str:
     >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
     ('', '', 'sizes of at least 1, or -1 for the one a')
     """
-    if callable(asked) or (isinstance(asked, str) and asked == AUTO):
+    if callable(asked) or (isinstance(asked, str) and asked in (AUTO, REPLICAS)):
         return ""
     if not isinstance(asked, Mapping) or not all(isinstance(k, str) for k in asked):
         return (
-            "'auto', sizes of mesh axes such as {'fsdp': -1}, a function that gives "
-            "them for a number of devices, or None"
+            "'replicas', 'auto', sizes of mesh axes such as {'fsdp': -1}, a function "
+            "that gives them for a number of devices, or None"
         )
     sizes = list(asked.values())
     if not all(is_whole(x, 1) or x == REST for x in sizes):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.elastic.adding_up.way import COLLECTIVES
+from whalejax.elastic.mesh_sizes import REPLICAS
 from whalejax.elastic.status import RunStatus, document, status_of
 from whalejax.elastic.supervisor.supervisor import FOLDER
 
@@ -113,14 +115,18 @@ def trained(
         seconds: that it took, everything counted.
     """
     last = run.generations[-1].members if run and run.generations else ()
+    way = run.adding_up if run else None
+    spread = list(command.mesh) not in ([], [REPLICAS])
+    if way is not None:
+        spread = way.by == COLLECTIVES
     found: dict[str, Any] = {
         "model": command.model,
         "steps": run.steps_done if run else 0,
         "loss_first": run.loss_first if run else None,
         "loss_last": run.loss if run else None,
         "max_rel_diff_vs_one_device": None,
-        # With --mesh each generation has a plan of its own.
-        "mesh": None if command.mesh else {"data": len(last)},
+        # Of one model over all processes each generation has a plan of its own.
+        "mesh": None if spread else {"data": len(last)},
         "predicted_step_s": None,
         "measured_step_s": run.step_seconds if run else None,
         "tokens_per_s": None,
@@ -131,5 +137,5 @@ def trained(
     if run is not None:
         told = document([run])
         names = ("state", "why", "generations", "members", "lost", "goodput")
-        found |= {name: told[name] for name in (*names, "checkpoint")}
+        found |= {name: told[name] for name in (*names, "adding_up", "checkpoint")}
     return found

@@ -8,6 +8,7 @@ import json
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import resumed
@@ -44,6 +46,60 @@ PIECE_BYTES: Final = 1 << 24
 """Of a state, in one message."""
 
 Buffers = list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedReplica:
+    """A job, planned as one whole replica.
+
+    Attributes:
+        plan: of it alone.
+        model: its shapes.
+        first: the first global batch, of ``size`` samples.
+        count: micro-batches of a step.
+    """
+
+    plan: Plan
+    model: Any
+    first: Any
+    size: int
+    count: int
+
+
+def planned_replica(
+    job: Job,
+    cluster: Cluster,
+    *,
+    batch: int | None,
+    micro_batches: int | None,
+    precision: Any,
+) -> PlannedReplica:
+    """Plan a whole replica; no device is touched.
+
+    Args:
+        job: what is trained.
+        cluster: the devices of one process.
+        batch: samples of the global batch; the job's own number if left out.
+        micro_batches: of a step; see ``MICRO_BATCHES``.
+        precision: as for ``wh.plan``.
+
+    Raises:
+        PlanError: it has no room there, or cannot be planned.
+    """
+    first = jobs.first_batch(job, batch)
+    size = batch or job.batch_size or 0
+    count = micro_batches or most_micro_batches(size)
+    model = jobs.abstract_model(job)
+    plan = jobs.make_plan(
+        job,
+        model,
+        first,
+        cluster,
+        precision=precision,
+        num_micro_batches=count,
+        shares=[count],
+    )
+    return PlannedReplica(plan=plan, model=model, first=first, size=size, count=count)
 
 
 class ReplicaPrograms:
@@ -65,6 +121,7 @@ class ReplicaPrograms:
         micro_batches: int | None,
         precision: Any,
         seed: int,
+        planned: PlannedReplica | None = None,
     ) -> None:
         """Plan and trace; compile nothing yet.
 
@@ -74,35 +131,32 @@ class ReplicaPrograms:
             micro_batches: of a step; see ``MICRO_BATCHES``.
             precision: as for ``wh.plan``.
             seed: of the run.
+            planned: for this process's devices, where it is planned already.
         """
         self.job, self._seed = job, seed
-        first = jobs.first_batch(job, batch)
-        self.size = batch or job.batch_size or 0
-        count = micro_batches or most_micro_batches(self.size)
-        model = jobs.abstract_model(job)
-        plan = jobs.make_plan(
+        planned = planned or planned_replica(
             job,
-            model,
-            first,
             local_cluster(),
+            batch=batch,
+            micro_batches=micro_batches,
             precision=precision,
-            num_micro_batches=count,
-            shares=[count],
         )
+        plan = planned.plan
+        self.size = planned.size
         self.step = compile_step(
             plan,
             job.loss_fn,
-            model,
+            planned.model,
             optimizer=job.optimizer,
-            batch=first,
+            batch=planned.first,
             devices=jax.local_devices()[: plan.cluster.num_devices],
         )
         runner = self.step._runner
         assert isinstance(runner, Uneven)
         self._runner = runner
         self._contributing = Contributing(runner)
-        self.count, self.shapes = count, self._contributing.shapes
-        self._data = _digest(jax.tree.leaves(first))
+        self.count, self.shapes = planned.count, self._contributing.shapes
+        self._data = _digest(jax.tree.leaves(planned.first))
 
     def facts(self) -> dict[str, str]:
         """What all members must have in common."""

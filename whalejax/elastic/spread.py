@@ -134,7 +134,7 @@ class SpreadMember:
             return
         if jax.distributed.is_initialized():
             raise WhaleError(
-                "wh.train_elastic was given mesh=, and joins the processes itself: "
+                "wh.train_elastic joins the processes itself, by collectives: "
                 "wh.init_distributed, or jax.distributed.initialize, was called "
                 "before. Leave that out"
             )

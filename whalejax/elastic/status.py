@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
+from whalejax.elastic.adding_up.way import AddingUp
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.supervisor import FOLDER
 from whalejax.elastic.supervisor.telling import loss_words
@@ -102,6 +103,8 @@ class RunStatus:
         generations: in order.
         members: all processes, by name.
         lost: who was given up or failed.
+        adding_up: how gradients are added up; None before it is decided, and of
+            ordinary scripts.
         checkpoint: the newest.
         goodput: committed steps times the median of a step, over the time since the
             first; None before there are enough.
@@ -120,6 +123,7 @@ class RunStatus:
     generations: tuple[Generation, ...]
     members: Mapping[str, MemberStatus]
     lost: tuple[LostMember, ...]
+    adding_up: AddingUp | None
     checkpoint: str | None
     goodput: float | None
     seconds: float
@@ -228,11 +232,19 @@ def run_status(run: RunJournal) -> RunStatus:
             for said in _before_end(events)
             if said["event"] == "lost"
         ),
+        adding_up=_adding_up(events),
         checkpoint=saved[-1] if saved else None,
         goodput=goodput_of(commits),
         seconds=round(last - began, 1),
         ended=status,
     )
+
+
+def _adding_up(events: Events) -> AddingUp | None:
+    for said in events:
+        if said["event"] == "adding_up":
+            return AddingUp(by=said["by"], why=said["why"])
+    return None
 
 
 def _newest_step(events: Events, commits: Events) -> int:
@@ -378,6 +390,9 @@ def _lines(run: RunStatus) -> list[str]:
         lines.insert(1, f"why         {printable(first)[:_LONGEST]}{mark}")
     if run.goodput is not None:
         lines.append(f"goodput     {run.goodput:.3f}")
+    if run.adding_up is not None:
+        why = printable(run.adding_up.why)[:_LONGEST]
+        lines.append(f"adding up   by {run.adding_up.by}: {why}")
     lines.append(f"checkpoint  {run.checkpoint or 'none'}")
     for name, member in run.members.items():
         rank = "" if member.rank is None else f", rank {member.rank}"

@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.api.losses import Job
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.runtime.state import TrainState
+
+
+if TYPE_CHECKING:
+    from whalejax.elastic.adding_up.way import Way
+    from whalejax.elastic.member import Training
+    from whalejax.elastic.mesh_sizes import Asked
+    from whalejax.elastic.programs import PlannedReplica
+    from whalejax.meshes import Cluster
+    from whalejax.planner.plan.plan import Plan
 
 
 _LONGEST_SECONDS: Final = 10**10
@@ -34,12 +43,19 @@ def train_elastic(
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train a job with whoever is there, under ``whalejax launch --processes MIN:MAX``.
 
-    Each process runs some of the micro-batches of every step and adds its gradients up
-    with those of the others by messages. When one is lost, the others run what it had
-    not done and go on; when one joins, it gets the state from them. The global batch,
-    its micro-batches, their random keys and the order of the sum depend on the step
-    alone, so that losses are those of an undisturbed run. Without a launcher, this
-    process trains alone, to the same losses.
+    As whole replicas, each process runs some of the micro-batches of every step and
+    adds its gradients up with those of the others by messages. When one is lost, the
+    others run what it had not done and go on; when one joins, it gets the state from
+    them. The global batch, its micro-batches, their random keys and the order of the
+    sum depend on the step alone, so that losses are those of an undisturbed run.
+    Without a launcher, this process trains alone, to the same losses.
+
+    As one model over all processes, they meet by the platform's collectives. Which of
+    the two is chosen by price unless ``mesh`` says: replicas on CPUs, and where
+    messages and failures cost less than collectives and beginning anew after failures;
+    one model where collectives are faster by more than that, as on accelerators with
+    short steps, or where a replica has no room in one process. The first process that
+    joins a run decides for all; the launcher and ``whalejax status`` say how and why.
 
     Args:
         job: what is trained; the same in all processes.
@@ -49,23 +65,24 @@ def train_elastic(
         keep: how many checkpoints stay, the newest ones.
         batch: samples of the global batch; the job's own number if left out.
         num_micro_batches: of a step, which is what members share; the largest number
-            up to 16 that divides the batch if left out. With ``mesh``, 1 if left out,
-            or that number where ``mesh`` names stages.
+            up to 16 that divides the batch if left out. Of one model over all
+            processes, 1 if left out, or that number where ``mesh`` names stages.
         precision: as for ``wh.plan``.
         seed: of the model's and the run's random keys.
-        mesh: one model over the devices of all processes, in place of a whole replica
-            in each: ``"auto"`` as the planner chooses; sizes of mesh axes, such as
-            ``{"fsdp": -1, "tensor": 2}`` where -1 takes all that is left; or a
-            function that gives them for a number of devices. The processes meet by
-            the platform's collectives and begin anew, with another plan, when they
+        mesh: None chooses by price; ``"replicas"`` are whole ones that add up by
+            messages. One model over the devices of all processes: ``"auto"`` as the
+            planner chooses; sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``
+            where -1 takes all that is left; or a function that gives them for a
+            number of devices. Its processes begin anew, with another plan, when they
             change: from their newest state where one was lost, without losing a step
             where one is told to end or others come. A number of processes for which
             there is no plan is not used, and the reason is in the journal.
-        copy_every: with ``mesh``, steps between copies of the shards in the memory of
-            the machine, and of a second one where there are several, which outlive the
-            processes and are read before a checkpoint is; the best number by Daly's
-            formula if left out, none are made if 0.
-        mtbf: mean seconds between failures, for that formula.
+        copy_every: of one model over all processes, steps between copies of the shards
+            in the memory of the machine, and of a second one where there are several,
+            which outlive the processes and are read before a checkpoint is; the best
+            number by Daly's formula if left out, none are made if 0.
+        mtbf: mean seconds between failures of any process, for that formula and for
+            the price.
 
     Yields:
         The state after each step from where this process joined, and its metrics:
@@ -76,9 +93,8 @@ def train_elastic(
         WhaleError: an argument cannot be used, no supervisor answers, this process
             differs from the others, or the run cannot go on.
     """
-    from whalejax.elastic.member import Member, Training
+    from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import refusal
-    from whalejax.elastic.programs import ReplicaPrograms
 
     problems = Arguments("wh.train_elastic")
     if not isinstance(job, Job):
@@ -113,13 +129,97 @@ def train_elastic(
         "precision": precision,
         "seed": seed,
     }
-    if mesh is not None:
+    return _trained(job, training, settings, mesh)
+
+
+def _trained(
+    job: Job, training: Training, settings: dict[str, Any], mesh: Asked | None
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """The steps, in the way that this run takes."""
+    from whalejax.elastic.adding_up.way import MESSAGES
+    from whalejax.elastic.member import Member
+    from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
+    from whalejax.elastic.programs import ReplicaPrograms
+
+    address, key_file = os.environ.get(SUPERVISOR), os.environ.get(KEY_FILE, "")
+    planned: PlannedReplica | None = None
+    if address is not None:
+        way, planned = _agreed(job, mesh, settings, training, address, key_file)
+        if mesh is None:
+            mesh = REPLICAS if way == MESSAGES else AUTO
+    if mesh is not None and mesh != REPLICAS:
         return _spread(job, training, settings, mesh)
-    programs = ReplicaPrograms(job, **settings)
-    address = os.environ.get(SUPERVISOR)
+    programs = ReplicaPrograms(job, **settings, planned=planned)
     if address is None:
         return _alone(programs, training)
-    return Member(programs, training, address, os.environ.get(KEY_FILE, "")).run()
+    return Member(programs, training, address, key_file).run()
+
+
+def _agreed(
+    job: Job,
+    mesh: Asked | None,
+    settings: dict[str, Any],
+    training: Training,
+    address: str,
+    key_file: str,
+) -> tuple[Way, PlannedReplica | None]:
+    """How the gradients of this run are added up, and its plan where that was made."""
+    from whalejax import _compat_processes
+    from whalejax.elastic.adding_up.agreement import Arbiter, agreed
+    from whalejax.elastic.adding_up.price import Processes
+    from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
+    from whalejax.elastic.mesh_sizes import REPLICAS
+    from whalejax.elastic.programs import planned_replica
+    from whalejax.planner.errors import NothingFits, PlanError
+
+    wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}
+    made: list[PlannedReplica] = []
+
+    def replica(processes: Processes) -> Plan | None:
+        try:
+            found = planned_replica(job, processes.each, **wanted)
+        except NothingFits:
+            return None
+        except PlanError:
+            if _has_plan(job, processes.devices(), settings):
+                return None
+            raise
+        if processes.platform == "cpu":  # Accelerators are measured, and planned anew.
+            made.append(found)
+        return found.plan
+
+    asked = None
+    if mesh is not None:
+        said = f"mesh={mesh!r:.200}" if not callable(mesh) else "a function as mesh"
+        by = MESSAGES if mesh == REPLICAS else COLLECTIVES
+        asked = AddingUp(by=by, why=f"{said} was given")
+    found = agreed(
+        Arbiter(address, key_file),
+        asked,
+        replica,
+        mtbf=training.mtbf,
+        too_late=_compat_processes.backends_are_there(),
+    )
+    return found.by, made[0] if made else None
+
+
+def _has_plan(job: Job, cluster: Cluster, settings: Mapping[str, Any]) -> bool:
+    """Whether a job can be planned as one model over all these devices."""
+    from whalejax import jobs
+    from whalejax.planner.errors import PlanError
+
+    try:
+        jobs.make_plan(
+            job,
+            jobs.abstract_model(job),
+            jobs.first_batch(job, settings["batch"]),
+            cluster,
+            precision=settings["precision"],
+            num_micro_batches=settings["micro_batches"] or 1,
+        )
+    except PlanError:
+        return False
+    return True
 
 
 def _spread(

@@ -28,23 +28,23 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
         words: as given.
 
     Raises:
-        WhaleError: neither ``auto`` nor sizes of axes.
+        WhaleError: neither ``auto`` or ``replicas`` nor sizes of axes.
 
     >>> mesh_asked(["fsdp=-1", "tensor=2"]), mesh_asked(["auto"]), mesh_asked([])
     ({'fsdp': -1, 'tensor': 2}, 'auto', None)
     """
     from whalejax.cli.options import named_values
-    from whalejax.elastic.mesh_sizes import AUTO, refusal
+    from whalejax.elastic.mesh_sizes import AUTO, REPLICAS, refusal
 
     if not words:
         return None
-    if list(words) == [AUTO]:
-        return AUTO
+    if list(words) in ([AUTO], [REPLICAS]):
+        return words[0]
     found = named_values(words, "--mesh", "fsdp=-1")
     if expected := refusal(found):
         raise WhaleError(
             f"--mesh is {' '.join(words)}; expected {expected}. Give such as fsdp=-1, "
-            "or auto"
+            "or auto or replicas"
         )
     return found
 

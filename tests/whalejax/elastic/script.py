@@ -25,6 +25,7 @@ def main() -> None:
             save=options.get("save"),
             save_every=options.get("save_every", 100),
             num_micro_batches=options.get("micro_batches", 8),
+            mesh=options.get("mesh"),
         ):
             said = {
                 "step": int(state.step),

@@ -187,6 +187,8 @@ def test_train_takes_the_mesh_of_one_model_over_all_processes(
     assert main([*words, "--mesh", "fsdp=-1", "tensor=1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["mesh"] is None
     assert json.loads(supervised[0]["words"][-1])["mesh"] == ["fsdp=-1", "tensor=1"]
+    assert main([*words, "--mesh", "replicas"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["mesh"] == {"data": 2}
 
 
 @pytest.mark.parametrize(

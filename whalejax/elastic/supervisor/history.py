@@ -59,6 +59,7 @@ class History:
         step: at which the newest generation began.
         facts: that all members have in common.
         checkpoint: the newest.
+        adding_up: how gradients are added up, and why; empty before it is decided.
         formed: a generation has begun.
         draining: the run was told to end.
         well: who has done its work, in a generation by collectives.
@@ -75,6 +76,7 @@ class History:
     step: int = -1
     facts: dict[str, str] = field(default_factory=dict)
     checkpoint: str = ""
+    adding_up: tuple[str, str] = ("", "")
     formed: bool = False
     draining: bool = False
     well: set[str] = field(default_factory=set)
@@ -154,6 +156,8 @@ def _take(found: History, said: Mapping[str, Any]) -> None:
             found.phase = "gathering"
         case "facts":
             found.facts = {k: v for k, v in said.items() if k not in ("time", "event")}
+        case "adding_up":
+            found.adding_up = said["by"], said["why"]
         case "draining":
             found.draining = True
         case "ending":

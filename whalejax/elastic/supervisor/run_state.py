@@ -40,6 +40,7 @@ class RunState:
         steps: of the whole run; 0 until a member has said.
         micro_batches: of a step.
         checkpoint: the newest that was written.
+        adding_up: how gradients are added up, and why; empty before it is decided.
         restarts: a loss ends all members, which start again from a checkpoint.
         stops: such members can be stopped at a step, with their state saved.
         unfit: numbers of members that no plan was found for, and why.
@@ -59,6 +60,7 @@ class RunState:
         self.steps = self.micro_batches = 0
         self.failures = Failures(settings)
         self.checkpoint = ""
+        self.adding_up = "", ""
         self.restarts = self.stops = False
         self.unfit: dict[int, str] = {}
         self.over: Over | None = None
@@ -123,6 +125,7 @@ class RunState:
             step=self._step,
             facts=dict(self._facts),
             checkpoint=self.checkpoint,
+            adding_up=self.adding_up,
             formed=self._formed,
             draining=self._draining,
             well=self._well,
@@ -172,7 +175,7 @@ class RunState:
         self._target, self._after, self._asked_at = told.target, told.after, now
         self._step, self._formed, self._well = told.step, told.formed, told.well
         self._draining, self.over = told.draining, told.over
-        self.checkpoint = told.checkpoint
+        self.checkpoint, self.adding_up = told.checkpoint, told.adding_up
         self.know(told.facts)
         self._losses = dict(losses)
         since = [s for s, (g, _) in losses.items() if g >= told.generation]
@@ -190,6 +193,26 @@ class RunState:
                     self.failures.due[slot] = now
 
     # What is known.
+
+    def add_up(self, by: str, why: str) -> tuple[str, str]:
+        """How gradients are added up and why: what a process said first holds for all.
+
+        Args:
+            by: ``"messages"`` or ``"collectives"``; empty of a process that only asks.
+            why: for a user.
+        """
+        if by and not self.adding_up[0]:
+            self.adding_up = by, why
+            self._record("adding_up", by=by, why=why)
+        return self.adding_up
+
+    def hosts(self) -> int:
+        """On how many hosts members will run, as far as is known by now."""
+        most = self.settings.most
+        if not self.placed:
+            return 1
+        room = max(self.agents.values(), default=1)
+        return min(most, max(len({*self.agents, *self.awaited}), -(-most // room)))
 
     def _there(self) -> list[Member]:
         return [m for m in self.members.values() if m.is_there]

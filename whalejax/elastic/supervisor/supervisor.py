@@ -421,6 +421,8 @@ class Supervisor:
                     self._membership.disconnected(now, name)
             elif message.kind == "register":
                 self._register(now, channel, message)
+            elif message.kind == "adding_up":
+                self._say_adding_up(channel, message)
             elif message.kind == "enlist":
                 self._enlist(now, channel, message)
             elif message.kind in TO_SUPERVISOR_OF_AGENT:
@@ -521,6 +523,18 @@ class Supervisor:
         alone = ", on this machine alone" if is_loopback(host) else ""
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
         tell_user(text)
+
+    def _say_adding_up(self, channel: Channel, message: Message) -> None:
+        """Before a process joins, it asks how gradients are added up, or decides it."""
+        by, why = self._membership.add_up(**message.fields)
+        self._do_all()
+        told = {
+            "by": by,
+            "why": why,
+            "processes": self._run.settings.most,
+            "hosts": self._membership.hosts(),
+        }
+        self._send(channel, Message(kind="added_up", fields=told))
 
     def _enlist(self, now: float, channel: Channel, message: Message) -> None:
         fields = message.fields

@@ -10,7 +10,7 @@ from typing import Any, Final
 from whalejax.elastic.supervisor.endings import Ending
 
 
-_PROGRESS: Final = frozenset({"begun", "leaving", "saved"})
+_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "saved"})
 """Events of a run that goes well."""
 
 
@@ -33,6 +33,15 @@ def loss_words(fields: Mapping[str, Any]) -> str:
     return f"{fields['why']}{said}"
 
 
+def adding_up_words(by: str, why: str) -> str:
+    """How gradients are added up.
+
+    >>> adding_up_words("messages", "there is one process")
+    'gradients are added up by messages: there is one process'
+    """
+    return f"gradients are added up by {by}: {why}"
+
+
 def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
     """What a user is told of an event, if anything."""
     if quiet and event in _PROGRESS:
@@ -43,6 +52,8 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
             step = fields["step"]
             whence = f"step {step}" if step >= 0 else "the newest checkpoint, if any"
             return f"generation {fields['generation']} from {whence}: {names}"
+        case "adding_up":
+            return adding_up_words(fields["by"], fields["why"])
         case "lost":
             what = "failed" if fields.get("how") == Ending.FAILED else "is lost"
             return f"{fields['name']} {what}: {loss_words(fields)}"

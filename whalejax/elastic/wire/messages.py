@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
+from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES
 from whalejax.elastic.wire.framing import Message, WireError
 
 
@@ -34,6 +35,10 @@ def _is_port(x: Any) -> bool:
 
 def _is_text(x: Any) -> bool:
     return isinstance(x, str) and len(x) <= _LONGEST_TEXT
+
+
+def _is_way(x: Any) -> bool:
+    return isinstance(x, str) and x in ("", MESSAGES, COLLECTIVES)
 
 
 def _is_flag(x: Any) -> bool:
@@ -121,6 +126,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
         "facts": _is_texts,
         "token": _is_text,
     },
+    "adding_up": {"by": _is_way, "why": _is_text},
     "beat": {"phase": _is_text, "step": _is_int, "done": _is_int},
     "ready": _REPORT,
     "prepared": {
@@ -152,6 +158,12 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
 """What members say, with a check of each field."""
 
 TO_MEMBER: Final[Mapping[str, Fields]] = {
+    "added_up": {
+        "by": _is_way,
+        "why": _is_text,
+        "processes": _is_count,
+        "hosts": _is_count,
+    },
     "welcome": {"name": _is_text, "beat_seconds": _is_seconds},
     "refused": {"why": _is_text},
     "heard": {"goodput": _is_seconds, "number": _is_int},

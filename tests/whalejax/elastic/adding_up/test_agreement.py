@@ -1,0 +1,158 @@
+"""One way of adding up for a whole run: asked, decided once, kept by its supervisor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.whalejax.elastic.runs import running
+from tests.whalejax.elastic.test_runs import audit, expected_losses
+from tests.whalejax.elastic.test_supervisor import Live, live
+from whalejax.elastic.adding_up import agreement
+from whalejax.elastic.adding_up.agreement import Arbiter, agreed
+from whalejax.elastic.adding_up.price import Processes
+from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp, Way
+from whalejax.elastic.status import show, status_of
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.history import history
+from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.meshes import cluster
+from whalejax.meshes.errors import WhaleError
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+ASKED = AddingUp(by=COLLECTIVES, why="mesh='auto' was given")
+
+
+def arbiter(there: Live) -> Arbiter:
+    return Arbiter(there.where, str(there.folder / FOLDER / KEY))
+
+
+def no_room(processes: Processes) -> None:
+    return None
+
+
+def test_the_first_answer_holds_for_all_and_is_kept(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one = arbiter(there)
+        known = one.ask()
+        assert (known["by"], known["hosts"]) == ("", 1)
+        assert known["processes"] == there.supervisor._run.settings.most
+        first = AddingUp(by=MESSAGES, why="cheaper")
+        assert one.decide(first) == first
+        assert arbiter(there).decide(ASKED) == first
+        assert arbiter(there).ask()["by"] == MESSAGES
+        (event,) = there.events("adding_up")
+        assert (event["by"], event["why"]) == (MESSAGES, "cheaper")
+    events = journal.read(tmp_path / FOLDER / journal.EVENTS)
+    again = Membership(SupervisorSettings(least=1, most=2))
+    again.go_on(0.0, history(events), {})
+    assert again.add_up(ASKED.by, ASKED.why) == (MESSAGES, "cheaper")
+
+
+def test_hosts_are_those_of_agents_that_are_there_or_awaited() -> None:
+    there = Membership(SupervisorSettings(least=1, most=4))
+    assert there.hosts() == 1
+    there.placed = True
+    there.agent_came(0.0, "a", "10.0.0.1", 2)
+    assert there.hosts() == 2  # One more is needed for four processes.
+    there.awaited = {"b", "c"}
+    assert there.hosts() == 3
+    there.agent_came(0.0, "d", "10.0.0.4", 8)
+    assert there.hosts() == 4
+
+
+def test_the_price_decides_and_who_comes_later_prices_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
+    priced: list[Processes] = []
+
+    def replica(processes: Processes) -> None:
+        priced.append(processes)
+
+    with live(tmp_path) as there:
+        for _ in range(2):
+            found = agreed(arbiter(there), None, replica, mtbf=3600.0, too_late=False)
+            assert found.by == COLLECTIVES and "(1 H100)" in found.why
+    assert [p.count for p in priced] == [there.supervisor._run.settings.most]
+
+
+def test_who_wants_it_otherwise_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
+    with live(tmp_path) as there:
+        options: dict[str, Any] = {"mtbf": 3600.0, "too_late": False}
+        assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
+        other = AddingUp(by=MESSAGES, why="mesh='replicas' was given")
+        said = (
+            r"adds gradients up by collectives \(mesh='auto' was given\), and this "
+            "process was started with mesh='replicas' was given"
+        )
+        with pytest.raises(WhaleError, match=said):
+            agreed(arbiter(there), other, no_room, **options)
+        options["too_late"] = True
+        with pytest.raises(WhaleError, match="has started its devices.*'replicas'"):
+            agreed(arbiter(there), None, no_room, **options)
+        with pytest.raises(WhaleError, match="has started its devices.*'replicas'"):
+            agreed(arbiter(there), ASKED, no_room, **options)
+
+
+def test_nobody_who_answers_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "FIRST_SECONDS", 0.3)
+    with live(tmp_path / "run") as there:
+        key = str(there.folder / FOLDER / KEY)
+        with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):
+            Arbiter("127.0.0.1:1", key).ask()
+        with pytest.raises(WhaleError, match="WHALEJAX_KEY_FILE is not set"):
+            Arbiter(there.where, "")
+
+
+def chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> AddingUp:
+    """How a run's gradients were added up, which its status shows."""
+    found = status_of(folder)[-1].adding_up
+    assert found is not None
+    show(folder)
+    assert f"adding up   by {found.by}: {found.why[:60]}" in capsys.readouterr().out
+    return found
+
+
+def test_replicas_are_chosen_on_cpus_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(tmp_path, {"steps": 4}, least=2, most=2) as run:
+        assert run.wait() == 0, run.told()
+        assert audit(run, 4) == pytest.approx(expected_losses(4), rel=1e-6)
+        (event,) = run.events("adding_up")
+    assert event["by"] == MESSAGES and "on CPUs both ways" in event["why"]
+    assert "2 processes of 1 CPU" in event["why"]
+    assert chosen(tmp_path, capsys).why == event["why"]
+    said = (tmp_path / "supervisor.log").read_text()
+    assert f"whalejax: gradients are added up by messages: {event['why']}" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mesh", "by"), [("replicas", MESSAGES), ("auto", COLLECTIVES)]
+)
+def test_what_the_user_says_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mesh: str, by: Way
+) -> None:
+    with running(tmp_path, {"steps": 4, "mesh": mesh}, least=2, most=2) as run:
+        assert run.wait() == 0, run.told()
+        losses = {said["step"]: said["loss"] for said in run.commits()}
+    assert [losses[n] for n in (1, 2, 3, 4)] == pytest.approx(
+        expected_losses(4), rel=1e-6
+    )
+    assert chosen(tmp_path, capsys) == AddingUp(
+        by=by,
+        why=f"mesh={mesh!r} was given",
+    )

@@ -1,0 +1,1 @@
+"""How the gradients of an elastic run's processes are added up, chosen by price."""

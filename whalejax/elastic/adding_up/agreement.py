@@ -1,0 +1,156 @@
+"""All processes of a run add up in one way, which its supervisor keeps.
+
+Each asks it before it joins: the first answer that a process gives counts, is written
+into the journal, and holds for those that come later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import split_address
+from whalejax.elastic.adding_up.own_devices import (
+    has_fabric,
+    network_bytes_per_second,
+    own_devices,
+)
+from whalejax.elastic.adding_up.price import (
+    NETWORK_BYTES_PER_SECOND,
+    Processes,
+    choose,
+)
+from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
+from whalejax.elastic.control import (
+    FIRST_SECONDS,
+    SUPERVISOR_SECONDS,
+    is_hopeless,
+    key_of_run,
+    unreachable,
+)
+from whalejax.elastic.wire.connection import dial
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.elastic.wire.messages import TO_MEMBER, checked
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+
+
+_AGAIN_SECONDS: Final = 0.2
+_ANSWER_SECONDS: Final = 30.0
+
+
+class Arbiter:
+    """The supervisor, of which a process asks how gradients are added up."""
+
+    def __init__(self, address: str, key_file: str) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: of the supervisor.
+            key_file: path of the key of the run.
+        """
+        self._where, self._address = address, split_address(address, "supervisor")
+        self._key = key_of_run(key_file, address)
+
+    def ask(self) -> Mapping[str, Any]:
+        """What was decided (``by`` is empty where nothing was), ``processes`` and
+        ``hosts``.
+
+        Raises:
+            WhaleError: no supervisor answers.
+        """
+        return self._told(FIRST_SECONDS, by="", why="")
+
+    def decide(self, offer: AddingUp) -> AddingUp:
+        """What holds for the run: this, if nobody decided before.
+
+        Raises:
+            WhaleError: no supervisor answers.
+        """
+        told = self._told(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
+        return AddingUp(by=told["by"], why=told["why"])
+
+    def _told(self, seconds: float, **said: str) -> Mapping[str, Any]:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                left = max(end - time.monotonic(), 0.1)
+                channel = dial(self._address, self._key, seconds=min(left, 10.0))
+                try:
+                    channel.send(Message(kind="adding_up", fields=said))
+                    answer = channel.receive(seconds=_ANSWER_SECONDS)
+                finally:
+                    channel.close()
+                found = checked(answer, {"added_up": TO_MEMBER["added_up"]})
+                return found.fields
+            except WireError as error:
+                if is_hopeless(error) or time.monotonic() > end:
+                    raise unreachable(self._where, error) from None
+            time.sleep(_AGAIN_SECONDS)
+
+
+def agreed(
+    arbiter: Arbiter,
+    asked: AddingUp | None,
+    replica: Callable[[Processes], Plan | None],
+    *,
+    mtbf: float,
+    too_late: bool,
+) -> AddingUp:
+    """How gradients of this run are added up.
+
+    Args:
+        arbiter: keeps it.
+        asked: as the user wants it; None leaves it to the price.
+        replica: gives the plan of one of these processes; None where it has no room.
+        mtbf: mean seconds between failures.
+        too_late: this process has started its devices, and cannot join others by
+            collectives any more.
+
+    Raises:
+        WhaleError: no supervisor answers, or the run adds up otherwise than this
+            process wants, or can.
+    """
+    known = arbiter.ask()
+    if known["by"]:
+        found = AddingUp(by=known["by"], why=known["why"])
+    else:
+        found = arbiter.decide(asked or _by_price(known, replica, mtbf, too_late))
+    if asked is not None and asked.by != found.by:
+        raise WhaleError(
+            f"this run adds gradients up by {found.by} ({found.why}), and this process "
+            f"was started with {asked.why}. Give all processes the same mesh"
+        )
+    if too_late and found.by == COLLECTIVES:
+        raise WhaleError(
+            f"this run adds gradients up by collectives ({found.why}), and this "
+            "process has started its devices, so that it cannot join the others. Call "
+            "wh.train_elastic before anything asks for devices or arrays, or give all "
+            "mesh='replicas'"
+        )
+    return found
+
+
+def _by_price(
+    known: Mapping[str, Any],
+    replica: Callable[[Processes], Plan | None],
+    mtbf: float,
+    too_late: bool,
+) -> AddingUp:
+    processes = Processes(
+        count=known["processes"],
+        hosts=known["hosts"],
+        each=own_devices(),
+        network_bytes_per_second=network_bytes_per_second() or NETWORK_BYTES_PER_SECOND,
+        has_fabric=has_fabric(),
+    )
+    plan = replica(processes)
+    found = choose(plan, processes, mtbf)
+    if too_late and found.by == COLLECTIVES and plan is not None:
+        return AddingUp(
+            by=MESSAGES,
+            why="the processes have started their devices before wh.train_elastic, "
+            f"and cannot join by collectives any more ({found.why})",
+        )
+    return found

@@ -1,0 +1,113 @@
+"""The devices of this process, found without starting JAX's backend in it.
+
+Processes that meet by the platform's collectives must join before their backend starts,
+and whether they do depends on what devices they have. So another process looks, unless
+it is plain that there are only CPUs.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from whalejax import _compat_processes
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.errors import WhaleError
+
+
+_LOOK_SECONDS: Final = 240.0
+
+_DEVICE_FILES: Final = (
+    "/dev/nvidia[0-9]*",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/accel*",
+    "/dev/vfio/[0-9]*",
+)
+"""Where the system shows accelerators: NVIDIA's, those under Windows, AMD's, TPUs."""
+
+_NET: Final = Path("/sys/class/net")
+_FABRIC: Final = Path("/sys/class/infiniband")
+
+
+def own_devices() -> Cluster:
+    """The devices of this process; one CPU for all of a process without others.
+
+    Raises:
+        WhaleError: they cannot be looked at.
+    """
+    if _compat_processes.backends_are_there():
+        return _looked()
+    named = getattr(jax.config, "jax_platforms", None) or ""
+    if named == "cpu" or not (named or any(map(glob.glob, _DEVICE_FILES))):
+        return parse_cluster("cpu:1")
+    found = subprocess.run(
+        [sys.executable, "-m", "whalejax.elastic.adding_up.own_devices"],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LOOK_SECONDS,
+        check=False,
+    )
+    if found.returncode:
+        raise WhaleError(
+            "the devices of this process cannot be looked at: "
+            f"{found.stderr.strip()[-1000:]}. Give mesh='replicas' or mesh='auto', "
+            "which do not depend on them"
+        )
+    return Cluster.from_json(json.loads(found.stdout.splitlines()[-1]))
+
+
+def _looked() -> Cluster:
+    """The local devices. Starts JAX."""
+    if jax.local_devices()[0].platform == "cpu":
+        return parse_cluster("cpu:1")
+    try:
+        return Cluster.detect(calibrate=False)
+    except WhaleError:  # Of a kind that the catalogue lacks.
+        return Cluster.detect()
+
+
+def network_bytes_per_second(net: Path = _NET) -> float | None:
+    """Of the fastest network card of this host that is up; None where none says.
+
+    Args:
+        net: where the system describes them.
+    """
+    rates = []
+    for card in net.glob("*"):
+        try:
+            megabits = int((card / "speed").read_text())
+        except (OSError, ValueError):  # Loopback, or one that is down.
+            continue
+        if megabits > 0:
+            rates.append(megabits * 1e6 / 8)
+    return max(rates, default=None)
+
+
+def has_fabric(folder: Path = _FABRIC) -> bool:
+    """Whether this host has a network such as InfiniBand beside its cards.
+
+    Args:
+        folder: where the system describes it.
+    """
+    return any(folder.glob("*"))
+
+
+def main() -> int:
+    """Print the devices as one line of JSON."""
+    print(json.dumps(_looked().to_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
