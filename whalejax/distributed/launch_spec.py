@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from whalejax.distributed import local_gpus
 from whalejax.distributed.cgroup_quota import check_quota
 from whalejax.distributed.launch_env import (
     COORDINATOR,
@@ -123,6 +124,9 @@ class Launch:
                 f"--cpu-quota has {len(self.quotas)} values for {self.processes} "
                 "processes; expected one for each"
             )
+        gpus = () if problems else local_gpus.visible_gpus()
+        if gpus and (why := local_gpus.refusal(gpus, len(self._ranks_here()))):
+            problems.add(f"--processes: {why}")
         for percent in self.quotas:
             try:
                 check_quota(percent)
@@ -137,6 +141,11 @@ class Launch:
     def host_of(self, rank: int) -> str:
         """Where a rank runs; hosts get equal parts, in order."""
         return self.hosts[rank * len(self.hosts) // self.processes]
+
+    def _ranks_here(self) -> list[int]:
+        """The ranks that run on this machine."""
+        here = {host for host in self.hosts if is_here(host)}
+        return [r for r in range(self.processes) if self.host_of(r) in here]
 
     def is_local(self) -> bool:
         """Whether all processes run on this machine."""
@@ -188,12 +197,21 @@ class Launch:
         held = {HELD_PORT: str(port)} if is_held(port) else {}
         return {
             **held,
+            **self._gpus_of(rank),
             COORDINATOR: coordinator,
             NUM_PROCESSES: str(self.processes),
             PROCESS_ID: str(rank),
             EXIT: f"{self.exit_seconds:g}",
             "PYTHONUNBUFFERED": "1",
         }
+
+    def _gpus_of(self, rank: int) -> dict[str, str]:
+        """GPUs of its own for a rank of this machine; other hosts' are not known."""
+        gpus = local_gpus.visible_gpus()
+        here = self._ranks_here() if gpus else []
+        if rank not in here:
+            return {}
+        return local_gpus.own_gpus(gpus, len(here), here.index(rank))
 
     def shared_environment(self) -> dict[str, str]:
         """What all processes get alike: the secret by which they know each other.

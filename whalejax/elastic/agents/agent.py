@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from whalejax._version import __version__
 from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.distributed.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.elastic.environment import (
     HELD_BY,
     MEMBER_HOST,
@@ -145,6 +146,10 @@ class Agent:
             [], {}, self._logs, self._selector, end_with_this=True
         )
         self._started: dict[str, tuple[int, str]] = {}
+        self._gpus = visible_gpus()
+        if why := refusal(self._gpus, options.processes):
+            raise WhaleError(f"--processes of this agent: {why}")
+        self._places: dict[str, int] = {}
         self._unnoted: dict[str, Message] = {}
         self._channel: Channel | None = None
         self._away_since = time.monotonic()
@@ -364,13 +369,26 @@ class Agent:
             self._say("not_launched", name=name, why=why)
             return
         try:
-            pid, began = self._processes.start(name)
+            pid, began = self._processes.start(name, self._own_gpus(name))
         except (OSError, WhaleError) as error:
+            self._places.pop(name, None)
             why = getattr(error, "strerror", None) or str(error)
             self._say("not_launched", name=name, why=why)
             return
         self._started[name] = pid, began
         self._say("launched", name=name, pid=pid, began=began)
+
+    def _own_gpus(self, name: str) -> dict[str, str]:
+        """GPUs that no other process of this agent has."""
+        if not self._gpus:
+            return {}
+        count = self._options.processes
+        taken = self._places.values()
+        free = [place for place in range(count) if place not in taken]
+        if not free:
+            raise WhaleError(f"it holds {len(self._places)} of {count} processes")
+        self._places[name] = free[0]
+        return own_gpus(self._gpus, count, free[0])
 
     def _kill(self, name: str) -> None:
         if name in self._processes.names:
@@ -381,6 +399,7 @@ class Agent:
     def _ended(self, name: str) -> None:
         status = self._processes.ended(name)
         self._started.pop(name, None)
+        self._places.pop(name, None)
         said = self._processes.said(name)[-_MOST_SAID:]
         fields = {"name": name, "status": status, "said": said}
         self._unnoted[name] = Message(kind="exited", fields=fields)

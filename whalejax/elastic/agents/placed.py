@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.distributed.launch_env import PORT, joined_address
 from whalejax.distributed.launch_spec import is_here
+from whalejax.distributed.local_gpus import refusal, visible_gpus
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.meshes.errors import Problems
 
@@ -54,6 +55,9 @@ def check_places(
         problems: of the command.
     """
     hosts = _hosts(command)
+    if not hosts and command.host is None and command.ray is None:
+        if why := refusal(visible_gpus(), most):
+            problems.add(f"--processes: {why}")
     try:
         shell = shlex.split(command.remote_shell)
     except ValueError as error:

@@ -68,11 +68,12 @@ class Processes:
         self._there: dict[str, _Process] = {}
         self._held: dict[str, int] = {}
 
-    def start(self, name: str) -> tuple[int, str]:
+    def start(self, name: str, own: Mapping[str, str] = {}) -> tuple[int, str]:
         """Start a process, which waits for ``release``; its number and when it began.
 
         Args:
             name: of the member that it will be.
+            own: further variables, of this process alone.
 
         Raises:
             WhaleError: there is no such program.
@@ -88,7 +89,7 @@ class Processes:
             with self.log(name).open("ab") as log:
                 child = subprocess.Popen(
                     [*_WAITING, *self.command],
-                    env={**os.environ, **self.environment},
+                    env={**os.environ, **self.environment, **own},
                     stdin=read,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
+from whalejax.distributed.local_gpus import own_gpus, shared_words, visible_gpus
 from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
@@ -136,6 +137,8 @@ class Supervisor:
         self._is_closed = False
         self._processes: Processes | None = None
         self._fleet: AgentFleet[Channel] | None = None
+        self._places_here = run.settings.most + run.settings.spares
+        self._gpus = visible_gpus({**os.environ, **(run.environment or {})})
         self._save: Path | None = None
         self._is_full = False
         self._terminated = False
@@ -207,6 +210,8 @@ class Supervisor:
         )
         if self._run.places:
             self._open_fleet()
+        elif self._run.command and not self._run.quiet:
+            tell_user(shared_words(self._gpus, self._places_here))
         if before is not None:
             self._take_back(run)
         else:
@@ -613,11 +618,23 @@ class Supervisor:
         if self._fleet is not None:
             self._count += self._fleet.start(now, slot, name)
             return
+        if self._gpus and self._is_taken(slot):
+            # Its GPUs are another's until that process has ended.
+            self._membership.started_later(now + _TICK_SECONDS, slot)
+            return
         self._count += 1
         try:
-            pid, began = self._processes.start(name)
+            own = own_gpus(self._gpus, self._places_here, slot)
+            pid, began = self._processes.start(name, own)
         except OSError as error:  # Too many processes or files, or no memory.
             why = error.strerror or str(error)
             self._membership.not_started(now, slot, why)
             return
         self._membership.started(now, name, slot, pid, began)
+
+    def _is_taken(self, slot: int) -> bool:
+        """Whether a process that filled a slot before has not ended yet."""
+        assert self._processes is not None
+        members = self._membership.members
+        there = [members[n] for n in self._processes.names if n in members]
+        return any(member.slot == slot for member in there)

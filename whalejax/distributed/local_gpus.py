@@ -1,0 +1,125 @@
+"""The GPUs of one machine, shared out among the processes that are started on it.
+
+Each process gets as many as any other, of its own: JAX takes all that it sees, and two
+processes cannot take the same. No JAX here: who starts processes must not take their
+devices.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pkgutil
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+"""Names, by number or UUID, of the GPUs that a process sees."""
+
+_PLATFORMS: Final = "JAX_PLATFORMS"
+_FILE: Final = re.compile(r"nvidia\d+")
+
+
+def visible_gpus(
+    environment: Mapping[str, str] | None = None,
+    devices: Path = Path("/dev"),
+    *,
+    has_plugin: bool | None = None,
+) -> tuple[str, ...]:
+    """The GPUs that processes with this environment would see; none of CPU runs.
+
+    Args:
+        environment: of the processes; that of this one if None.
+        devices: folder of the system's device files.
+        has_plugin: JAX can use NVIDIA's GPUs; looked up if None.
+
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, has_plugin=True)
+    ('2', '3')
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3", "JAX_PLATFORMS": "cpu"})
+    ()
+    """
+    known = os.environ if environment is None else environment
+    platforms = known.get(_PLATFORMS, "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return ()
+    if not (_has_plugin() if has_plugin is None else has_plugin):
+        return ()
+    if VISIBLE not in known:
+        try:
+            count = sum(bool(_FILE.fullmatch(x.name)) for x in devices.iterdir())
+        except OSError:
+            count = 0
+        return tuple(map(str, range(count)))
+    found = []
+    for name in known[VISIBLE].split(","):
+        if name.strip() in ("", "-1"):
+            break  # CUDA takes what stands before it.
+        found.append(name.strip())
+    return tuple(found)
+
+
+def _has_plugin() -> bool:
+    found = importlib.util.find_spec("jax_plugins")
+    places = found.submodule_search_locations if found is not None else None
+    return any("cuda" in x.name for x in pkgutil.iter_modules(places or []))
+
+
+def refusal(gpus: Sequence[str], processes: int) -> str:
+    """Why so many processes cannot have GPUs of their own; nothing where they can.
+
+    Args:
+        gpus: of the machine; none of CPU runs, which are never refused.
+        processes: that run on it at once.
+
+    >>> refusal(["0", "1"], 3)[:60]
+    '3 processes on this machine, which has 2 GPUs (0, 1): each n'
+    """
+    if not gpus or processes <= len(gpus):
+        return ""
+    return (
+        f"{processes} processes on this machine, which has {len(gpus)} GPUs "
+        f"({', '.join(gpus)}): each needs one of its own. Start at most {len(gpus)}, "
+        f"spares included, or set {_PLATFORMS}=cpu"
+    )
+
+
+def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
+    """The variables of one process that give it GPUs of its own.
+
+    Args:
+        gpus: of the machine; none of CPU runs, whose variables stay.
+        processes: that run on it at once; one alone takes all.
+        place: of this process among them, from 0.
+
+    Raises:
+        WhaleError: there are not enough.
+
+    >>> own_gpus(["0", "1", "2", "3"], 2, 1), own_gpus(["0", "1"], 1, 0)
+    ({'CUDA_VISIBLE_DEVICES': '2,3'}, {})
+    """
+    if not gpus or processes == 1:
+        return {}
+    if why := refusal(gpus, processes):
+        raise WhaleError(why)
+    each = len(gpus) // processes
+    return {VISIBLE: ",".join(gpus[place * each : (place + 1) * each])}
+
+
+def shared_words(gpus: Sequence[str], processes: int) -> str:
+    """How the GPUs are shared out; nothing where they are not.
+
+    >>> shared_words(["0", "1", "2", "3", "4"], 2)
+    'each of 2 processes gets 2 of the 5 GPUs of this machine'
+    """
+    if not gpus or processes == 1:
+        return ""
+    each = len(gpus) // processes
+    return (
+        f"each of {processes} processes gets {each} of the {len(gpus)} GPUs of this "
+        "machine"
+    )
