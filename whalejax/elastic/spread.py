@@ -9,6 +9,7 @@ others came or one is to leave, they do so together behind a step, with a checkp
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -33,6 +34,7 @@ from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
 from whalejax.runtime.resume import agreed_checkpoints
 from whalejax.runtime.state import TrainState
@@ -45,6 +47,8 @@ _COPIES: Final = "copies"
 _BUSY: Final = "busy"
 _FLUSH_SECONDS: Final = 5.0
 _MOST_WORDS: Final = 2000
+_NICE: Final = 10
+"""Of the thread that plans and compiles ahead, as ``nice`` counts."""
 
 Steps = Iterator[tuple[TrainState, dict[str, Any]]]
 
@@ -76,7 +80,8 @@ class SpreadMember:
         self._changed = threading.Condition()
         self._asked = -1
         self._leaves = self._told_leaving = self._stopped = False
-        self._planned_ahead = False
+        self._over = False
+        self._times: list[float] = []
         self._status: int | None = None
 
     def run(self) -> Steps:
@@ -93,10 +98,12 @@ class SpreadMember:
             self._phase(RESTORING)
             state, source = self._begun()
             done = int(state.step)
+            self._times.append(time.monotonic())
             self._post_first("recovered", step=done, source=source)
             try:
                 yield from self._steps(state, done)
             finally:
+                self._over = True
                 if self._copying is not None:
                     self._copying.close()
 
@@ -114,6 +121,7 @@ class SpreadMember:
             if self._copying is not None:
                 self._copying.took(time.monotonic() - began)
             self._committed(done, loss)
+            self._look_ahead(done)
             if done % self._training.save_every == 0 or done == self._training.steps:
                 self._save(state, done)
             self._phase(BETWEEN)
@@ -185,20 +193,59 @@ class SpreadMember:
     def _not_copied(self, done: int, why: str) -> None:
         self._post_first("not_copied", step=done, why=why[:_MOST_WORDS])
 
-    def _plan_ahead(self) -> None:
-        """Find out, beside the steps, for which next numbers there is no plan."""
+    def _look_ahead(self, done: int) -> None:
+        """Prepare for other numbers of processes, once it is known what steps take."""
+        if self._control is None or jax.process_index() != 0 or len(self._times) > 2:
+            return
+        self._times.append(time.monotonic())
+        if len(self._times) > 2:
+            # A process that ends waits for what it compiles, or it may crash: so not
+            # where the run is over before. The first step was compiled, too.
+            began, first, second = self._times
+            left = (self._training.steps - done) * (second - first)
+            work = functools.partial(self._prepare_ahead, left > 2 * (first - began))
+            threading.Thread(target=work).start()
+
+    def _prepare_ahead(self, compiles: bool) -> None:
+        """Plan for the next numbers of processes, beside the steps, and compile for the
+        next smaller one: more have devices that are not there yet."""
+        with contextlib.suppress(OSError):  # The steps come first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        here = jax.process_count()
+        for count in range(here - 1, 0, -1):
+            plan = self._planned_for(count)
+            if plan is not None:
+                if compiles:
+                    self._compile_ahead(count, plan)
+                break
+        self._planned_for(here + 1)
+
+    def _planned_for(self, count: int) -> Plan | None:
+        """A plan for so many processes; the supervisor is told where there is none."""
         assert self._control is not None
-        for count in (jax.process_count() - 1, jax.process_count() + 1):
-            if count < 1:
-                continue
-            try:
-                self._programs.plan_for(count)
-            except PlanError as error:
-                why = str(error)[:_MOST_WORDS]
-                self._control.post("unfit", count=count, why=why)
-            except Exception as error:
-                # Nothing depends on it: the processes plan again when they begin.
-                warn(f"no plan was made ahead for {count} processes: {error}")
+        if self._over:
+            return None
+        try:
+            return self._programs.plan_for(count)
+        except PlanError as error:
+            why = str(error)[:_MOST_WORDS]
+            self._control.post("unfit", count=count, why=why)
+        except Exception as error:
+            # Nothing depends on it: the processes plan again when they begin.
+            warn(f"no plan was made ahead for {count} processes: {error}")
+        return None
+
+    def _compile_ahead(self, count: int, plan: Plan) -> None:
+        assert self._control is not None
+        if self._over or not getattr(jax.config, "jax_compilation_cache_dir", None):
+            return
+        began = time.monotonic()
+        try:
+            if self._programs.compile_for(plan):
+                seconds = time.monotonic() - began
+                self._control.post("compiled_ahead", count=count, seconds=seconds)
+        except Exception as error:  # They compile when they begin.
+            warn(f"nothing was compiled ahead for {count} processes: {error}")
 
     def _committed(self, done: int, loss: float) -> None:
         if self._control is None:
@@ -213,9 +260,6 @@ class SpreadMember:
                 seconds=0.0,
                 parts={self._control.name: [[0, self._programs.count]]},
             )
-            if not self._planned_ahead:
-                self._planned_ahead = True
-                threading.Thread(target=self._plan_ahead, daemon=True).start()
 
     # Stopping.
 

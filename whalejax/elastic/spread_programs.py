@@ -12,6 +12,7 @@ import numpy as np
 
 from whalejax import jobs
 from whalejax.api.losses import Job
+from whalejax.capture.batch import aval_of
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.programs import most_micro_batches
 from whalejax.meshes import Cluster
@@ -65,7 +66,9 @@ class SpreadPrograms:
         self.size = batch or job.batch_size or 0
         staged = isinstance(mesh, Mapping) and STAGE in mesh
         self.count = micro_batches or (most_micro_batches(self.size) if staged else 1)
-        model = jobs.abstract_model(job)
+        model = self._model = jobs.abstract_model(job)
+        # Shapes alone: a batch may be large.
+        self._batch = jax.tree.map(aval_of, first)
         here = jax.process_count()
         self.plan = jobs.make_plan(
             job,
@@ -88,6 +91,35 @@ class SpreadPrograms:
         """
         sizes = mesh_of(self._mesh, processes * jax.local_device_count())
         return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
+
+    def compile_for(self, plan: Plan) -> bool:
+        """Compile the step of fewer processes into the persistent cache; run nothing.
+
+        The devices of the first of these processes are those that fewer will have, by
+        the same numbers, so that their programs are the same to the cache.
+
+        Args:
+            plan: for fewer processes.
+
+        Returns:
+            Whether it was, which needs one program that the first process can compile
+            for all, because JAX has that one alone write to the cache. Stages with
+            programs of their own are not compiled by the first. On CPUs the name of a
+            program in the cache tells the process too, so that several would find none.
+        """
+        several = plan.cluster.num_devices > jax.local_device_count()
+        if plan.apart or (several and plan.cluster.platform == "cpu"):
+            return False
+        step = compile_step(
+            plan,
+            self._job.loss_fn,
+            self._model,
+            optimizer=self._job.optimizer,
+            batch=self._batch,
+            devices=jax.devices()[: plan.cluster.num_devices],
+        )
+        step.lower().compile()
+        return True
 
     def begun(self, folder: Path | None) -> tuple[TrainState, str]:
         """The newest whole checkpoint, or a new state; and which, for the journal.

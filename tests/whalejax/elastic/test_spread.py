@@ -19,7 +19,10 @@ from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import Run
 from tests.whalejax.elastic.test_restarting import Scripts
 from whalejax.elastic.mesh_sizes import mesh_of
+from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.membership import AT_STEPS
+from whalejax.elastic.supervisor.run_folder import COMPILED
+from whalejax.elastic.supervisor.supervisor import FOLDER
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
@@ -291,6 +294,52 @@ def test_stages_over_two_one_and_two_processes(tmp_path: Path) -> None:
 
     counts, _ = within(tmp_path, "stage", work, seats=2, steps=120, micro_batches=4)
     assert in_order([2, 1, 2], counts)
+
+
+@pytest.mark.full
+def test_who_is_left_alone_has_its_step_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The run has a cache of its own.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+
+    def steps(run: SpreadRun) -> list[str]:
+        """Programs of a step in the cache."""
+        folder = run.folder / FOLDER / COMPILED
+        return sorted(x.name for x in folder.glob("jit__advance-*-cache"))
+
+    known: list[list[str]] = []
+
+    def work(run: SpreadRun) -> None:
+        run.until_steps_of(2)
+        run.until(lambda: bool(run.events("compiled_ahead")))
+        known.append(steps(run))
+        run.shrink(1, 1)
+        known.append(steps(run))
+
+    _, events = within(tmp_path, "fsdp", work, seats=2, steps=200, micro_batches=None)
+    found = next(e for e in events if e["event"] == "compiled_ahead")
+    assert found["count"] == 1 and found["seconds"] > 0
+    assert len(known[0]) == 2 and known[1] == known[0]
+
+
+def test_steps_of_fewer_devices_are_compiled_and_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs = SpreadPrograms(
+        example.make(),
+        mesh={"fsdp": -1},
+        batch=16,
+        micro_batches=None,
+        precision="f32",
+        seed=0,
+    )
+    monkeypatch.setattr(example.wh.Job, "batch_at", None)  # Shapes are enough.
+    half = programs.plan.what_if(cluster="cpu:4", mesh={"fsdp": 4})
+    assert programs.compile_for(half)
+    # As if this process had fewer of them: others would not find what it compiles.
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert not programs.compile_for(half)
 
 
 @pytest.mark.full

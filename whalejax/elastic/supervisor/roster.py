@@ -245,6 +245,12 @@ class Roster(RunEnds):
         self._record("recovered", name=member.name, step=step, source=source)
         self.pace.begun(step, now)
 
+    def _compiled_ahead(
+        self, now: float, member: Member, count: int, seconds: float
+    ) -> None:
+        """The step of so many processes is in the cache, in case they come to be."""
+        self._record("compiled_ahead", name=member.name, count=count, seconds=seconds)
+
     def _not_copied(self, now: float, member: Member, step: int, why: str) -> None:
         self._record("not_copied", name=member.name, step=step, why=why)
 
