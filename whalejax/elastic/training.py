@@ -166,7 +166,7 @@ def _agreed(
     """How the gradients of this run are added up, and its plan where that was made."""
     from whalejax import _compat_processes
     from whalejax.elastic.adding_up.agreement import Arbiter, agreed
-    from whalejax.elastic.adding_up.price import Processes
+    from whalejax.elastic.adding_up.price import AddingProcesses
     from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.programs import planned_replica
@@ -175,7 +175,7 @@ def _agreed(
     wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}
     made: list[PlannedReplica] = []
 
-    def replica(processes: Processes) -> Plan | None:
+    def replica(processes: AddingProcesses) -> Plan | None:
         try:
             found = planned_replica(job, processes.each, **wanted)
         except NothingFits:

@@ -9,7 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,11 @@ def test_a_system_that_has_no_room_for_a_process_is_asked_again(
 ) -> None:
     start, failures = Processes.start, [1, 2]
 
-    def full(self: Processes, name: str) -> tuple[int, str]:
+    def full(self: Processes, name: str, own: Mapping[str, str]) -> tuple[int, str]:
         if failures:
             failures.pop()
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return start(self, name)
+        return start(self, name, own)
 
     monkeypatch.setattr(Processes, "start", full)
     supervisor = supervised(tmp_path, *SLEEPS)

@@ -18,7 +18,7 @@ from whalejax.elastic.adding_up.own_devices import (
 )
 from whalejax.elastic.adding_up.price import (
     NETWORK_BYTES_PER_SECOND,
-    Processes,
+    AddingProcesses,
     choose,
 )
 from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
@@ -93,7 +93,7 @@ class Arbiter:
 def agreed(
     arbiter: Arbiter,
     asked: AddingUp | None,
-    replica: Callable[[Processes], Plan | None],
+    replica: Callable[[AddingProcesses], Plan | None],
     *,
     mtbf: float,
     too_late: bool,
@@ -134,11 +134,11 @@ def agreed(
 
 def _by_price(
     known: Mapping[str, Any],
-    replica: Callable[[Processes], Plan | None],
+    replica: Callable[[AddingProcesses], Plan | None],
     mtbf: float,
     too_late: bool,
 ) -> AddingUp:
-    processes = Processes(
+    processes = AddingProcesses(
         count=known["processes"],
         hosts=known["hosts"],
         each=own_devices(),

@@ -57,7 +57,7 @@ NETWORK_BYTES_PER_SECOND: Final = 3.125e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
+class AddingProcesses:
     """The processes among which gradients are added up.
 
     Attributes:
@@ -138,7 +138,7 @@ class Priced:
     with_failures: tuple[float, float]
 
 
-def choose(replica: Plan | None, processes: Processes, mtbf: float) -> AddingUp:
+def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> AddingUp:
     """The cheaper way; by messages on CPUs, by collectives where they must be.
 
     Args:
@@ -176,7 +176,7 @@ def choose(replica: Plan | None, processes: Processes, mtbf: float) -> AddingUp:
     return AddingUp(by=MESSAGES if cheaper else COLLECTIVES, why=times)
 
 
-def price(replica: Plan, processes: Processes, mtbf: float) -> Priced:
+def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
     """What a step takes in each way.
 
     Args:
@@ -212,7 +212,7 @@ def price(replica: Plan, processes: Processes, mtbf: float) -> Priced:
     )
 
 
-def _copy_seconds(replica: Plan, processes: Processes) -> float:
+def _copy_seconds(replica: Plan, processes: AddingProcesses) -> float:
     """That a copy of the shards in memory holds steps up: until it is on the host, and
     on the way to the next host's memory where steps cross the same network card."""
     state = replica.memory.params_bytes + replica.memory.optimizer_bytes
@@ -231,7 +231,7 @@ def gradient_bytes(replica: Plan) -> int:
     return sum(leaf.nbytes for leaf in replica.trained)
 
 
-def message_seconds(replica: Plan, processes: Processes) -> float:
+def message_seconds(replica: Plan, processes: AddingProcesses) -> float:
     """To add up by messages: from the devices, over the wire, and back.
 
     Each micro-batch's gradients go to the host, where they are added up.
@@ -259,7 +259,7 @@ def message_seconds(replica: Plan, processes: Processes) -> float:
     return moved + added + wire + MESSAGE_SECONDS * rounds_of(size)
 
 
-def all_reduce_seconds(replica: Plan, processes: Processes) -> float:
+def all_reduce_seconds(replica: Plan, processes: AddingProcesses) -> float:
     """To add up by an all-reduce of the platform over all devices.
 
     Args:
@@ -270,7 +270,7 @@ def all_reduce_seconds(replica: Plan, processes: Processes) -> float:
     return collective_seconds("all-reduce", gradient_bytes(replica), parts)
 
 
-def _host_link(processes: Processes) -> float:
+def _host_link(processes: AddingProcesses) -> float:
     """Bytes a second between a device and its host; memory itself on CPUs."""
     if processes.platform == "cpu":
         return ADDED_BYTES_PER_SECOND

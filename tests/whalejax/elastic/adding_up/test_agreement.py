@@ -12,7 +12,7 @@ from tests.whalejax.elastic.test_runs import audit, expected_losses
 from tests.whalejax.elastic.test_supervisor import Live, live
 from whalejax.elastic.adding_up import agreement
 from whalejax.elastic.adding_up.agreement import Arbiter, agreed
-from whalejax.elastic.adding_up.price import Processes
+from whalejax.elastic.adding_up.price import AddingProcesses
 from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp, Way
 from whalejax.elastic.status import show, status_of
 from whalejax.elastic.supervisor import journal
@@ -33,7 +33,7 @@ def arbiter(there: Live) -> Arbiter:
     return Arbiter(there.where, str(there.folder / FOLDER / KEY))
 
 
-def no_room(processes: Processes) -> None:
+def no_room(processes: AddingProcesses) -> None:
     return None
 
 
@@ -71,9 +71,9 @@ def test_the_price_decides_and_who_comes_later_prices_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
-    priced: list[Processes] = []
+    priced: list[AddingProcesses] = []
 
-    def replica(processes: Processes) -> None:
+    def replica(processes: AddingProcesses) -> None:
         priced.append(processes)
 
     with live(tmp_path) as there:
