@@ -508,8 +508,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "mtbf": ("half", "any positive number of seconds"),
             "mesh": (
                 "none dict entry function class",
-                "a whole replica in each process, sizes of any axes, or what gives "
-                "them for a number of devices, which wh.plan checks",
+                "the cheaper way, sizes of any axes, or what gives them for a number "
+                "of devices, which wh.plan checks",
             ),
             "batch": ("none", "the job's own"),
             "num_micro_batches": ("none", "the largest that divides the batch"),

@@ -1,6 +1,6 @@
 """The devices of this process, found without starting JAX's backend in it.
 
-AddingProcesses that meet by the platform's collectives must join before their backend starts,
+Processes that meet by the platform's collectives must join before their backend starts,
 and whether they do depends on what devices they have. So another process looks, unless
 it is plain that there are only CPUs.
 """

@@ -18,8 +18,8 @@ from whalejax.elastic.assignment import dealt, shares
 from whalejax.elastic.exchange import rounds_of, sent_bytes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.catalogue import is_kind
 from whalejax.meshes.cluster_data import Level, Node
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.plan.goodput import goodput_of
@@ -56,6 +56,10 @@ NETWORK_BYTES_PER_SECOND: Final = 3.125e9
 """Of a host whose network cards do not say: 25 Gb/s."""
 
 
+_LEAST_MTBF: Final = 1e-3
+"""Seconds, so that nothing below is too small a number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddingProcesses:
     """The processes among which gradients are added up.
@@ -82,13 +86,14 @@ class AddingProcesses:
 
     def devices(self) -> Cluster:
         """The devices of all processes."""
-        kind, size = self.each.kinds[0], self.each.num_devices
-        if not is_kind(kind.name):
-            return self._of_unknown_kind()
-        if self.platform == "gpu" and self.hosts > 1:
-            here = math.ceil(self.count / self.hosts) * size
-            return self._crossing(parse_cluster(f"{kind.name}:{self.hosts}x{here}"))
-        return parse_cluster(f"{kind.name}:{self.count * size}")
+        name, size = self.each.kinds[0].name, self.each.num_devices
+        try:
+            if self.platform == "gpu" and self.hosts > 1:
+                here = math.ceil(self.count / self.hosts) * size
+                return self._crossing(parse_cluster(f"{name}:{self.hosts}x{here}"))
+            return parse_cluster(f"{name}:{self.count * size}")
+        except WhaleError:  # The catalogue lacks the kind, or so many of them joined.
+            return self._joined_by_hosts()
 
     def _crossing(self, cluster: Cluster) -> Cluster:
         """With the network card in place of a network that the hosts do not have."""
@@ -100,7 +105,7 @@ class AddingProcesses:
         outer = dataclasses.replace(outer, bandwidth_bytes_per_second=rate)
         return Cluster.of(dataclasses.replace(cluster, levels=(*inner, outer)))
 
-    def _of_unknown_kind(self) -> Cluster:
+    def _joined_by_hosts(self) -> Cluster:
         """Devices that reach each other through their hosts, as far as is known."""
         kind = self.each.kinds[0]
         here = math.ceil(self.count / self.hosts) * self.each.num_devices
@@ -194,7 +199,7 @@ def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
         found = goodput_of(
             seconds,
             nodes=count,
-            mtbf=mtbf * count,
+            mtbf=max(mtbf, _LEAST_MTBF) * count,
             restart=RESTART_SECONDS,
             snapshot=copy,
             recovery=RECOVERY_SECONDS,

@@ -25,6 +25,7 @@ from whalejax.elastic.adding_up.price import (
 from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES
 from whalejax.elastic.programs import planned_replica
 from whalejax.meshes import Cluster, cluster
+from whalejax.meshes.catalogue import kind_names
 from whalejax.planner.errors import NothingFits
 from whalejax.planner.plan.plan import Plan
 
@@ -171,6 +172,18 @@ def test_devices_of_all_processes() -> None:
     unknown = AddingProcesses(count=4, hosts=2, each=mine)
     assert levels(unknown) == [("host", 2), ("network", 2)]
     assert choose(replica("h100:1"), unknown, HOUR).by == COLLECTIVES
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("name", kind_names())
+def test_every_kind_has_a_price(name: str, hosts: int) -> None:
+    """Also where the catalogue knows no network, or no such number of devices."""
+    plan = replica("h100:1")
+    for count in (2, 3, 40):
+        there = AddingProcesses(count=count, hosts=hosts, each=cluster(f"{name}:1"))
+        for mtbf in (1e-12, HOUR, 1e9):
+            found = choose(plan, there, mtbf)
+            assert "by messages and" in found.why
 
 
 def test_agreeing_is_a_part_of_the_price() -> None:
