@@ -107,6 +107,7 @@ class Timeline:
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
         self.leaving = graph.leaving()
+        self.masks: set[int] = set()
         self.data = self._data()
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
         self.multiplied |= self._narrowed_operands()
@@ -138,12 +139,20 @@ class Timeline:
         return found
 
     def _data(self) -> list[bool]:
-        """For every tensor: it depends on the batch."""
+        """For every tensor: it depends on the batch, or on masks that are kept."""
         found = [t.kind == "batch" for t in self.graph.tensors]
+        drawn = [False] * len(found)
         for op in self.graph.ops:
+            random = op.kind == "random_bits" or any(drawn[t] for t in op.operands)
             if any(found[t] for t in op.operands):
                 for t in op.results:
                     found[t] = True
+            elif random and not self.compiler.fuses_products:
+                # What is drawn takes too many operations to be drawn again in fusions.
+                for t in op.results:
+                    found[t] = self.graph.tensors[t].dtype == "bool"
+                    drawn[t] = not found[t]
+                    self.masks |= {t} if found[t] else set()
         return found
 
     def _spans(self) -> list[Span]:
@@ -196,12 +205,19 @@ class Timeline:
     def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
         """Operands from which fusions make a value; nothing where none does."""
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
-        if op is None or op.remat != region or tensor in self.multiplied:
+        if (
+            op is None
+            or op.remat != region
+            or tensor in self.multiplied
+            or tensor in self.masks
+        ):
             return ()
         return op.operands if self._value(tensor) and self._repeats(op) else ()
 
     def _repeats(self, op: Op) -> bool:
         """Fusions compute it again rather than keep its result."""
+        if self.compiler.repeats and op.kind == "div" and len(op.operands) == 1:
+            return True  # By a constant, which is a product with another.
         return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
 
     def _found(
@@ -236,7 +252,7 @@ class Timeline:
 
         def again(t: int) -> bool:
             op = ops[self.maker[t]] if t in self.maker else None
-            if op is None or t in self.multiplied:
+            if op is None or t in self.multiplied or t in self.masks:
                 return False
             if not self.compiler.repeats:
                 return op.kind in SPREAD

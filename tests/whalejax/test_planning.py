@@ -534,3 +534,25 @@ def test_a_loss_that_adds_samples_up_is_noted() -> None:
         )
         noted = any("1/4 of the sum over the global batch" in n for n in plan.notes)
         assert noted == said
+
+
+def test_masks_that_are_drawn_are_kept_on_gpu() -> None:
+    def loss_fn(model: Any, batch: Any, rng: Any, *, draws: bool) -> Any:
+        hidden = batch["x"] @ model["a"]
+        if draws:
+            kept = jax.random.bernoulli(rng, 0.9, hidden.shape)
+            hidden = jnp.where(kept, hidden, jnp.zeros_like(hidden))
+        return jnp.mean((hidden @ model["b"]) ** 2)
+
+    model, batch = {n: leaf(128, 128) for n in "ab"}, {"x": leaf(4096, 128)}
+    kept = [
+        wh.plan(
+            functools.partial(loss_fn, draws=draws),
+            model,
+            batch,
+            optimizer=SGD,
+            cluster="h100:1",
+        ).memory.activations_bytes
+        for draws in (False, True)
+    ]
+    assert kept[1] - kept[0] == 4096 * 128  # A byte for each.

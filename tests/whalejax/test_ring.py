@@ -87,7 +87,6 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     assert not found.of("all-gather")
 
 
-@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 4, "context": 2}])
 @pytest.mark.parametrize("remat", ["none", "full"])
