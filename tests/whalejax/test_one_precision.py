@@ -85,3 +85,26 @@ def test_what_cannot_be_traced_at_all_says_so_itself() -> None:
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     with pytest.raises(TypeError, match="dot_general requires contracting"):
         wh.plan(wrong, model, batch, cluster="h100:8", precision="bf16")
+
+
+def routed(model: Any, batch: Any) -> Any:
+    """A small product of float32 between large ones that follow the cast."""
+    hidden = batch @ model["up"]
+    scores = batch.astype(jnp.float32) @ model["router"].astype(jnp.float32)
+    gate = jax.nn.softmax(scores)[:, :1].astype(hidden.dtype)
+    return ((jnp.tanh(hidden) * gate @ model["down"]) ** 2).mean().astype(jnp.float32)
+
+
+def test_a_router_of_float32_leaves_the_rest_to_the_cast() -> None:
+    sizes = {"up": (EMBED, MLP), "router": (EMBED, 2), "down": (MLP, EMBED)}
+    model = {n: jax.ShapeDtypeStruct(x, jnp.float32) for n, x in sizes.items()}
+    batch = jax.ShapeDtypeStruct((64, EMBED), jnp.float32)
+    half, whole = (
+        wh.plan(routed, model, batch, cluster="h100:8", precision=p, mesh={"data": 8})
+        for p in ("bf16", "f32")
+    )
+    (said,) = (x for x in half.notes if x.startswith("bf16: 1 product"))
+    assert "stays in float32" in said and "1.54%" in said
+    assert not any("product by product" in x for x in half.notes)
+    assert 2 * half.memory.working_bytes == whole.memory.working_bytes
+    assert half.memory.activations_bytes < 0.7 * whole.memory.activations_bytes

@@ -148,6 +148,13 @@ class Captured:
         }
         return Counter(why for at, why in wide_products(self.jaxpr) if at in reads)
 
+    @property
+    def float32_part(self) -> float:
+        """Of all products' work, the part that is of float32 and need not be."""
+        free = {at for at, why in wide_products(self.jaxpr) if not why}
+        work = [(op.flops * op.trip, op.position in free) for op in self.graph.ops]
+        return sum(w for w, wide in work if wide) / max(1, sum(w for w, _ in work))
+
     def with_precisions(self, precisions: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, some TaskGraphs of which compute in 16 bits.
 

@@ -30,6 +30,10 @@ from whalejax.planner.terms import ALL
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
 """Bytes of a parameter as computed with, over its stored bytes."""
 
+SMALL_PART: Final = 0.05
+"""Of the work of all products: where no more is of float32, as a router is, the rest of
+the model is cast."""
+
 
 def at_precision(adapter: Adapter, precision: str) -> Adapter:
     """An adapter whose loss computes at a precision.
@@ -57,8 +61,9 @@ def taken_precision(
     """How the precision of a whole model is brought about, so that it has an effect.
 
     Parameters and batches are cast once, and the model's own promotion does the rest.
-    Where the model insists on float32 a cast would change nothing, or end in types that
-    do not fit; there every product is of 16 bits, as if all TaskGraphs asked for it.
+    Where the model insists on float32, for more than a router or the like, a cast would
+    change nothing, or end in types that do not fit; there every product is of 16 bits,
+    as if all TaskGraphs asked for it.
 
     Args:
         asked: one of ``PRECISIONS``.
@@ -75,7 +80,8 @@ def taken_precision(
     by_product = {ALL: asked}
     start = f"precision={asked!r} is taken as {by_product!r}, product by product: "
     try:
-        wide = traced(asked).captured.wide_products
+        captured = traced(asked).captured
+        wide, part = captured.wide_products, captured.float32_part
     except WhaleError:
         raise
     except Exception as error:  # whatever a loss may raise
@@ -88,12 +94,15 @@ def taken_precision(
             f"{start}with parameters and batch cast to it the loss cannot be traced "
             f"({type(error).__name__}: {said:.100})"
         ]
-    if free := wide.pop("", 0):
+    free = wide.pop("", 0)
+    if free and part > SMALL_PART:
         are = "product is" if free == 1 else "products are"
         return by_product, [
             f"{start}{free} {are} of float32 whatever parameters and batch are, as in "
             "modules with a dtype of their own"
         ]
+    if free:
+        wide[f"with {part:.2%} of the work, which the model wants so,"] = free
     return asked, [
         f"{asked}: {product_words(count)} {where} stay{'s' * (count == 1)} in float32"
         for where, count in wide.items()
