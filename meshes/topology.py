@@ -130,6 +130,8 @@ class CompilerProfile:
             it, and moves and keeps what only products read in that type.
         keeps_halos: what devices received of their neighbours for a convolution serves
             the gradient of its kernel, too; if not, it is exchanged again.
+        keeps_masks: masks that are drawn at random are kept for the backward pass, a
+            byte each; if not, they are drawn again.
         merges_regions: takes what a checkpointed region computes again from the forward
             pass, where the region is given the same values. A collective that the
             compiler made itself is not merged, nor what follows from it.
@@ -159,6 +161,9 @@ class CompilerProfile:
     gathers_first: bool = False
     narrow_products: bool = False
     keeps_halos: bool = dataclasses.field(
+        default=False, metadata={"unless_default": True}
+    )
+    keeps_masks: bool = dataclasses.field(
         default=False, metadata={"unless_default": True}
     )
     merges_regions: bool = dataclasses.field(
@@ -232,7 +237,7 @@ def _truth(value: Any) -> bool | None:
 
 
 # As counted in compiled programs (``scripts/verified.json``); for GPU in those of an
-# H100, and what they do not show is as on CPU.
+# H100, and what they do not show is as the class says.
 COMPILERS: Mapping[Platform, CompilerProfile] = {
     "tpu": CompilerProfile(
         merge_partials=True,
@@ -252,6 +257,7 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         reduce_scatter=True,
         reduces_in_parts=False,
         fuses_normalizations=True,
+        keeps_masks=True,
     ),
     "cpu": CompilerProfile(
         merge_partials=False,

@@ -13,14 +13,16 @@ CHANGED: Final = "+"
 
 
 def is_clean() -> bool:
-    """No file differs from the commit, except kept results."""
-    return not _git("status", "--porcelain", "--", ".", ":!scripts/*.json")
+    """There is a commit, and no file but kept results differs from it."""
+    return bool(_git("rev-parse", "HEAD")) and not _git(
+        "status", "--porcelain", "--", ".", ":!scripts/*.json"
+    )
 
 
 def commit() -> str:
-    """The first ten digits, ``CHANGED`` behind them where files differ; or nothing."""
+    """The first ten digits, and ``CHANGED`` where files differ or git says nothing."""
     found = _git("rev-parse", "--short=10", "HEAD")
-    return found + ("" if is_clean() else CHANGED) if found else ""
+    return found + ("" if is_clean() else CHANGED)
 
 
 def _git(*words: str) -> str:

@@ -147,8 +147,7 @@ class Timeline:
             if any(found[t] for t in op.operands):
                 for t in op.results:
                     found[t] = True
-            elif random and not self.compiler.fuses_products:
-                # What is drawn takes too many operations to be drawn again in fusions.
+            elif random and self.compiler.keeps_masks:
                 for t in op.results:
                     found[t] = self.graph.tensors[t].dtype == "bool"
                     drawn[t] = not found[t]

@@ -79,7 +79,7 @@ def test_compilers_by_platform() -> None:
         scatters_odd_tiles=False,
     )
     assert cluster("h100:8").compiler == dataclasses.replace(
-        PROFILE, reduces_in_parts=False, fuses_normalizations=True
+        PROFILE, reduces_in_parts=False, fuses_normalizations=True, keeps_masks=True
     )
     assert cluster("cpu:8").compiler == CompilerProfile(
         merge_partials=False,

@@ -115,6 +115,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
         merge_partials=draw(st.booleans()),
         reduce_scatter=draw(st.booleans()),
         reduces_in_parts=draw(st.booleans()),
+        keeps_masks=draw(st.booleans()),
         copies_kernels=draw(st.booleans()),
         fuses_products=draw(st.booleans()),
         fuses_normalizations=draw(st.booleans()),
