@@ -390,7 +390,8 @@ class Line:
     @property
     def band(self) -> MemoryBand:
         """Where the compiled memory lies, as parts of the predicted."""
-        in_a_loop = self.program.options.get("scan_layers") is not False
+        by_default = self.program.model.startswith("llama")
+        in_a_loop = self.program.options.get("scan_layers", by_default)
         return band_of(wh.cluster(self.program.topology).platform, in_a_loop=in_a_loop)
 
     @property

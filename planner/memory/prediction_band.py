@@ -31,11 +31,12 @@ _CERTAIN: Final = MemoryBand(low=1.0, high=1.0)
 _BANDS: Final = {
     ("tpu", True): MemoryBand(low=0.92, high=1.10),
     ("tpu", False): MemoryBand(low=0.86, high=1.13),
-    ("gpu", True): MemoryBand(low=0.96, high=1.09),
-    ("gpu", False): MemoryBand(low=0.86, high=1.13),
+    ("gpu", True): MemoryBand(low=0.94, high=1.10),
+    ("gpu", False): MemoryBand(low=0.95, high=1.15),
 }
-"""By platform, and whether the layers are in a loop. No program without one was
-compiled for GPUs: those of TPUs are taken."""
+"""By platform, and whether the layers are in a loop. Of GPUs without a loop one program
+is left out, with 36 % more than predicted: XLA's scheduler for GPUs computes again
+ahead of time where memory is free, and here three quarters of it were."""
 
 
 def memory_band(platform: str, graph: Graph) -> MemoryBand:
