@@ -195,7 +195,7 @@ def test_the_band_is_that_of_most_of_the_products() -> None:
     total = wh.plan(mostly_written_out, MODEL, BATCH, margin=0, **fixed)
     nearly = WHOLE.with_memory(int(1.2 * total.memory.total_bytes))
     plan = wh.plan(mostly_written_out, MODEL, BATCH, **{**fixed, "cluster": nearly})
-    assert any("margin=0.13 was kept free" in note for note in plan.notes)
+    assert any("margin=0.15 was kept free" in note for note in plan.notes)
 
 
 def test_a_compiler_that_refuses_everything(compiler: Answers) -> None:
@@ -219,12 +219,12 @@ def test_plans_for_gpus_leave_what_compiled_programs_took_more() -> None:
     plain = planned(WHOLE, None, **fixed)
     assert not any(note.startswith("memory: ") for note in plain.notes)
     total = plain.memory.total_bytes
-    enough = WHOLE.with_memory(int(1.14 * total))
+    enough = WHOLE.with_memory(int(1.16 * total))
     (note,) = (
         n for n in planned(enough, None, **fixed).notes if n.startswith("memory: ")
     )
-    assert "86% to 113%" in note and "margin=0.13 was kept free" in note
-    short = WHOLE.with_memory(int(1.12 * total))
+    assert "95% to 115%" in note and "margin=0.15 was kept free" in note
+    short = WHOLE.with_memory(int(1.14 * total))
     with pytest.raises(NothingFits) as refused:
         planned(short, None, **fixed)
     assert refused.value.of_bytes == short.memory_bytes
