@@ -208,17 +208,17 @@ class SpreadMember:
 
     def _prepare_ahead(self, compiles: bool) -> None:
         """Plan for the next numbers of processes, beside the steps, and compile for the
-        next smaller one: more have devices that are not there yet."""
+        next smaller one."""
         with contextlib.suppress(OSError):  # The steps come first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         here = jax.process_count()
+        self._planned_for(here + 1)
         for count in range(here - 1, 0, -1):
             plan = self._planned_for(count)
             if plan is not None:
                 if compiles:
                     self._compile_ahead(count, plan)
                 break
-        self._planned_for(here + 1)
 
     def _planned_for(self, count: int) -> Plan | None:
         """A plan for so many processes; the supervisor is told where there is none."""

@@ -93,22 +93,20 @@ class SpreadPrograms:
         return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
 
     def compile_for(self, plan: Plan) -> bool:
-        """Compile the step of fewer processes into the persistent cache; run nothing.
-
-        The devices of the first of these processes are those that fewer will have, by
-        the same numbers, so that their programs are the same to the cache.
+        """Compile the step of one process into the persistent cache; run nothing.
 
         Args:
             plan: for fewer processes.
 
         Returns:
-            Whether it was, which needs one program that the first process can compile
-            for all, because JAX has that one alone write to the cache. Stages with
-            programs of their own are not compiled by the first. On CPUs the name of a
-            program in the cache tells the process too, so that several would find none.
+            Whether it was: only on CPUs, and only the step of one process. The name of
+            a program in the cache tells on CPUs which process it is of, and on GPUs how
+            many there are; and to compile on GPUs, XLA may wait for the other
+            processes, which share its measurements. Stages with programs of their own
+            are not compiled either.
         """
         several = plan.cluster.num_devices > jax.local_device_count()
-        if plan.apart or (several and plan.cluster.platform == "cpu"):
+        if plan.apart or several or plan.cluster.platform != "cpu":
             return False
         step = compile_step(
             plan,

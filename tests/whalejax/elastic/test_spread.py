@@ -337,6 +337,8 @@ def test_steps_of_fewer_devices_are_compiled_and_not_run(
     monkeypatch.setattr(example.wh.Job, "batch_at", None)  # Shapes are enough.
     half = programs.plan.what_if(cluster="cpu:4", mesh={"fsdp": 4})
     assert programs.compile_for(half)
+    gpus = programs.plan.what_if(cluster="h100:4", mesh={"fsdp": 4})
+    assert not programs.compile_for(gpus)
     # As if this process had fewer of them: others would not find what it compiles.
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     assert not programs.compile_for(half)
