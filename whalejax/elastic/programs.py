@@ -55,7 +55,7 @@ class PlannedReplica:
     Attributes:
         plan: of it alone.
         model: its shapes.
-        first: the first global batch, of ``size`` samples.
+        first: the first global batch, of ``size`` samples, or its shapes.
         count: micro-batches of a step.
     """
 
@@ -73,8 +73,9 @@ def planned_replica(
     batch: int | None,
     micro_batches: int | None,
     precision: Any,
+    by_shapes: bool = False,
 ) -> PlannedReplica:
-    """Plan a whole replica; no device is touched.
+    """Plan a whole replica; no device is touched, unless the job's batch does.
 
     Args:
         job: what is trained.
@@ -82,11 +83,13 @@ def planned_replica(
         batch: samples of the global batch; the job's own number if left out.
         micro_batches: of a step; see ``MICRO_BATCHES``.
         precision: as for ``wh.plan``.
+        by_shapes: trace the first batch, where it can be, in place of making it.
 
     Raises:
         PlanError: it has no room there, or cannot be planned.
     """
-    first = jobs.first_batch(job, batch)
+    make = _shapes_of_batch if by_shapes else jobs.first_batch
+    first = make(job, batch)
     size = batch or job.batch_size or 0
     count = micro_batches or most_micro_batches(size)
     model = jobs.abstract_model(job)
@@ -100,6 +103,15 @@ def planned_replica(
         shares=[count],
     )
     return PlannedReplica(plan=plan, model=model, first=first, size=size, count=count)
+
+
+def _shapes_of_batch(job: Job, batch: int | None) -> Any:
+    """The first batch as shapes, so that arrays of JAX's start no device; the batch
+    itself where it cannot be traced."""
+    try:
+        return jax.eval_shape(lambda: job.batch_at(0, batch))
+    except Exception:  # Whatever the user's function raises there.
+        return jobs.first_batch(job, batch)
 
 
 class ReplicaPrograms:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import Asked
     from whalejax.elastic.programs import PlannedReplica
-    from whalejax.meshes import Cluster
     from whalejax.planner.plan.plan import Plan
 
 
@@ -170,20 +169,22 @@ def _agreed(
     from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.programs import planned_replica
-    from whalejax.planner.errors import NothingFits, PlanError
+    from whalejax.planner.errors import NothingFits
 
     wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}
     made: list[PlannedReplica] = []
 
     def replica(processes: AddingProcesses) -> Plan | None:
         try:
-            found = planned_replica(job, processes.each, **wanted)
+            found = planned_replica(
+                job,
+                processes.each,
+                **wanted,
+                # Arrays of JAX's would start the devices before the processes join.
+                by_shapes=processes.platform != "cpu",
+            )
         except NothingFits:
             return None
-        except PlanError:
-            if _has_plan(job, processes.devices(), settings):
-                return None
-            raise
         if processes.platform == "cpu":  # Accelerators are measured, and planned anew.
             made.append(found)
         return found.plan
@@ -198,28 +199,9 @@ def _agreed(
         asked,
         replica,
         mtbf=training.mtbf,
-        too_late=_compat_processes.backends_are_there(),
+        too_late=_compat_processes.backends_are_there,
     )
     return found.by, made[0] if made else None
-
-
-def _has_plan(job: Job, cluster: Cluster, settings: Mapping[str, Any]) -> bool:
-    """Whether a job can be planned as one model over all these devices."""
-    from whalejax import jobs
-    from whalejax.planner.errors import PlanError
-
-    try:
-        jobs.make_plan(
-            job,
-            jobs.abstract_model(job),
-            jobs.first_batch(job, settings["batch"]),
-            cluster,
-            precision=settings["precision"],
-            num_micro_batches=settings["micro_batches"] or 1,
-        )
-    except PlanError:
-        return False
-    return True
 
 
 def _spread(

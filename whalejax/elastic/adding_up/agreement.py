@@ -39,6 +39,12 @@ from whalejax.planner.plan.plan import Plan
 _AGAIN_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 30.0
 
+_CALLER: Final = "the devices of this process were started before wh.train_elastic"
+_PRICING: Final = (
+    "the devices of this process were started by the job's first batch, which was made "
+    "for the price and holds arrays of JAX's"
+)
+
 
 class Arbiter:
     """The supervisor, of which a process asks how gradients are added up."""
@@ -54,8 +60,12 @@ class Arbiter:
         self._key = key_of_run(key_file, address)
 
     def ask(self) -> Mapping[str, Any]:
-        """What was decided (``by`` is empty where nothing was), ``processes`` and
-        ``hosts``.
+        """What was decided, and between how many.
+
+        Returns:
+            ``by`` (``"messages"``, ``"collectives"``, or empty where nothing was
+            decided), ``why``, ``processes`` (at most, in all) and ``hosts`` (on which
+            they run).
 
         Raises:
             WhaleError: no supervisor answers.
@@ -96,7 +106,7 @@ def agreed(
     replica: Callable[[AddingProcesses], Plan | None],
     *,
     mtbf: float,
-    too_late: bool,
+    too_late: Callable[[], bool],
 ) -> AddingUp:
     """How gradients of this run are added up.
 
@@ -105,52 +115,55 @@ def agreed(
         asked: as the user wants it; None leaves it to the price.
         replica: gives the plan of one of these processes; None where it has no room.
         mtbf: mean seconds between failures.
-        too_late: this process has started its devices, and cannot join others by
-            collectives any more.
+        too_late: whether this process has started its devices by now, and cannot join
+            others by collectives any more; asked again when the price was made.
 
     Raises:
         WhaleError: no supervisor answers, or the run adds up otherwise than this
             process wants, or can.
     """
+    started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()
     if known["by"]:
         found = AddingUp(by=known["by"], why=known["why"])
     else:
-        found = arbiter.decide(asked or _by_price(known, replica, mtbf, too_late))
+        offer = asked
+        if offer is None:
+            processes = _processes(known)
+            plan = replica(processes)
+            offer = choose(plan, processes, mtbf)
+            if offer.by == COLLECTIVES and plan is not None and too_late():
+                offer = AddingUp(
+                    by=MESSAGES,
+                    why=f"{started}, so that it cannot join others by collectives "
+                    f"({offer.why})",
+                )
+        found = arbiter.decide(offer)
     if asked is not None and asked.by != found.by:
         raise WhaleError(
             f"this run adds gradients up by {found.by} ({found.why}), and this process "
             f"was started with {asked.why}. Give all processes the same mesh"
         )
-    if too_late and found.by == COLLECTIVES:
+    if found.by == COLLECTIVES and too_late():
         raise WhaleError(
-            f"this run adds gradients up by collectives ({found.why}), and this "
-            "process has started its devices, so that it cannot join the others. Call "
-            "wh.train_elastic before anything asks for devices or arrays, or give all "
+            f"this run adds gradients up by collectives ({found.why}), and {started}, "
+            "so that it cannot join the others. Call wh.train_elastic before anything "
+            "asks for devices or arrays, make batches of NumPy's arrays, or give all "
             "mesh='replicas'"
         )
     return found
 
 
-def _by_price(
-    known: Mapping[str, Any],
-    replica: Callable[[AddingProcesses], Plan | None],
-    mtbf: float,
-    too_late: bool,
-) -> AddingUp:
-    processes = AddingProcesses(
+def _processes(known: Mapping[str, Any]) -> AddingProcesses:
+    """Those of a run, as far as one of them can see.
+
+    Args:
+        known: what ``Arbiter.ask`` was told.
+    """
+    return AddingProcesses(
         count=known["processes"],
         hosts=known["hosts"],
         each=own_devices(),
         network_bytes_per_second=network_bytes_per_second() or NETWORK_BYTES_PER_SECOND,
         has_fabric=has_fabric(),
     )
-    plan = replica(processes)
-    found = choose(plan, processes, mtbf)
-    if too_late and found.by == COLLECTIVES and plan is not None:
-        return AddingUp(
-            by=MESSAGES,
-            why="the processes have started their devices before wh.train_elastic, "
-            f"and cannot join by collectives any more ({found.why})",
-        )
-    return found

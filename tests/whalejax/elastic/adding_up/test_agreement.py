@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from tests.whalejax.elastic.runs import running
+import whalejax as wh
+from tests.whalejax.elastic import job as example
+from tests.whalejax.elastic.adding_up import priced_script
+from tests.whalejax.elastic.runs import Run, running
 from tests.whalejax.elastic.test_runs import audit, expected_losses
 from tests.whalejax.elastic.test_supervisor import Live, live
-from whalejax.elastic.adding_up import agreement
+from whalejax.distributed.launch_env import KEY_FILE
+from whalejax.elastic import programs
+from whalejax.elastic.adding_up import agreement, price
 from whalejax.elastic.adding_up.agreement import Arbiter, agreed
 from whalejax.elastic.adding_up.price import AddingProcesses
 from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp, Way
+from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.programs import planned_replica
 from whalejax.elastic.status import show, status_of
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
@@ -22,6 +33,8 @@ from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -31,6 +44,10 @@ ASKED = AddingUp(by=COLLECTIVES, why="mesh='auto' was given")
 
 def arbiter(there: Live) -> Arbiter:
     return Arbiter(there.where, str(there.folder / FOLDER / KEY))
+
+
+def not_yet() -> bool:
+    return False
 
 
 def no_room(processes: AddingProcesses) -> None:
@@ -78,9 +95,73 @@ def test_the_price_decides_and_who_comes_later_prices_nothing(
 
     with live(tmp_path) as there:
         for _ in range(2):
-            found = agreed(arbiter(there), None, replica, mtbf=3600.0, too_late=False)
+            found = agreed(arbiter(there), None, replica, mtbf=3600.0, too_late=not_yet)
             assert found.by == COLLECTIVES and "(1 H100)" in found.why
     assert [p.count for p in priced] == [there.supervisor._run.settings.most]
+
+
+def test_a_batch_that_starts_the_devices_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
+    started: list[bool] = []
+    settings = {"batch": None, "micro_batches": 8, "precision": "f32"}
+    plan = planned_replica(example.make(), cluster("h100:1"), **settings).plan
+
+    def replica(processes: AddingProcesses) -> Plan:
+        started.append(True)
+        return plan
+
+    def no_room_either(processes: AddingProcesses) -> None:
+        started.append(True)
+
+    monkeypatch.setattr(price, "MESSAGE_SECONDS", 1.0)  # Collectives are cheaper.
+    options: dict[str, Any] = {"mtbf": 3600.0, "too_late": lambda: bool(started)}
+    with live(tmp_path / "a") as there:
+        found = agreed(arbiter(there), None, replica, **options)
+        assert found.by == MESSAGES and "by the job's first batch" in found.why
+    started.clear()
+    with live(tmp_path / "b") as there:
+        with pytest.raises(WhaleError, match="no room.*by the job's first batch"):
+            agreed(arbiter(there), None, no_room_either, **options)
+
+
+def test_a_batch_of_jax_arrays_is_priced_without_them() -> None:
+    made: list[bool] = []
+
+    def batch(step: int, size: int) -> dict[str, Any]:
+        drawn = jax.random.normal(jax.random.key(step), (size, example.WIDTH))
+        made.append(isinstance(drawn, jax.core.Tracer))
+        return {**example.batch(step, size), "x": drawn}
+
+    def untraceable(step: int, size: int) -> dict[str, Any]:
+        return {k: np.asarray(x) for k, x in batch(step, size).items()}
+
+    settings = {"batch": None, "micro_batches": 8, "precision": "f32"}
+    for function, wanted in ((batch, [True]), (untraceable, [True, False])):
+        job = dataclasses.replace(example.make(), batch=function)
+        found = planned_replica(job, cluster("h100:1"), **settings, by_shapes=True)
+        assert made == wanted
+        assert found.plan.batch[0].shape[0] == example.SIZE
+        made.clear()
+
+
+def test_what_the_planner_refuses_is_raised_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live(tmp_path) as there:
+        monkeypatch.setenv(SUPERVISOR, there.where)
+        monkeypatch.setenv(KEY_FILE, str(there.folder / FOLDER / KEY))
+        with pytest.raises(WhaleError, match="do not divide into 5 micro-batches"):
+            wh.train_elastic(example.make(), steps=1, num_micro_batches=5)
+
+        def refuses(*_: Any, **__: Any) -> None:
+            raise PlanError("no 8 micro-batches")
+
+        monkeypatch.setattr(programs, "planned_replica", refuses)
+        with pytest.raises(PlanError, match="^no 8 micro-batches$"):
+            wh.train_elastic(example.make(), steps=1)
+        assert there.events("adding_up") == []
 
 
 def test_who_wants_it_otherwise_is_told(
@@ -88,7 +169,7 @@ def test_who_wants_it_otherwise_is_told(
 ) -> None:
     monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
     with live(tmp_path) as there:
-        options: dict[str, Any] = {"mtbf": 3600.0, "too_late": False}
+        options: dict[str, Any] = {"mtbf": 3600.0, "too_late": not_yet}
         assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
         other = AddingUp(by=MESSAGES, why="mesh='replicas' was given")
         said = (
@@ -97,10 +178,11 @@ def test_who_wants_it_otherwise_is_told(
         )
         with pytest.raises(WhaleError, match=said):
             agreed(arbiter(there), other, no_room, **options)
-        options["too_late"] = True
-        with pytest.raises(WhaleError, match="has started its devices.*'replicas'"):
+        options["too_late"] = lambda: True
+        late = "were started before wh.train_elastic.*'replicas'"
+        with pytest.raises(WhaleError, match=late):
             agreed(arbiter(there), None, no_room, **options)
-        with pytest.raises(WhaleError, match="has started its devices.*'replicas'"):
+        with pytest.raises(WhaleError, match=late):
             agreed(arbiter(there), ASKED, no_room, **options)
 
 
@@ -137,6 +219,24 @@ def test_replicas_are_chosen_on_cpus_and_written_down(
     assert chosen(tmp_path, capsys).why == event["why"]
     said = (tmp_path / "supervisor.log").read_text()
     assert f"whalejax: gradients are added up by messages: {event['why']}" in said
+
+
+def test_processes_whose_price_says_collectives_join_and_train(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", priced_script.__name__]
+    run = Run(tmp_path, {}, {"least": 2, "most": 2}, command=command)
+    try:
+        assert run.wait() == 0, run.told()
+        (event,) = run.events("adding_up")
+        assert event["by"] == COLLECTIVES
+        assert "2 processes of 1 H100" in event["why"]
+        (begun,) = run.events("begun")
+        assert len(begun["members"]) == 2
+        losses = {said["step"]: said["loss"] for said in run.commits()}
+    finally:
+        run.end()
+    assert [losses[n + 1] for n in range(priced_script.STEPS)] == pytest.approx(
+        priced_script.losses(), rel=1e-6
+    )
 
 
 @pytest.mark.full
