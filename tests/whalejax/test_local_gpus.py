@@ -37,7 +37,10 @@ def test_gpus_are_those_of_the_system_or_of_the_variable(devices: Path) -> None:
         "3": ("3",),
         "3, 1": ("3", "1"),
         "3,-1,1": ("3",),
-        "GPU-ab,MIG-cd": ("GPU-ab", "MIG-cd"),
+        "GPU-ab,GPU-cd": ("GPU-ab", "GPU-cd"),
+        "MIG-ab,MIG-cd": ("MIG-ab", "MIG-cd"),
+        "NoDevFiles": (),
+        "1,none,2": ("1",),
     }
     for given, wanted in found.items():
         environment = {} if given is None else {VISIBLE: given}
@@ -64,6 +67,18 @@ def test_each_process_gets_as_many_of_its_own() -> None:
     assert [own_gpus(gpus, 5, n)[VISIBLE] for n in range(5)] == gpus
     assert own_gpus([], 9, 8) == {} == own_gpus(gpus, 1, 0)
     assert shared_words(gpus, 1) == "" == shared_words([], 3)
+    # CUDA shows a process one part of a GPU, however many are named.
+    parts = [f"MIG-{n}" for n in range(4)]
+    assert [own_gpus(parts, 2, n)[VISIBLE] for n in range(2)] == parts[:2]
+    assert "gets 1 of the 4 GPUs" in shared_words(parts, 2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_place_that_is_not_there_gets_none(processes: int) -> None:
+    said = f"process 3 .* all 4 .*shared out among {processes} processes.*again for 3"
+    with pytest.raises(WhaleError, match=said):
+        own_gpus(["0", "1", "2", "3"], processes, 2)
+    assert own_gpus([], processes, 2) == {}
 
 
 def test_more_processes_than_gpus_are_refused() -> None:

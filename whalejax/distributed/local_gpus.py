@@ -23,6 +23,8 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 _PLATFORMS: Final = "JAX_PLATFORMS"
 _FILE: Final = re.compile(r"nvidia\d+")
+_PART: Final = "MIG-"
+_NAME: Final = re.compile(rf"\d+|GPU-.+|{_PART}.+")
 
 
 def visible_gpus(
@@ -32,6 +34,8 @@ def visible_gpus(
     has_plugin: bool | None = None,
 ) -> tuple[str, ...]:
     """The GPUs that processes with this environment would see; none of CPU runs.
+
+    Parts of GPUs (``MIG-…``) count as GPUs, though CUDA shows a process one at most.
 
     Args:
         environment: of the processes; that of this one if None.
@@ -44,10 +48,7 @@ def visible_gpus(
     ()
     """
     known = os.environ if environment is None else environment
-    platforms = known.get(_PLATFORMS, "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return ()
-    if not (_has_plugin() if has_plugin is None else has_plugin):
+    if not may_use_gpus(known, has_plugin=has_plugin):
         return ()
     if VISIBLE not in known:
         try:
@@ -57,10 +58,25 @@ def visible_gpus(
         return tuple(map(str, range(count)))
     found = []
     for name in known[VISIBLE].split(","):
-        if name.strip() in ("", "-1"):
+        if not _NAME.fullmatch(name.strip()):
             break  # CUDA takes what stands before it.
         found.append(name.strip())
     return tuple(found)
+
+
+def may_use_gpus(
+    environment: Mapping[str, str] | None = None, *, has_plugin: bool | None = None
+) -> bool:
+    """Whether processes with this environment use NVIDIA's GPUs, where there are some.
+
+    Args:
+        environment, has_plugin: as for ``visible_gpus``.
+    """
+    known = os.environ if environment is None else environment
+    platforms = known.get(_PLATFORMS, "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return False
+    return _has_plugin() if has_plugin is None else has_plugin
 
 
 def _has_plugin() -> bool:
@@ -97,16 +113,24 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
         place: of this process among them, from 0.
 
     Raises:
-        WhaleError: there are not enough.
+        WhaleError: there are not enough, or there is no such place.
 
     >>> own_gpus(["0", "1", "2", "3"], 2, 1), own_gpus(["0", "1"], 1, 0)
     ({'CUDA_VISIBLE_DEVICES': '2,3'}, {})
     """
-    if not gpus or processes == 1:
+    if not gpus:
+        return {}
+    if place >= processes:
+        raise WhaleError(
+            f"process {place + 1} on this machine has no GPUs of its own: all "
+            f"{len(gpus)} ({', '.join(gpus)}) are shared out among {processes} "
+            f"processes. End the run, and start it again for {place + 1}"
+        )
+    if processes == 1:
         return {}
     if why := refusal(gpus, processes):
         raise WhaleError(why)
-    each = len(gpus) // processes
+    each = _each(gpus, processes)
     return {VISIBLE: ",".join(gpus[place * each : (place + 1) * each])}
 
 
@@ -118,8 +142,16 @@ def shared_words(gpus: Sequence[str], processes: int) -> str:
     """
     if not gpus or processes == 1:
         return ""
-    each = len(gpus) // processes
-    return (
-        f"each of {processes} processes gets {each} of the {len(gpus)} GPUs of this "
-        "machine"
+    said = (
+        f"each of {processes} processes gets {_each(gpus, processes)} of the "
+        f"{len(gpus)} GPUs of this machine"
     )
+    parts = any(name.startswith(_PART) for name in gpus)
+    return f"{said} (of {_PART} names, CUDA shows a process one)" if parts else said
+
+
+def _each(gpus: Sequence[str], processes: int) -> int:
+    """How many each process gets; one of those that CUDA shows singly."""
+    if any(name.startswith(_PART) for name in gpus):
+        return 1
+    return len(gpus) // processes

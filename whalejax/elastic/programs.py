@@ -143,16 +143,19 @@ class ReplicaPrograms:
             micro_batches: of a step; see ``MICRO_BATCHES``.
             precision: as for ``wh.plan``.
             seed: of the run.
-            planned: for this process's devices, where it is planned already.
+            planned: where it is planned already, from the first batch itself; it is
+                planned anew where that was for another platform than this process's.
         """
         self.job, self._seed = job, seed
-        planned = planned or planned_replica(
-            job,
-            local_cluster(),
-            batch=batch,
-            micro_batches=micro_batches,
-            precision=precision,
-        )
+        here = jax.local_devices()[0].platform
+        if planned is None or planned.plan.cluster.platform != here:
+            planned = planned_replica(
+                job,
+                local_cluster(),
+                batch=batch,
+                micro_batches=micro_batches,
+                precision=precision,
+            )
         plan = planned.plan
         self.size = planned.size
         self.step = compile_step(

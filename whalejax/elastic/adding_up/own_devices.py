@@ -23,7 +23,7 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 
 
-_LOOK_SECONDS: Final = 240.0
+_LOOK_SECONDS: Final = 120.0
 
 _DEVICE_FILES: Final = (
     "/dev/nvidia[0-9]*",
@@ -34,12 +34,17 @@ _DEVICE_FILES: Final = (
 )
 """Where the system shows accelerators: NVIDIA's, those under Windows, AMD's, TPUs."""
 
+_LOOK: Final = (sys.executable, "-m", "whalejax.elastic.adding_up.own_devices")
+
 _NET: Final = Path("/sys/class/net")
 _FABRIC: Final = Path("/sys/class/infiniband")
 
 
 def own_devices() -> Cluster:
-    """The devices of this process; one CPU for all of a process without others.
+    """The devices of this process, found without starting them.
+
+    Returns:
+        Them, as a cluster of one host; ``cpu:1`` where they are CPUs, however many.
 
     Raises:
         WhaleError: they cannot be looked at.
@@ -49,22 +54,35 @@ def own_devices() -> Cluster:
     named = getattr(jax.config, "jax_platforms", None) or ""
     if named == "cpu" or not (named or any(map(glob.glob, _DEVICE_FILES))):
         return parse_cluster("cpu:1")
-    found = subprocess.run(
-        [sys.executable, "-m", "whalejax.elastic.adding_up.own_devices"],
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_LOOK_SECONDS,
-        check=False,
-    )
-    if found.returncode:
-        raise WhaleError(
-            "the devices of this process cannot be looked at: "
-            f"{found.stderr.strip()[-1000:]}. Give mesh='replicas' or mesh='auto', "
-            "which do not depend on them"
+    try:
+        found = subprocess.run(
+            _LOOK,
+            env={
+                **os.environ,
+                **({"JAX_PLATFORMS": named} if named else {}),
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_SECONDS,
+            check=False,
         )
-    return Cluster.from_json(json.loads(found.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        raise _unseen(f"no answer within {_LOOK_SECONDS:g} s") from None
+    if found.returncode:
+        raise _unseen(found.stderr.strip()[-1000:])
+    try:
+        return Cluster.from_json(json.loads(found.stdout.splitlines()[-1]))
+    except (IndexError, ValueError) as error:
+        raise _unseen(f"{found.stdout[-200:]!r} was printed ({error})") from None
+
+
+def _unseen(why: str) -> WhaleError:
+    return WhaleError(
+        f"the devices of this process cannot be looked at: {why}. Give mesh='replicas' "
+        "or mesh='auto', which do not depend on them"
+    )
 
 
 def _looked() -> Cluster:
@@ -85,9 +103,11 @@ def network_bytes_per_second(net: Path = _NET) -> float | None:
     """
     rates = []
     for card in net.glob("*"):
+        if not (card / "device").exists():  # Virtual, such as a bridge or loopback.
+            continue
         try:
             megabits = int((card / "speed").read_text())
-        except (OSError, ValueError):  # Loopback, or one that is down.
+        except (OSError, ValueError):  # It is down.
             continue
         if megabits > 0:
             rates.append(megabits * 1e6 / 8)

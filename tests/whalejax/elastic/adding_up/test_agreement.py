@@ -146,6 +146,17 @@ def test_a_batch_of_jax_arrays_is_priced_without_them() -> None:
         made.clear()
 
 
+def test_a_plan_for_another_platform_is_made_anew() -> None:
+    settings: dict[str, Any] = {"batch": None, "micro_batches": 8, "precision": "f32"}
+    for name, kept in (("h100:1", False), ("cpu:1", True)):
+        planned = planned_replica(example.make(), cluster(name), **settings)
+        found = programs.ReplicaPrograms(
+            example.make(), **settings, seed=0, planned=planned
+        )
+        assert found.step.plan.cluster.platform == "cpu"
+        assert (found.step.plan is planned.plan) == kept
+
+
 def test_what_the_planner_refuses_is_raised_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.whalejax.elastic.runs import ROOT
 from whalejax.elastic.adding_up import own_devices
 from whalejax.meshes import Cluster
+from whalejax.meshes.errors import WhaleError
 
 
 LOOKS = """
@@ -38,6 +40,31 @@ def test_they_are_found_and_not_started(named: str) -> None:
     assert found.stdout.split() == ["cpu", "1", "False"], found.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import time; time.sleep(600)", "no answer within 0.5 s"),
+        ("", "'' was printed"),
+        ("print('{')", "was printed"),
+        ("print('{}')", "was printed"),
+        ("raise SystemExit('no driver')", "no driver"),
+        ("import os; print(os.environ['JAX_PLATFORMS'])", "'tpu.n' was printed"),
+    ],
+)
+def test_devices_that_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    there = own_devices._compat_processes
+    monkeypatch.setattr(there, "backends_are_there", lambda: False)
+    monkeypatch.setattr(own_devices.jax, "config", SimpleNamespace(jax_platforms="tpu"))
+    monkeypatch.setattr(own_devices, "_LOOK", (sys.executable, "-c", program))
+    if "sleep" in program:
+        monkeypatch.setattr(own_devices, "_LOOK_SECONDS", 0.5)
+    match = f"(?s)cannot be looked at: .*{said}.*mesh='auto'"
+    with pytest.raises(WhaleError, match=match):
+        own_devices.own_devices()
+
+
 def test_what_another_process_prints_is_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -48,8 +75,11 @@ def test_what_another_process_prints_is_a_cluster(
 
 def test_speed_of_the_network_card(tmp_path: Path) -> None:
     assert own_devices.network_bytes_per_second(tmp_path) is None
-    for name, speed in (("lo", None), ("eth0", "25000\n"), ("eth1", "-1\n")):
+    cards = {"lo": None, "eth0": "25000\n", "eth1": "-1\n", "docker0": "100000\n"}
+    for name, speed in cards.items():
         (tmp_path / name).mkdir()
+        if name.startswith("eth"):  # The others are virtual.
+            (tmp_path / name / "device").mkdir()
         if speed is not None:
             (tmp_path / name / "speed").write_text(speed)
     assert own_devices.network_bytes_per_second(tmp_path) == 3.125e9
