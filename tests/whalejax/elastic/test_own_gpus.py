@@ -10,14 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from whalejax.distributed import local_gpus
 from whalejax.distributed.local_gpus import VISIBLE
 from whalejax.elastic.agents.agent import Agent, AgentOptions
+from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+from whalejax.elastic.supervisor.slot_gpus import SlotGpus
+from whalejax.elastic.supervisor.supervisor import FOLDER, Supervised, Supervisor
+from whalejax.elastic.supervisor.telling import shown
 from whalejax.meshes.errors import WhaleError
 
 
@@ -90,18 +95,78 @@ def test_gpus_are_another_s_until_its_process_has_ended(tmp_path: Path) -> None:
         environment={VISIBLE: "0,1", "JAX_PLATFORMS": "cuda"},
     )
     supervisor = Supervisor(run)
-    assert supervisor._gpus == ("0", "1")
+    assert supervisor._gpus.gpus == ("0", "1")
 
     class Held:
         names = ("m1",)
 
     supervisor._processes = Held()  # type: ignore[assignment]
+    told: list[tuple[str, Any]] = []
+    lines = SimpleNamespace(write=lambda event, fields: told.append((event, fields)))
+    supervisor._journal = lines  # type: ignore[assignment]
     members = supervisor._membership
     members.started(0.0, "m1", 1, 7)
-    assert supervisor._is_taken(1) and not supervisor._is_taken(0)
+    for now in (0.0, 29.0):
+        assert supervisor._is_taken(now, 1) and not supervisor._is_taken(now, 0)
+    assert told == []
+    for now in (30.0, 31.0, 300.0):
+        assert supervisor._is_taken(now, 1)
+    ((event, fields),) = told
+    assert (event, fields["name"], fields["pid"]) == ("slot_held", "m1", 7)
+    assert "process 7 (m1) keeps its GPUs" in shown(event, fields)
     Held.names = ()
-    assert not supervisor._is_taken(1)
+    assert not supervisor._is_taken(301.0, 1)
     supervisor._held.close()
+
+
+def test_a_supervisor_goes_on_with_the_gpus_of_its_run() -> None:
+    """Whatever it is asked for now: its members have theirs."""
+    environment = {VISIBLE: "4,5,6,7", "JAX_PLATFORMS": "cuda"}
+    opened = SlotGpus(environment, 2).opened()
+    for asked in (1, 4):
+        again = SlotGpus({**environment, VISIBLE: "0"}, asked)
+        again.go_on(opened)
+        assert [again.of(slot)[VISIBLE] for slot in range(2)] == ["4,5", "6,7"]
+        with pytest.raises(WhaleError, match="shared out among 2 processes"):
+            again.of(2)
+    old = SlotGpus(environment, 4)
+    old.go_on({})  # Of a journal that tells nothing of them.
+    assert old.of(3) == {VISIBLE: "7"}
+
+
+def test_more_processes_than_a_run_began_with_get_no_gpus(tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "run" / FOLDER
+    out.mkdir()
+    folder.mkdir(parents=True)
+    lines = journal.JournalLines(folder / journal.EVENTS, durable=True)
+    gpus = {"gpus": ["4", "5", "6", "7"], "places": 2}
+    lines.write("opened", {"host": "127.0.0.1", "port": 0, **gpus})
+    lines.close()
+    run = Supervised(
+        command=(sys.executable, "-c", WRITES),
+        folder=tmp_path / "run",
+        settings=SupervisorSettings(least=1, most=3),
+        environment={"OUT": str(out), VISIBLE: "4,5,6,7", "JAX_PLATFORMS": "cuda"},
+        exit_seconds=5.0,
+        again=True,
+    )
+    supervisor = Supervisor(run)
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+
+    def seen() -> list[str]:
+        return sorted(x.read_text() for x in out.iterdir() if x.name.isdigit())
+
+    try:
+        until(lambda: len(seen()) == 2)
+        assert seen() == ["4,5", "6,7"]
+    finally:
+        supervisor._terminated = True
+        thread.join(60)
+    assert not thread.is_alive()
+    events = journal.read(folder / journal.EVENTS)
+    (refused,) = [e for e in events if e["event"] == "not_started"]
+    assert refused["slot"] == 2 and "among 2 processes" in refused["why"]
 
 
 def options(folder: Path, processes: int) -> AgentOptions:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
-from whalejax.distributed.local_gpus import own_gpus, shared_words, visible_gpus
 from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
@@ -49,6 +48,7 @@ from whalejax.elastic.supervisor.run_folder import (
     write_pointer,
 )
 from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import Channel, TooLate, listen
@@ -137,8 +137,8 @@ class Supervisor:
         self._is_closed = False
         self._processes: Processes | None = None
         self._fleet: AgentFleet[Channel] | None = None
-        self._places_here = run.settings.most + run.settings.spares
-        self._gpus = visible_gpus({**os.environ, **(run.environment or {})})
+        places = run.settings.most + run.settings.spares
+        self._gpus = SlotGpus({**os.environ, **(run.environment or {})}, places)
         self._save: Path | None = None
         self._is_full = False
         self._terminated = False
@@ -189,6 +189,8 @@ class Supervisor:
         run = events[opened[-1] :] if opened else []
         before = run[0] if run and self._goes_on(run) else None
         self._name = secrets.token_hex(8) if before is None else before.get("run", "")
+        if before is not None:
+            self._gpus.go_on(before)
         self._journal = journal.JournalLines(
             self._folder / journal.EVENTS, durable=True
         )
@@ -211,14 +213,15 @@ class Supervisor:
         if self._run.places:
             self._open_fleet()
         elif self._run.command and not self._run.quiet:
-            tell_user(shared_words(self._gpus, self._places_here))
+            tell_user(self._gpus.words())
         if before is not None:
             self._take_back(run)
         else:
             host, port = self._address
-            told = {"host": host, "port": port, "machine": machine()}
+            told: dict[str, Any] = {"host": host, "port": port, "machine": machine()}
             remove_copies(self._folder / KEY)  # Of a run that was killed.
-            self._journal.write("opened", {**told, "run": self._name})
+            told = {**told, "run": self._name, **self._gpus.opened()}
+            self._journal.write("opened", told)
             if self._run.command:
                 self._membership.begin(time.monotonic())
         self._do_all()
@@ -618,13 +621,19 @@ class Supervisor:
         if self._fleet is not None:
             self._count += self._fleet.start(now, slot, name)
             return
-        if self._gpus and self._is_taken(slot):
+        if self._gpus.gpus and self._is_taken(now, slot):
             # Its GPUs are another's until that process has ended.
             self._membership.started_later(now + _TICK_SECONDS, slot)
             return
+        try:
+            own = self._gpus.of(slot)
+        except WhaleError as error:  # The run began with fewer, and is not asked again.
+            told = {"slot": slot, "why": str(error)}
+            self._do(WriteEvent(event="not_started", fields=told))
+            self._membership.unplaced(slot)
+            return
         self._count += 1
         try:
-            own = own_gpus(self._gpus, self._places_here, slot)
             pid, began = self._processes.start(name, own)
         except OSError as error:  # Too many processes or files, or no memory.
             why = error.strerror or str(error)
@@ -632,9 +641,15 @@ class Supervisor:
             return
         self._membership.started(now, name, slot, pid, began)
 
-    def _is_taken(self, slot: int) -> bool:
+    def _is_taken(self, now: float, slot: int) -> bool:
         """Whether a process that filled a slot before has not ended yet."""
         assert self._processes is not None
         members = self._membership.members
         there = [members[n] for n in self._processes.names if n in members]
-        return any(member.slot == slot for member in there)
+        holder = next((member for member in there if member.slot == slot), None)
+        if self._gpus.is_late(now, slot, 0 if holder is None else holder.pid):
+            assert holder is not None
+            why = f"it has not ended {HELD_SECONDS:g} s after it was given up"
+            told = {"name": holder.name, "pid": holder.pid, "slot": slot, "why": why}
+            self._do(WriteEvent(event="slot_held", fields=told))
+        return holder is not None

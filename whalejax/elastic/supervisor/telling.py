@@ -72,6 +72,11 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
             return f"agent {fields['agent']} is refused: {fields['why']}"
         case "not_started":
             return f"a process could not be started: {fields['why']}"
+        case "slot_held":
+            return (
+                f"process {fields['pid']} ({fields['name']}) keeps its GPUs: "
+                f"{fields['why']}. None takes its place before it has"
+            )
         case "saved":
             return f"checkpoint {fields['path']}"
         case "not_saved":
