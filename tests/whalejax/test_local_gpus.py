@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,10 @@ def test_ranks_of_a_launch_get_gpus_of_their_own() -> None:
         remote_shell=("true",),
     )
     assert VISIBLE not in away.environment_of(0, "node-a:1")
+    assert away.gpus_shared().startswith("several ranks run on node-a, node-b, and")
+    assert "set CUDA_VISIBLE_DEVICES there" in away.gpus_shared()
+    assert launch.gpus_shared() == ""
+    assert dataclasses.replace(away, processes=2).gpus_shared() == ""
 
 
 @pytest.mark.usefixtures("two_gpus")

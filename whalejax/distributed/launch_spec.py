@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +213,23 @@ class Launch:
         if rank not in here:
             return {}
         return local_gpus.own_gpus(gpus, len(here), here.index(rank))
+
+    def gpus_shared(self) -> str:
+        """Which other hosts have several ranks, whose GPUs are not shared out.
+
+        Returns:
+            A warning with the remedy; nothing where there are none, or no rank uses
+            GPUs.
+        """
+        ranks = Counter(map(self.host_of, range(self.processes)))
+        away = [host for host, n in ranks.items() if n > 1 and not is_here(host)]
+        if not away or not local_gpus.may_use_gpus():
+            return ""
+        return (
+            f"several ranks run on {', '.join(away)}, and each sees all GPUs there: "
+            "only those of this machine are shared out. Run one rank on each host, or "
+            "set CUDA_VISIBLE_DEVICES there for each rank before JAX is imported"
+        )
 
     def shared_environment(self) -> dict[str, str]:
         """What all processes get alike: the secret by which they know each other.

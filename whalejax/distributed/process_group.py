@@ -98,6 +98,8 @@ class ProcessGroup:
         launch = self._launch
         if launch.tells and not launch.json:
             say(f"whalejax: {launch.listens(coordinator)}")
+            if warning := launch.gpus_shared():
+                say(f"whalejax: {warning}")
         for rank in range(launch.processes):
             own = {**launch.environment_of(rank, coordinator), **given}
             words = launch.words(rank, own)

@@ -128,10 +128,10 @@ def _facts() -> dict[str, str]:
     import jaxlib.version
 
     from whalejax._version import __version__
-    from whalejax.elastic.supervisor.run_state import COLLECTIVES, MODE
+    from whalejax.elastic.supervisor.run_state import IN_GENERATIONS, MODE
 
     return {
-        MODE: COLLECTIVES,
+        MODE: IN_GENERATIONS,
         "whalejax": __version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,

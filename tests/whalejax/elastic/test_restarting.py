@@ -19,7 +19,7 @@ from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import ROOT, Run
 from whalejax.elastic.placing import placed
 from whalejax.elastic.supervisor.member_record import End, Kill, Send, Start
-from whalejax.elastic.supervisor.membership import COLLECTIVES, MODE, Membership
+from whalejax.elastic.supervisor.membership import IN_GENERATIONS, MODE, Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
@@ -28,7 +28,7 @@ from whalejax.meshes.errors import WhaleError
 pytestmark = pytest.mark.relaxed_promotion
 
 
-def register(port: int, mode: str = COLLECTIVES) -> Message:
+def register(port: int, mode: str = IN_GENERATIONS) -> Message:
     fields = {
         "name": "",
         "machine": "here",
@@ -54,7 +54,7 @@ class Scripts:
         least: int,
         most: int,
         *,
-        mode: str = COLLECTIVES,
+        mode: str = IN_GENERATIONS,
         gather_seconds: float = 60.0,
     ) -> None:
         self.mode, self.step, self.answers = mode, -1, True

@@ -26,7 +26,7 @@ from whalejax.planner.plan.goodput import goodput_of
 from whalejax.planner.plan.plan import Plan
 
 
-RESTART_SECONDS: Final = 31.0
+RESTART_SECONDS: Final = 32.0
 """From the loss of a process until all, started again, do a step: the mean of five
 (``recovery.cold_seconds`` of ``scripts/elastic.json``). Where compilation takes long it
 is more."""

@@ -17,7 +17,7 @@ from whalejax.elastic.wire.framing import Message
 
 
 MODE = "mode"
-COLLECTIVES = "collectives in generations"
+IN_GENERATIONS = "collectives in generations"
 """The fact of members that meet by the platform's collectives: one that is lost ends
 the generation for all, and they start again from a checkpoint."""
 
@@ -99,7 +99,7 @@ class RunState:
             self.steps = int(facts["steps"])
             self.micro_batches = int(facts["micro-batches"])
         self.stops = facts.get(MODE) == AT_STEPS
-        self.restarts = self.stops or facts.get(MODE) == COLLECTIVES
+        self.restarts = self.stops or facts.get(MODE) == IN_GENERATIONS
 
     def history(self) -> History:
         """What a journal must tell of this run by now."""
