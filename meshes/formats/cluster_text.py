@@ -148,6 +148,11 @@ def _malformed(term: str) -> str:
             "'local' stands alone. To join other devices to those of this machine, "
             "describe all in one file (whalejax calibrate -o cluster.toml, --append)"
         )
+    spaced = re.fullmatch(r"([a-z][a-z0-9-]*) +(\d+)", term)
+    if spaced and _is_kind(spaced[1]):
+        return f"{term!r} has no colon. Write {spaced[1]}:{spaced[2]}"
+    if re.fullmatch(r"[a-z0-9-]+", name) and not _is_kind(name):
+        return f"{unknown_kind(name)}{DESCRIBE_IN_TOML}"
     if not colon and re.fullmatch(r"[a-z0-9 -]+", name):
         return (
             f"{term!r} does not say how many devices. Write {name.strip()}:8 for one "

@@ -131,6 +131,17 @@ def test_every_torus_has_its_devices_or_an_error(name: str, numbers: list[int]) 
     ("text", "problem"),
     [
         ("h100x8", "'h100x8' has no colon. Write h100:8"),
+        ("h100 8", "'h100 8' has no colon. Write h100:8"),
+        (
+            "4090:2",
+            "unknown device kind '4090'. Did you mean rtx4090 or rtx-4090 or p40? Any "
+            "other kind can be described in a TOML file",
+        ),
+        (
+            "tpu",
+            "unknown device kind 'tpu'. Did you mean tpu7x or cpu? Any other kind can "
+            "be described in a TOML file",
+        ),
         (
             "h100",
             "'h100' does not say how many devices. Write h100:8 for one node of 8, "

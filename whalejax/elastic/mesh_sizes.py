@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from whalejax.meshes.checks import is_whole
 from whalejax.planner.errors import PlanError
+from whalejax.planner.sharding.layout import MESH_AXES
 
 
 AUTO: Final = "auto"
@@ -35,6 +36,8 @@ def refusal(asked: Any) -> str:
             "'replicas', 'auto', sizes of mesh axes such as {'fsdp': -1}, a function "
             "that gives them for a number of devices, or None"
         )
+    if unknown := [name for name in asked if name not in MESH_AXES]:
+        return f"axes among {', '.join(MESH_AXES)}, not {', '.join(unknown):.60}"
     sizes = list(asked.values())
     if not all(is_whole(x, 1) or x == REST for x in sizes):
         return "sizes of at least 1, or -1 for the one axis that takes all that is left"
@@ -69,8 +72,9 @@ def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
     whole = REST not in sizes.values()
     if (whole and known != devices) or devices % known:
         raise PlanError(
-            f"mesh is {dict(sizes)}, whose sizes make {known}, and there are {devices} "
-            f"devices, {'not as many' if whole else 'no multiple of that'}. Another "
+            f"mesh is {dict(sizes)}, whose sizes make {known}, and there "
+            f"{'is 1 device' if devices == 1 else f'are {devices} devices'}, "
+            f"{'not as many' if whole else 'no multiple of that'}. Another "
             "number of processes is taken where one fits; give -1 as the size of an "
             "axis that may grow and shrink, or a function of the number of devices"
         )

@@ -102,7 +102,7 @@ def taken_precision(
             "modules with a dtype of their own"
         ]
     if free:
-        wide[f"with {part:.2%} of the work, which the model wants so,"] = free
+        wide[f"({part:.2%} of the work), whose operands the model casts,"] = free
     return asked, [
         f"{asked}: {product_words(count)} {where} stay{'s' * (count == 1)} in float32"
         for where, count in wide.items()

@@ -192,7 +192,7 @@ def test_train_takes_the_mesh_of_one_model_over_all_processes(
 
 
 @pytest.mark.parametrize(
-    "mesh", [["fsdp=0"], ["fsdp=-1", "data=-1"], ["fsdp=-2"], ["fsdp"], ["fsdp=1.5"]]
+    "mesh", [["fsdp=0"], ["fsdp=-1", "data=-1"], ["fsdp"], ["fsdp=1.5"], ["bar=2"]]
 )
 def test_train_refuses_a_mesh_of_other_sizes(
     tmp_path: Path,

@@ -97,10 +97,10 @@ def test_a_number_without_a_plan_is_not_used() -> None:
     # The third one waits; it alone changes nothing.
     commit(there, 6.0, 1)
     assert len(there.begun) == 2 and there.membership.phase == "running"
-    for count in (1, 2):
-        said(there, 7.0, there.membership.active[0], "unfit", count=count, why="no")
+    for count, why in ((1, "no"), (2, "nor that")):
+        said(there, 7.0, there.membership.active[0], "unfit", count=count, why=why)
     assert there.end is not None
-    assert "there is no plan for 1 to 3 processes: no" in there.end.text
+    assert "there is no plan for 1 to 3 processes: no; nor that" in there.end.text
 
 
 def test_the_run_ends_at_a_step_with_a_checkpoint() -> None:

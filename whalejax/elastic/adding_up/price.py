@@ -166,7 +166,7 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
         f"{processes.count} processes of {one}{where}, "
         f"{gigabytes(gradient_bytes(replica))} of gradients: a step takes "
         f"{milliseconds(priced.with_failures[0])} by messages and "
-        f"{milliseconds(priced.with_failures[1])} by collectives, with a failure every "
+        f"{milliseconds(priced.with_failures[1])} by collectives, if one fails every "
         f"{mtbf:,.0f} s"
     )
     if processes.platform == "cpu":
@@ -174,8 +174,8 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
         # faster link is left unused.
         return AddingUp(
             by=MESSAGES,
-            why="on CPUs both ways go over the same sockets, and by messages no "
-            f"process ends with another ({times})",
+            why="on CPUs it always is, so that the loss of one process does not stop "
+            f"the others; mesh='auto' takes collectives ({times})",
         )
     cheaper = priced.with_failures[0] <= priced.with_failures[1]
     return AddingUp(by=MESSAGES if cheaper else COLLECTIVES, why=times)

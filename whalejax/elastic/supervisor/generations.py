@@ -129,7 +129,8 @@ class Generations(Losing):
             return
         sizes = range(self.settings.least, self.settings.most + 1)
         if all(size in self.unfit for size in sizes):
-            text = f"there is no plan for {sizes[0]} to {sizes[-1]} processes: {why}"
+            every = "; ".join(dict.fromkeys(self.unfit[size] for size in sizes))
+            text = f"there is no plan for {sizes[0]} to {sizes[-1]} processes: {every}"
             self._end(now, Ending.FAILED, f"{text}{self._where()}")
         elif self.phase == "running" and len(self.active) == count:
             self._restart_world(now)

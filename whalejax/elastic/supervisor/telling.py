@@ -50,7 +50,9 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         case "begun":
             names = ", ".join(fields["members"])
             step = fields["step"]
-            whence = f"step {step}" if step >= 0 else "the newest checkpoint, if any"
+            whence = (
+                f"step {step}" if step >= 0 else "the newest checkpoint or the start"
+            )
             return f"generation {fields['generation']} from {whence}: {names}"
         case "adding_up":
             return adding_up_words(fields["by"], fields["why"])
@@ -87,7 +89,7 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         case "not_copied":
             return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
-            return f"{fields['count']} processes have no plan: {fields['why']}"
+            return f"there is no plan for {counted(fields['count'])}: {fields['why']}"
         case "short":
             return (
                 f"{len(fields['members'])} members are left, of at least "
