@@ -42,7 +42,7 @@ def taken_in(
                 raise WhaleError(
                     f"the registry did not take this {who} in: {error}. Give the "
                     "address that `whalejax swarm serve` says it listens at, and a "
-                    "copy of its key file"
+                    "copy of its key file with --key"
                 ) from None
             if time.monotonic() > until:
                 raise WhaleError(
