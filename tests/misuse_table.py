@@ -507,9 +507,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "copy_every": ("none zero", "the best number, or no copies"),
             "mtbf": ("half", "any positive number of seconds"),
             "mesh": (
-                "none dict entry function class",
-                "the cheaper way, sizes of any axes, or what gives them for a number "
-                "of devices, which wh.plan checks",
+                "none dict function class",
+                "the cheaper way, no size that is fixed, or what gives sizes for a "
+                "number of devices, which wh.plan checks",
             ),
             "batch": ("none", "the job's own"),
             "num_micro_batches": ("none", "the largest that divides the batch"),

@@ -89,7 +89,7 @@ def test_accelerators_with_short_steps_add_up_by_collectives(
     found = choose(plan_of(there), there, HOUR)
     assert found.by == COLLECTIVES
     assert "16.8 MB of gradients: a step takes" in found.why
-    assert "with a failure every 3,600 s" in found.why
+    assert "if one fails every 3,600 s" in found.why
 
 
 @pytest.mark.parametrize("width", [64, 1024])
