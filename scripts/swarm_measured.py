@@ -15,8 +15,7 @@ the quotas of its peers over the processor seconds that they spent on a micro-ba
 ``over_static``: beside the same peers that are asked in turn, so that each is given as
 many micro-batches as its mate; ideally 2.5.
 
-``links``: 3 stages of one peer each, in namespaces of their own and with 40 % of a core
-each, so that no peer waits for a core that another has. ``link_step_ratio``:
+``links``: 3 stages of one peer each, in namespaces of their own. ``link_step_ratio``:
 seconds of a step over the simulator's for these links, by Mb/s and wire. It is given
 what TCP carries each way over a link that is limited so (``goodput_part``: of the rate,
 between two of the namespaces), and times of calls before links were limited, with one
@@ -289,9 +288,6 @@ def quotas(steps: int) -> dict[str, Any]:
 Pairs = list[tuple[float, float]]
 """Seconds of a forward and of a backward of each stage."""
 
-LINKED_PERCENT: Final = 40
-"""Of a core, for each of the peers whose links are limited."""
-
 LATENCIES: Final = 4
 """Of a link in a call: the question, the tensors' question and they, the answer."""
 
@@ -388,7 +384,7 @@ def linked(
     # At first one micro-batch after the other: no call waits for another.
     settings = Settings(steps=every, call_seconds=120.0, in_flight=1)
     serving = Serving(cut, KEY, settings, wire=wire, host=BRIDGE_ADDRESS)
-    peers, quotas_of = Peers(given), contextlib.ExitStack()
+    peers = Peers(given)
     ends: list[float] = []
     counts: list[int] = []
     calls, computed = noted(serving, lambda: 1 <= len(ends) < 1 + steps)
@@ -396,8 +392,6 @@ def linked(
         for stage, space in enumerate(spaces):
             peers.start(serving, stage, space=space, host=space.address)
         peers.ready(serving)
-        for process in peers.processes.values():
-            quotas_of.enter_context(Quota(LINKED_PERCENT)).add(process.pid)
         for step, _ in serving.run():
             ends.append(time.monotonic())
             counts.append(sum(map(carried, spaces)))
@@ -407,7 +401,6 @@ def linked(
                     shape(space, rates[step // (1 + steps) - 1])
     finally:
         peers.close()
-        quotas_of.close()
         serving.close()
     # The first step after each change is left out.
     firsts = [n * (1 + steps) for n in range(1, 1 + len(rates))]
