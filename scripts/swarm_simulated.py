@@ -66,6 +66,7 @@ SETTING: Final = Setting(
     stages=(stage(2.0, 6.0), stage(2.0, 6.0), stage(0.0, 8.0)),
     micro_batches=96,
     compile_seconds=10.0,
+    snapshot_every=2,
 )
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "optimum": {"oracle": True},

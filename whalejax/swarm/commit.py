@@ -282,7 +282,7 @@ class Commit:
                 return self._taken(stage, level, answers)
             # Nobody has it all: what the lost held is summed anew.
             for member in self._members[stage]:
-                if not self._context.fleet.has(member.name):
+                if not self._context.fleet.has(member):
                     self._context.lose(member, "it was lost before the update")
             self._sum(stage)
         raise self._ended(stage, "apply")
@@ -301,7 +301,7 @@ class Commit:
         }
         arrays = tuple(sums) if level == 0 else tuple(heard.values())
         context = self._context
-        members = [m for m in self._members[stage] if context.fleet.has(m.name)]
+        members = [m for m in self._members[stage] if context.fleet.has(m)]
         seconds = context.call_seconds + self._sum_seconds(stage, len(members))
         found = self._ask(stage, members, "update", fields, arrays, seconds)
         last = level == context.cut.update.rounds - 1

@@ -11,16 +11,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Final, Protocol
+from typing import Protocol
 
+from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS, PAUSE_SECONDS
 from whalejax.swarm.registry import Member
 from whalejax.swarm.wiring import StageWiring
-
-
-PAUSE_SECONDS: Final = 1.0
-"""Before a peer that failed is given the state again; twice as long each time."""
-
-MOST_PAUSE_SECONDS: Final = 300.0
 
 
 class Announced(Protocol):
@@ -76,9 +71,12 @@ class Fleet:
                 and stage in (None, m.stage)
             ]
 
-    def has(self, name: str) -> bool:
-        """Whether a peer holds the state and may be asked."""
-        return any(m.name == name for m in self.usable())
+    def has(self, member: Member) -> bool:
+        """Whether a peer holds the state and may be asked, in the same stage."""
+        return any(
+            (m.name, m.incarnation) == (member.name, member.incarnation)
+            for m in self.usable(member.stage)
+        )
 
     def usable(self, stage: int | None = None) -> list[Member]:
         """Those of ``synced`` that did not fail since they last were heard of."""

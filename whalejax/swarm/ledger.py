@@ -308,6 +308,15 @@ class Ledger:
                 found[cell.current.peer] = cell.current.incarnation
         return dict(sorted(found.items()))
 
+    def gradients_at(self) -> Counter[str]:
+        """How many micro-batches' gradients each peer has."""
+        cells = (
+            self._cell(stage, number, Phase.BACKWARD)
+            for stage in range(self.stages)
+            for number in range(self.micro_batches)
+        )
+        return Counter(c.current.peer for c in cells if c.is_done and c.current)
+
     def seal(self) -> int:
         """All stages are complete and are to be summed; the number of the round.
 

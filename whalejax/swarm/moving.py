@@ -1,8 +1,8 @@
 """Moves peers between stages while a run goes on, at most one at a time.
 
 The decision is ``rebalancing``'s, by what the trainer has measured. The peer leaves its
-stage between two steps, compiles the programs of the other while steps go on, and takes
-the state of that as any newcomer does.
+stage, where others compute again what it held of the step, compiles the programs of the
+other while steps go on, and takes the state of that as any newcomer does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIOD_SECONDS: Final = 60.0
 
 
 class Mover:
-    """Looks at the peers between steps, and moves one where that pays."""
+    """Looks at the peers every so often, and moves one where that pays."""
 
     def __init__(
         self,
@@ -50,9 +50,11 @@ class Mover:
         """Make at most one move.
 
         Args:
-            trainer: between two steps.
+            trainer: of the run; a step may be under way.
         """
         fleet = trainer.fleet
+        if not self._rebalancer.is_due(fleet.now()):
+            return
         synced = fleet.synced()
         there = {m.name for m in fleet.members()}
         if self._going and self._going not in trainer.moving:
@@ -102,6 +104,7 @@ def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | No
         BACKWARD_TASK + (0 if stage == stages - 1 else FORWARD_TASK)
         for stage in range(stages)
     ]
+    held = trainer.gradients_at()
     return [
         PeerLoad(
             peer=m.name,
@@ -111,6 +114,7 @@ def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | No
                 means[m.stage] / (known[m.name] * means[s] * tasks[s])
                 for s in range(stages)
             ),
+            held=held.get(m.name, 0),
         )
         for m in members
     ]

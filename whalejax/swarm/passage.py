@@ -398,7 +398,7 @@ class Passage:
         """What a stage hands on."""
         while True:
             made = self._forward.get(stage)
-            if made is not None and self._context.fleet.has(made.member.name):
+            if made is not None and self._context.fleet.has(made.member):
                 return made
             self._forward.pop(stage, None)
             found = self._ask(stage, Phase.FORWARD)
@@ -412,7 +412,7 @@ class Passage:
             made = self.backward.get(stage)
             with context.lock:
                 counted = context.ledger.is_done(stage, self._number, Phase.BACKWARD)
-            if made is not None and counted and context.fleet.has(made.member.name):
+            if made is not None and counted and context.fleet.has(made.member):
                 return made
             if made is not None and counted:
                 context.lose(made.member, "its lease ended or it failed")

@@ -19,6 +19,8 @@ from whalejax.meshes.errors import WhaleError
 
 
 UNPROVOKED: Final = 5.0  # times the threshold, where nobody has come or gone
+HORIZON_SECONDS: Final = 600.0
+"""Within which what is lost by moving, or waiting for a peer, must be won again."""
 ROUNDING: Final = 1e-9  # sums of speeds that differ by less are equal
 
 
@@ -40,12 +42,15 @@ class PeerLoad:
         queue_length: calls that wait at it, averaged since the last look.
         speeds: micro-batches a second that it computes, in each stage; forward and
             backward, its links included.
+        held: micro-batches of the step under way whose gradients it has: others
+            compute them again where it moves.
     """
 
     peer: str
     stage: int
     queue_length: float
     speeds: tuple[float, ...]
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,25 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
     speeds = stage_speeds(peers, stages)
     counts = _counts(peers, stages)
     return min(range(stages), key=lambda s: (counts[s] > 0, speeds[s], s))
+
+
+def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
+    """Whether a step is to wait for peers that take its state.
+
+    Those that serve wait too; those that come would have to begin again with the next
+    step's state otherwise. A newcomer is worth what it wins within ``HORIZON_SECONDS``,
+    and what it has lost so far, so that it is waited for at some time.
+
+    Args:
+        lost: seconds since each of them could have begun to serve.
+        serving: peers that have the state.
+        seconds: until the last of those that come should have it.
+
+    Example:
+        >>> pays_to_wait([0.0], 5, 30.0), pays_to_wait([0.0], 400, 30.0)
+        (True, False)
+    """
+    return serving * seconds <= sum(HORIZON_SECONDS + one for one in lost)
 
 
 def paper_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
@@ -244,20 +268,21 @@ class MoveCost:
         state_bytes: parameters and optimizer state of the stage it goes to.
         bytes_per_second: of its link.
         compile_seconds: until its programs of the new stage are compiled.
-        wait_seconds: from then until it is given work, such as half a step where it
-            serves from the next step on.
     """
 
     state_bytes: int
     bytes_per_second: float
     compile_seconds: float = 0.0
-    wait_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """From leaving to serving."""
-        downloaded = self.state_bytes / self.bytes_per_second
-        return downloaded + self.compile_seconds + self.wait_seconds
+        return self.download_seconds + self.compile_seconds
+
+    @property
+    def download_seconds(self) -> float:
+        """Of the state."""
+        return self.state_bytes / self.bytes_per_second
 
 
 class Rebalancer:
@@ -277,7 +302,7 @@ class Rebalancer:
         rule: Rule = Rule.OPTIMUM,
         period: float = 60.0,
         threshold: float = 0.02,
-        horizon: float = 600.0,
+        horizon: float = HORIZON_SECONDS,
     ) -> None:
         """Nobody has moved yet.
 
@@ -302,6 +327,14 @@ class Rebalancer:
         self._present: frozenset[str] = frozenset()
         self._changes = 0
 
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look again.
+
+        Args:
+            now: seconds.
+        """
+        return now >= self._looked + self.period
+
     def decide(
         self,
         peers: Sequence[PeerLoad],
@@ -322,7 +355,7 @@ class Rebalancer:
             return None
         # Nothing runs while a stage has nobody: that does not wait for the next look.
         is_whole = 0 not in _counts(peers, self.stages)
-        if is_whole and now < self._looked + self.period:
+        if is_whole and not self.is_due(now):
             return None
         if self._moving is not None and now < self._moving[2]:
             return None
@@ -376,6 +409,7 @@ class Rebalancer:
         rest = [peer for peer in peers if peer.peer != move.peer]
         without = min(stage_speeds(rest, self.stages))
         lost = (move.speed_before - without) * cost.seconds * move.moves
+        lost += next(peer.held for peer in peers if peer.peer == move.peer)
         return gain * (self.horizon - cost.seconds * move.moves) > lost
 
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.elastic.wire.service import Address, Refused
+from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
 
 
 if TYPE_CHECKING:
     from whalejax.swarm.cut import Cut
 
-
-LEASE_SECONDS: Final = 10.0
-"""A peer that does not announce itself for so long is gone."""
 
 ANY: Final = -1
 """The stage of a newcomer that leaves the choice to the registry."""

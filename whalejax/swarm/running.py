@@ -124,7 +124,7 @@ class Run:
             snapshot=snapshot,
             generation=generation,
             on_snapshot=self._save,
-            between=Mover(cut.stages, period=place.rebalance_seconds),
+            rebalance=Mover(cut.stages, period=place.rebalance_seconds),
         )
         self._key = key
         self.peers: list[Peer] = []

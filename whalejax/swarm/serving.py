@@ -14,9 +14,10 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.ledger import Write
-from whalejax.swarm.registry import LEASE_SECONDS, Member, Registry, facts_of
+from whalejax.swarm.registry import Member, Registry, facts_of
 from whalejax.swarm.trainer import Trainer, as_told
 from whalejax.swarm.wire.messages import ANSWERS, TO_TRAINER
 
@@ -335,7 +336,7 @@ class Serving:
 
 
 def _shown(member: Member, *, trainer: Trainer) -> Mapping[str, Any]:
-    synced = trainer.fleet.has(member.name)
+    synced = trainer.fleet.has(member)
     return {
         "name": member.name,
         "address": f"{member.address[0]}:{member.address[1]}",

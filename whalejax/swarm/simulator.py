@@ -2,25 +2,28 @@
 
 Peers compute one call after the other. Each takes what a call needs from who made it,
 over the links of both. Trainers choose peers by ``StageWiring``, count by ``Ledger``
-and have peers moved by ``Rebalancer``. Time is a number that jumps from event to event,
-so hundreds of peers and hours of churn take seconds. A call of which start and end are
-known is one event.
+and have peers moved by ``Rebalancer``; newcomers take the state beside the steps, and
+all go back to a snapshot where a stage has lost its last peer. Time is a number that
+jumps from event to event, so hundreds of peers and hours of churn take seconds. A call
+of which start and end are known is one event.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
-from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict, check_partition
+from whalejax.swarm.deadlines import (
+    MOST_PAUSE_SECONDS,
+    NEWCOMER_SECONDS,
+    PAUSE_SECONDS,
+    SPARE_SECONDS,
+)
+from whalejax.swarm.ledger import Ledger, Phase, check_partition
 from whalejax.swarm.rebalancing import (
     MoveCost,
     PeerLoad,
@@ -29,252 +32,76 @@ from whalejax.swarm.rebalancing import (
     best_stages,
     newcomer_stage,
     optimum_move,
+    pays_to_wait,
     pipeline_speed,
 )
-from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
+from whalejax.swarm.simulation.calls import (
+    DEADLINE_FACTOR,
+    Coming,
+    Place,
+    SimulatedCalls,
+    SimulatedPeer,
+)
+from whalejax.swarm.simulation.results import Simulated
+from whalejax.swarm.simulation.setting import Setting, StageCost, check, peer_speed
 
 
-if TYPE_CHECKING:
-    from whalejax.display.swarms import SimulatedChart
+__all__ = [
+    "DEADLINE_FACTOR",
+    "Setting",
+    "Simulated",
+    "Simulator",
+    "StageCost",
+    "peer_speed",
+    "simulate",
+]
 
 
-DEADLINE_FACTOR: Final = 10.0  # of a call, over what it is predicted to take
+_NOTHING: Final[Mapping[str, int]] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """What one micro-batch and one step cost in a stage, on a peer of speed 1.
-
-    Attributes:
-        forward_seconds: of a forward; 0 in the last stage, where one call does both.
-        backward_seconds: of a backward, its recomputed forward included.
-        forward_bytes: received and sent by a forward.
-        backward_bytes: received and sent by a backward.
-        state_bytes: parameters and optimizer state, which a newcomer downloads.
-        gradient_bytes: that peers of the stage add up once a step, as sent.
-        update_seconds: of the optimizer.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    forward_bytes: tuple[int, int] = (0, 0)
-    backward_bytes: tuple[int, int] = (0, 0)
-    state_bytes: int = 0
-    gradient_bytes: int = 0
-    update_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What is simulated, beside the trace.
-
-    Attributes:
-        stages: in order.
-        micro_batches: of a step, over all trainers.
-        in_flight: micro-batches under way at once, over all trainers; two for each
-            peer that serves where it is 0.
-        trainers: that share the micro-batches; each has wirings of its own.
-        rule: of rebalancing.
-        period: seconds from one look to the next.
-        oracle: peers are placed at their best after each change, at once and free of
-            charge, and newcomers need no download: what rebalancing is held against.
-        compile_seconds: of a newcomer, before its first call.
-        notice_seconds: from a death that breaks connections until trainers know.
-        forget_seconds: after which a silent peer's announcement has expired.
-        threshold: gain below which nobody moves, as a part of the speed.
-        delayed_updates: gradients of a step are added up and applied while the next
-            step is computed; a step waits for the update before the last one. A peer
-            that dies meanwhile costs no more than one that dies in between.
-        seed: of the wirings.
-    """
-
-    stages: tuple[StageCost, ...]
-    micro_batches: int
-    in_flight: int = 0
-    trainers: int = 1
-    rule: Rule = Rule.OPTIMUM
-    period: float = 60.0
-    oracle: bool = False
-    compile_seconds: float = 0.0
-    notice_seconds: float = 0.01
-    forget_seconds: float = 60.0
-    threshold: float = 0.02
-    delayed_updates: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """What came of it.
-
-    Attributes:
-        seconds: simulated.
-        micro_batches: of committed steps and of the step that was under way, counted
-            once each.
-        step_seconds: of each committed step.
-        busy_seconds: of each peer, computing.
-        present_seconds: of each peer, from joining to its end.
-        max_flow: micro-batches that the best placement of the peers that were there
-            could have computed, without sums, fills or links shared by others.
-        changes: joins, leaves and deaths after the start.
-        moves: of peers from stage to stage.
-        emptied_by_moves: moves that left a stage without peers; 0 unless it is broken.
-        empty_seconds: during which some stage had nobody.
-        recomputed: gradients that were computed again because their holder was lost.
-        late: answers that came after they had been given up.
-        timeline: (seconds, micro-batches done by then), one for each commit.
-    """
-
-    seconds: float
-    micro_batches: int
-    step_seconds: tuple[float, ...]
-    busy_seconds: dict[str, float]
-    present_seconds: dict[str, float]
-    max_flow: float
-    changes: int
-    moves: int
-    emptied_by_moves: int
-    empty_seconds: float
-    recomputed: int
-    late: int
-    timeline: tuple[tuple[float, int], ...]
-
-    @property
-    def micro_batches_per_second(self) -> float:
-        """Throughput."""
-        return self.micro_batches / self.seconds if self.seconds else 0.0
-
-    @property
-    def utilization(self) -> float:
-        """Part of the time that peers computed."""
-        present = math.fsum(self.present_seconds.values())
-        return math.fsum(self.busy_seconds.values()) / present if present else 0.0
-
-    @property
-    def of_max_flow(self) -> float:
-        """Throughput as a part of the best placement's."""
-        return self.micro_batches / self.max_flow if self.max_flow else 0.0
-
-    def __str__(self) -> str:
-        steps = len(self.step_seconds)
-        mean = math.fsum(self.step_seconds) / steps if steps else math.nan
-        return "\n".join(
-            [
-                f"{self.seconds:,.0f} s simulated: {self.micro_batches:,} "
-                f"micro-batches, {self.micro_batches_per_second:.3g} a second",
-                f"{steps} steps of {mean:.3g} s on average",
-                f"peers compute {self.utilization:.0%} of the time; throughput is "
-                f"{self.of_max_flow:.0%} of what the best placement allows",
-                f"{self.changes} peers came or went, {self.moves} moved to another "
-                f"stage; for {self.empty_seconds:,.0f} s some stage had no peer",
-                f"{self.recomputed} gradients were computed again, {self.late} answers "
-                "came late",
-            ]
-        )
-
-    def chart(self) -> SimulatedChart:
-        """Micro-batches of committed steps over time.
-
-        Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
-        """
-        from whalejax.display.swarms import SimulatedChart
-
-        return SimulatedChart(
-            str(self), self.seconds, self.timeline, self.empty_seconds
-        )
-
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> dict[str, str]:
-        return self.chart()._repr_mimebundle_()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Call:
-    attempt: Attempt
-    trainer: int
-    task: float
-    sent: float
-    warm: bool
-    alone: bool  # computed again: nothing follows from it
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Peer:
-    name: str
-    incarnation: int
-    speed: float
-    link: PeerLink
-    joined: float
-    stage: int
-    is_serving: bool = False
-    is_alive: bool = True
-    is_leaving: bool = False
-    moving: int = 0  # number of the download under way; 0 without one
-    down_free: float = 0.0
-    compute_free: float = 0.0
-    up_free: float = 0.0
-    calls: dict[int, _Call] = field(default_factory=dict)
-    warm_after: float = 0.0
-    queue_seconds: float = 0.0
-    queue_since: float = 0.0
-
-
-class Simulator:
+class Simulator(SimulatedCalls):
     """One run; ``simulate`` is its door."""
 
     def __init__(self, setting: Setting, trace: Sequence[ChurnEvent]) -> None:
-        """At time 0, with nobody there."""
-        _check(setting, trace)
-        self.setting, self.now = setting, 0.0
-        self._count = len(setting.stages)
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order, self._call_ids = itertools.count(), itertools.count(1)
-        self._peers: dict[str, _Peer] = {}
+        """At time 0, with nobody there.
+
+        Args:
+            setting: stages, micro-batches and rebalancing.
+            trace: who comes and goes.
+
+        Raises:
+            WhaleError: one of them makes no sense.
+        """
+        check(setting, trace)
+        super().__init__(setting)
         self._incarnations: dict[str, int] = {}
-        self._wirings = [
-            [
-                StageWiring(
-                    seed=setting.seed + 1000 * trainer + stage,
-                    initial_seconds=cost.backward_seconds / BACKWARD_TASK,
-                )
-                for stage, cost in enumerate(setting.stages)
-            ]
-            for trainer in range(setting.trainers)
-        ]
         self._rebalancer = Rebalancer(
             stages=self._count,
             rule=Rule.NONE if setting.oracle else setting.rule,
             period=setting.period,
             threshold=setting.threshold,
         )
-        self._parked: list[deque[tuple[int, Phase, bool, tuple[str, ...]]]] = [
-            deque() for _ in range(self._count)
-        ]
-        self._ledger = Ledger(
-            step=0, stages=self._count, micro_batches=setting.micro_batches
-        )
-        self._holders: dict[tuple[int, int, Phase], _Peer] = {}
-        self._waiting: list[deque[int]] = [deque() for _ in range(setting.trainers)]
-        self._under_way = [0] * setting.trainers
-        self._step_began, self._is_summing = 0.0, False
-        self._updated_at = 0.0
-        self._serving = self._fewest = 0  # peers, of all stages and of the smallest
-        self._arriving: list[_Peer] = []
+        self._is_between, self._ready_since, self._complete_since = True, 0.0, -1.0
+        self._step_began, self._is_summing, self._updated_at = 0.0, False, 0.0
+        self._committed = self._snapshot = self._went_back = 0
+        self._looked = self._snapshot_ends = 0.0
+        self._leases = [0.0] * self._count  # of those that died, until when
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
-        self._committed = 0
         self._steps: list[float] = []
         self._timeline: list[tuple[float, int]] = []
-        self._busy: dict[str, float] = {}
         self._present: dict[str, float] = {}
         self._max_flow = self._empty_seconds = 0.0
-        self._changes = self._moves = self._emptied = self._recomputed = self._late = 0
+        self._changes = self._moves = self._emptied = self._recomputed = 0
         for event in trace:
             self._at(event.time, self._happens, event)
 
     def run(self, seconds: float) -> Simulated:
-        """Until the clock shows so many seconds."""
+        """Until the clock shows so many seconds.
+
+        Args:
+            seconds: how many.
+        """
         started = False
         while self._events and self._events[0][0] <= seconds:
             at, _, function, arguments = heapq.heappop(self._events)
@@ -285,16 +112,14 @@ class Simulator:
                 self._start()
         self.now = seconds
         self._account()
-        for peer in self._peers.values():
-            if peer.is_alive:
-                self._leaves_the_books(peer)
-        done = self.setting.micro_batches * self._committed
+        for peer in self._alive():
+            self._leaves_the_books(peer)
         under_way = {
             task.number for task in self._ledger.to_do() if task.phase is Phase.BACKWARD
         }
         return Simulated(
             seconds=seconds,
-            micro_batches=done + self.setting.micro_batches - len(under_way),
+            micro_batches=self._done + self.setting.micro_batches - len(under_way),
             step_seconds=tuple(self._steps),
             busy_seconds=self._busy,
             present_seconds=self._present,
@@ -303,19 +128,29 @@ class Simulator:
             moves=self._moves,
             emptied_by_moves=self._emptied,
             empty_seconds=self._empty_seconds,
+            went_back=self._went_back,
             recomputed=self._recomputed,
             late=self._late,
             timeline=tuple(self._timeline),
         )
 
-    def _at(self, time: float, function: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self._events, (time, next(self._order), function, arguments))
+    @property
+    def _done(self) -> int:
+        """Micro-batches of committed steps."""
+        return self.setting.micro_batches * self._committed
 
-    # Peers.
+    @property
+    def _place(self) -> Place:
+        return self._committed, self._went_back
+
+    def _alive(self) -> Iterator[SimulatedPeer]:
+        return (peer for peer in self._peers.values() if peer.is_alive)
+
+    # Peers come and go.
 
     def _start(self) -> None:
         """Place those who are there at the start, and begin."""
-        peers = [peer for peer in self._peers.values() if peer.is_alive]
+        peers = [*self._alive()]
         if len(peers) < self._count:
             raise WhaleError(
                 f"simulated swarm: {len(peers)} peers join at time 0, and there are "
@@ -324,11 +159,11 @@ class Simulator:
         speeds = {peer.name: self._speeds(peer) for peer in peers}
         placed = best_stages(speeds, self._count)
         for peer in peers:
-            peer.stage = placed[peer.name]
+            peer.stage, peer.is_ready = placed[peer.name], True
             self._serves(peer)
         self._changed()
         self._begin_step()
-        self._at(self.setting.period, self._look_regularly)
+        self._at(self.setting.period, self._look_beside)
 
     def _happens(self, event: ChurnEvent) -> None:
         if event.event is Happening.JOIN:
@@ -356,7 +191,7 @@ class Simulator:
         incarnation = self._incarnations.get(event.peer, 0) + 1
         self._incarnations[event.peer] = incarnation
         present = self._loads(with_movers=True)
-        peer = _Peer(
+        peer = SimulatedPeer(
             name=event.peer,
             incarnation=incarnation,
             speed=event.speed,
@@ -366,104 +201,45 @@ class Simulator:
         )
         self._peers[event.peer] = peer
         if self.now:
-            self._downloads(peer)
+            self._compiles(peer)
 
-    def _downloads(self, peer: _Peer) -> None:
-        """State of its stage, then its programs; it serves from the next step on."""
-        if self.setting.oracle:
-            self._serves(peer)
-            return
-        peer.moving = next(self._call_ids)
-        seconds = self._move_cost(peer.stage, peer.link).seconds
-        self._at(self.now + seconds, self._arrives, peer, peer.moving)
-
-    def _arrives(self, peer: _Peer, moving: int) -> None:
-        if peer.is_alive and peer.moving == moving:
-            peer.moving = 0
-            # With nobody in the stage there is no step to wait for.
-            if self._members(peer.stage):
-                self._arriving.append(peer)
-            else:
-                self._serves(peer)
-                self._changed()
-
-    def _serves(self, peer: _Peer) -> None:
-        peer.is_serving, peer.queue_since, peer.queue_seconds = True, self.now, 0.0
-        for wirings in self._wirings:
-            wirings[peer.stage].leave(peer.name)
-            wirings[peer.stage].announce(
-                peer.name, peer.incarnation, self.now, expires=self._expiry()
-            )
-        self._rebalancer.arrived(peer.name)
-        parked, self._parked[peer.stage] = self._parked[peer.stage], deque()
-        for number, phase, alone, avoid in parked:
-            self._call(peer.stage, number, phase, alone=alone, avoid=avoid)
-
-    def _expiry(self) -> float:
-        """Never, but later than any announcement before: it lifts bans."""
-        return 1e15 + next(self._call_ids)
-
-    def _stops_serving(self, peer: _Peer) -> None:
-        peer.is_serving = False
-        for wirings in self._wirings:
-            for wiring in wirings:
-                wiring.leave(peer.name)
-
-    def _leaves(self, peer: _Peer) -> None:
-        """It answers what it was given, and is there for the sum of this step."""
-        self._stops_serving(peer)
-        peer.is_leaving = True
+    def _leaves(self, peer: SimulatedPeer) -> None:
+        """It serves until the step is over; one that serves nothing goes at once."""
         self._rebalancer.arrived(peer.name, is_gone=True)
+        if peer.is_serving:
+            peer.is_leaving = True
+            self._goes_ahead()
+        else:
+            self._dies(peer, is_silent=False)
 
-    def _dies(self, peer: _Peer, *, is_silent: bool) -> None:
+    def _dies(self, peer: SimulatedPeer, *, is_silent: bool) -> None:
         peer.is_alive = False
         self._leaves_the_books(peer)
+        forgotten = self.now + self.setting.forget_seconds
+        if peer.is_serving:
+            self._leases[peer.stage] = max(self._leases[peer.stage], forgotten)
+            self._at(forgotten, self._goes_ahead)
         if is_silent:
             for number, call in peer.calls.items():
                 self._at(self._deadline(call), self._timed_out, peer, number)
-            self._at(self.now + self.setting.forget_seconds, self._gone, peer)
+            self._at(forgotten, self._gone, peer)
         else:
             self._at(self.now + self.setting.notice_seconds, self._gone, peer)
 
-    def _gone(self, peer: _Peer) -> None:
+    def _gone(self, peer: SimulatedPeer) -> None:
         """Trainers know that it is dead: what it had is computed again."""
         self._rebalancer.arrived(peer.name, is_gone=True)
+        peer.coming = None
         if self._peers.get(peer.name) is peer:
             self._stops_serving(peer)
-        calls, peer.calls = peer.calls, {}
-        for call in calls.values():
-            wiring = self._wirings[call.trainer][call.attempt.stage]
-            seconds = self.now - call.sent
-            wiring.failed(
-                peer.name,
-                seconds,
-                self.now,
-                True,
-                task=call.task,
-                incarnation=peer.incarnation,
-            )
-        alone = {
-            (call.attempt.stage, call.attempt.number, call.attempt.phase): call.alone
-            for call in calls.values()
-        }
-        lost = self._ledger.lost_with(peer.name, peer.incarnation)
-        if lost:
-            self._is_summing = False
-        for task in lost:
-            key = (task.stage, task.number, task.phase)
-            self._recomputed += key not in alone
-            self._call(
-                task.stage,
-                task.number,
-                task.phase,
-                alone=alone.get(key, True),
-                avoid=(peer.name,),
-            )
-        if not self._members(peer.stage):
-            self._look()
-        self._sum_if_complete()
+        recomputed = self._recompute(peer)
+        if not all(self._ledger.is_complete(stage) for stage in range(self._count)):
+            self._is_summing, self._complete_since = False, -1.0
+        self._recomputed += recomputed
+        self._goes_ahead()
+        self._computed()
 
-    def _leaves_the_books(self, peer: _Peer) -> None:
+    def _leaves_the_books(self, peer: SimulatedPeer) -> None:
         self._present[peer.name] = (
             self._present.get(peer.name, 0.0) + self.now - peer.joined
         )
@@ -471,214 +247,228 @@ class Simulator:
         ahead = max(0.0, peer.compute_free - self.now)
         self._busy[peer.name] = max(0.0, self._busy.get(peer.name, 0.0) - ahead)
 
-    # Calls.
-
-    def _call(
-        self,
-        stage: int,
-        number: int,
-        phase: Phase,
-        *,
-        alone: bool = False,
-        avoid: tuple[str, ...] = (),
-    ) -> None:
-        trainer = number % self.setting.trainers
-        wiring = self._wirings[trainer][stage]
-        task = FORWARD_TASK if phase is Phase.FORWARD else BACKWARD_TASK
-        name = wiring.choose(self.now, task, avoid)
-        if name is None:
-            self._parked[stage].append((number, phase, alone, avoid))
-            return
-        peer = self._peers[name]
-        call = _Call(
-            attempt=self._ledger.begin(stage, number, phase, name, peer.incarnation),
-            trainer=trainer,
-            task=task,
-            sent=self.now,
-            warm=self.now >= peer.warm_after,
-            alone=alone,
-        )
-        self._queue_changes(peer)
-        call_id = next(self._call_ids)
-        peer.calls[call_id] = call
-        if not peer.is_alive:
-            self._at(self._deadline(call), self._timed_out, peer, call_id)
-            return
-        answered = self._computed_at(peer, call.attempt)
-        if answered > self._deadline(call):
-            self._at(self._deadline(call), self._timed_out, peer, call_id)
-        self._at(answered, self._answered, peer, call_id)
-
-    def _computed_at(self, peer: _Peer, attempt: Attempt) -> float:
-        """When the answer is there; books links and the peer's processor."""
-        cost = self.setting.stages[attempt.stage]
-        if attempt.phase is Phase.FORWARD:
-            seconds, received = cost.forward_seconds, cost.forward_bytes[0]
-        else:
-            seconds, received = cost.backward_seconds, cost.backward_bytes[0]
-        latency = peer.link.latency_seconds
-        asked = self.now + latency
-        arrived, left = asked, received
-        for source, size in self._sources(attempt):
-            size = min(size, left)
-            left -= size
-            way = max(latency, source.link.latency_seconds)
-            seconds_up = size / source.link.up_bytes_per_second
-            # What is asked for goes over both links at once.
-            source.up_free = max(asked + way, source.up_free) + seconds_up
-            arrived = max(arrived, source.up_free + way)
-        rate = peer.link.down_bytes_per_second
-        peer.down_free = max(asked, peer.down_free) + received / rate
-        arrived = max(arrived, peer.down_free)
-        seconds /= peer.speed
-        peer.compute_free = max(arrived, peer.compute_free) + seconds
-        self._busy[peer.name] = self._busy.get(peer.name, 0.0) + seconds
-        return peer.compute_free + latency
-
-    def _sources(self, attempt: Attempt) -> Iterator[tuple[_Peer, int]]:
-        """Who holds what a call reads, and how many bytes of it.
-
-        What nobody holds, such as data, comes from a trainer.
-        """
-        stages, stage = self.setting.stages, attempt.stage
-        wanted = []
-        if attempt.phase is Phase.BACKWARD and stage + 1 < self._count:
-            size = stages[stage + 1].backward_bytes[1]
-            wanted.append((stage + 1, Phase.BACKWARD, size))
-        if stage > 0:
-            wanted.append(
-                (stage - 1, Phase.FORWARD, stages[stage - 1].forward_bytes[1])
+    def _serves(self, peer: SimulatedPeer) -> None:
+        peer.is_serving, peer.queue_since, peer.queue_seconds = True, self.now, 0.0
+        for wirings in self._wirings:
+            wirings[peer.stage].leave(peer.name)
+            wirings[peer.stage].announce(
+                peer.name, peer.incarnation, self.now, expires=self._expiry()
             )
-        for other, phase, size in wanted:
-            holder = self._holders.get((other, attempt.number, phase))
-            if holder is not None and holder.is_alive:
-                yield holder, size
+        self._rebalancer.arrived(peer.name)
+        self._send_parked(peer.stage)
 
-    def _deadline(self, call: _Call) -> float:
-        cost = self.setting.stages[call.attempt.stage]
-        link = self._peers[call.attempt.peer].link
-        predicted = (
-            max(cost.forward_seconds, cost.backward_seconds)
-            + max(cost.forward_bytes[0], cost.backward_bytes[0])
-            / link.down_bytes_per_second
-            + max(cost.forward_bytes[1], cost.backward_bytes[1])
-            / link.up_bytes_per_second
-            + 2 * link.latency_seconds
-        )
-        waiting = self._in_flight() / max(1, self._fewest)
-        return max(call.sent + DEADLINE_FACTOR * predicted * (1 + waiting), self.now)
+    def _expiry(self) -> float:
+        """Never, but later than any announcement before: it lifts bans."""
+        return 1e15 + next(self._numbers)
 
-    def _in_flight(self) -> int:
-        return self.setting.in_flight or max(self._count, 2 * self._serving)
+    def _stops_serving(self, peer: SimulatedPeer) -> None:
+        peer.is_serving = False
+        for wirings in self._wirings:
+            for wiring in wirings:
+                wiring.leave(peer.name)
 
-    def _answered(self, peer: _Peer, call_id: int) -> None:
-        if not peer.is_alive:
+    # Newcomers.
+
+    def _compiles(self, peer: SimulatedPeer) -> None:
+        """Programs of its stage."""
+        if self.setting.oracle:
+            self._serves(peer)
             return
-        call = peer.calls.pop(call_id, None)
-        if call is None:  # it was given up before
-            self._late += 1
-            return
-        self._queue_changes(peer, ended=1)
-        attempt = call.attempt
-        wiring = self._wirings[call.trainer][attempt.stage]
-        wiring.completed(
-            peer.name,
-            call.task,
-            self.now - call.sent,
-            self.now,
-            call.warm,
-            incarnation=peer.incarnation,
-        )
-        if self.setting.trainers > 1:
-            wiring.reported(peer.name, len(peer.calls))
-        if self._ledger.done(attempt) is not Verdict.COUNTED:
-            self._late += 1
-            return
-        self._holders[attempt.stage, attempt.number, attempt.phase] = peer
-        if not call.alone:
-            self._goes_on(attempt)
-        self._sum_if_complete()
+        peer.is_ready, peer.task = False, next(self._numbers)
+        seconds = self.setting.compile_seconds
+        self._at(self.now + seconds, self._compiled, peer, peer.task)
 
-    def _goes_on(self, attempt: Attempt) -> None:
-        stage, number = attempt.stage, attempt.number
-        if attempt.phase is Phase.FORWARD:
-            is_last = stage + 1 == self._count - 1
-            phase = Phase.BACKWARD if is_last else Phase.FORWARD
-            self._call(stage + 1, number, phase)
-        elif stage > 0:
-            self._call(stage - 1, number, Phase.BACKWARD)
-        else:
-            trainer = number % self.setting.trainers
-            self._under_way[trainer] -= 1
-            self._begin_more(trainer)
+    def _compiled(self, peer: SimulatedPeer, task: int) -> None:
+        if peer.is_alive and peer.task == task:
+            peer.is_ready, peer.task = True, 0
+            self._goes_ahead()
 
-    def _timed_out(self, peer: _Peer, call_id: int) -> None:
-        call = peer.calls.pop(call_id, None)
-        if call is None:
+    def _bring(self, peer: SimulatedPeer) -> None:
+        """It begins to take the state of the step, if it can."""
+        is_free = peer.is_ready and not (peer.is_serving or peer.task)
+        if not is_free or peer.is_leaving or self.now < peer.paused_until:
             return
-        self._queue_changes(peer, ended=1)
-        attempt = call.attempt
-        self._ledger.give_up(attempt)
-        self._wirings[call.trainer][attempt.stage].failed(
-            peer.name,
-            self.now - call.sent,
-            self.now,
-            not peer.is_alive,
-            task=call.task,
-            incarnation=peer.incarnation,
-        )
-        if not self._ledger.is_done(attempt.stage, attempt.number, attempt.phase):
-            self._call(
-                attempt.stage,
-                attempt.number,
-                attempt.phase,
-                alone=call.alone,
-                avoid=(peer.name,),
-            )
+        if peer.late >= 0 and not self._is_between:
+            return  # It needs all of a step.
+        has_source = self._members(peer.stage) or self._snapshot == self._committed
+        if not has_source:
+            return
+        # Each makes the first state for itself.
+        cost = self._move_cost(peer.stage, peer.link)
+        seconds = cost.download_seconds if self._committed else 0.0
+        peer.task = next(self._numbers)
+        peer.coming = Coming(place=self._place, began=self.now, takes=seconds)
+        self._at(peer.coming.ends, self._arrives, peer, peer.task)
 
-    def _queue_changes(self, peer: _Peer, ended: int = 0) -> None:
-        waited = len(peer.calls) + ended
-        peer.queue_seconds += waited * (self.now - peer.queue_since)
-        peer.queue_since = self.now
+    def _arrives(self, peer: SimulatedPeer, task: int) -> None:
+        if not peer.is_alive or peer.task != task:
+            return
+        coming, peer.task, peer.coming = peer.coming, 0, None
+        assert coming is not None
+        is_beside = self.setting.delayed_updates and not self._is_between
+        was_given_up, peer.is_given_up = peer.is_given_up, False
+        if coming.place == self._place and not (self._is_summing or is_beside):
+            peer.pause_seconds, peer.late = 0.0, -1.0
+            self._serves(peer)
+            self._changed()
+        elif coming.place[1] == self._went_back:
+            peer.late = peer.late if peer.late >= 0 else coming.began
+            if was_given_up:
+                twice = max(2 * peer.pause_seconds, PAUSE_SECONDS)
+                peer.pause_seconds = min(twice, MOST_PAUSE_SECONDS)
+                peer.paused_until = self.now + peer.pause_seconds
+                self._at(peer.paused_until, self._goes_ahead)
+        self._goes_ahead()
+
+    def _waits_for_newcomers(self, since: float) -> bool:
+        """Whether a step that is ready waits still for those that take its state."""
+        coming = [
+            (peer, peer.coming)
+            for peer in self._peers.values()
+            if peer.coming and peer.coming.place == self._place
+        ]
+        if not coming:
+            return False
+        longest = max(NEWCOMER_SECONDS, 2 * max(one.takes for _, one in coming))
+        if self.now >= since + longest:
+            for peer, _ in coming:
+                peer.is_given_up = True
+            return False
+        left = max(one.ends for _, one in coming) - self.now
+        began = [p.late if p.late >= 0 else one.began for p, one in coming]
+        lost = [self.now - one for one in began]
+        if not pays_to_wait(lost, self._serving, left):
+            return False
+        self._at(since + longest, self._goes_ahead)
+        return True
 
     # Steps.
 
+    def _goes_ahead(self) -> None:
+        """Something has changed: what waited for it may go on."""
+        if self._went_nowhere():
+            self._goes_back()
+        elif self._is_between:
+            self._let_go()
+            for peer in [*self._alive()]:
+                self._bring(peer)
+            lacking = [s for s in range(self._count) if not self._members(s)]
+            if lacking and self.now >= self._ready_since + SPARE_SECONDS:
+                self._send_spare(lacking)
+            if not lacking and not self._waits_at_first():
+                self._take_snapshot()
+        else:
+            for peer in [*self._alive()]:
+                self._bring(peer)
+            self._computed()
+
+    def _went_nowhere(self) -> bool:
+        """Whether the state of some stage is nowhere any more."""
+        if self.setting.oracle:
+            return False
+        for stage in range(self._count):
+            is_lost = not self._members(stage) and self.now >= self._leases[stage]
+            if is_lost and not self._is_between:
+                return True
+            there = (p for p in self._alive() if p.stage == stage and p.is_ready)
+            if is_lost and self._snapshot != self._committed and any(there):
+                return True
+        return False
+
+    def _goes_back(self) -> None:
+        """All go back to the snapshot, and take its state."""
+        self._went_back += 1
+        self._committed, self._updated_at = self._snapshot, self.now
+        self._snapshot_ends = 0.0
+        self._timeline.append((self.now, self._done))
+        self._ledger = self._fresh_ledger(self._committed)
+        for parked in self._parked:
+            parked.clear()
+        for peer in self._peers.values():
+            peer.calls = {}
+            if peer.is_alive and peer.is_serving:
+                self._stops_serving(peer)
+        self._changed()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """A step is over, and the next one is made ready."""
+        self._is_between, self._ready_since = True, self.now
+        self._is_summing, self._complete_since = False, -1.0
+        self._at(self.now + SPARE_SECONDS, self._goes_ahead)
+        self._goes_ahead()
+
+    def _let_go(self) -> None:
+        """Who leaves is gone once a step is over; of its stage's last, a snapshot."""
+        for peer in [p for p in self._alive() if p.is_leaving]:
+            mates = [n for n in self._members(peer.stage) if n != peer.name]
+            if all(self._peers[name].is_leaving for name in mates):
+                if not all(self._members(stage) for stage in range(self._count)):
+                    continue  # Another stage has nobody; this one is needed still.
+                self._snapshot = self._committed
+            self._stops_serving(peer)
+            peer.is_alive = False
+            self._leaves_the_books(peer)
+            self._changed()
+
+    def _waits_at_first(self) -> bool:
+        coming = sum(peer.coming is not None for peer in self._alive())
+        waits = coming > self._serving or self.setting.delayed_updates
+        return waits and self._waits_for_newcomers(self._ready_since)
+
+    def _take_snapshot(self) -> None:
+        """Where it is time to, beside the step that begins.
+
+        Before it, where updates are delayed.
+        """
+        is_due = self._committed % self.setting.snapshot_every == 0
+        seconds = 0.0
+        if is_due and self._snapshot != self._committed:
+            for stage, cost in enumerate(self.setting.stages):
+                link = self._peers[self._members(stage)[0]].link
+                seconds += cost.state_bytes / link.up_bytes_per_second
+            self._snapshot_ends = self.now + seconds
+            self._at(self._snapshot_ends, self._snapshot_taken, self._place)
+        self._is_between = False
+        if seconds == 0.0 or not self.setting.delayed_updates:
+            self._begin_step()
+
+    def _snapshot_taken(self, place: Place) -> None:
+        if place != self._place:
+            return
+        self._snapshot = self._committed
+        if self.setting.delayed_updates:
+            self._begin_step()
+        else:
+            self._computed()
+
     def _begin_step(self) -> None:
-        self._step_began, self._is_summing = self.now, False
-        self._holders.clear()
-        for trainer, waiting in enumerate(self._waiting):
-            waiting.clear()
-            waiting.extend(
-                range(trainer, self.setting.micro_batches, self.setting.trainers)
-            )
-        self._under_way = [0] * self.setting.trainers
-        for trainer in range(self.setting.trainers):
-            self._begin_more(trainer)
+        self._is_between, self._is_summing, self._complete_since = False, False, -1.0
+        self._ledger = self._fresh_ledger(self._committed)
+        self._begin_micro_batches()
 
-    def _begin_more(self, trainer: int) -> None:
-        """As many micro-batches as may be under way at once."""
-        limit = -(-self._in_flight() // self.setting.trainers)
-        while self._waiting[trainer] and self._under_way[trainer] < limit:
-            number = self._waiting[trainer].popleft()
-            self._under_way[trainer] += 1
-            # A last stage computes forward and backward in one call.
-            only = self._count == 1
-            self._call(0, number, Phase.BACKWARD if only else Phase.FORWARD)
-
-    def _sum_if_complete(self) -> None:
+    def _computed(self) -> None:
+        """Sum, where all gradients are there and no newcomer is waited for."""
         is_complete = all(self._ledger.is_complete(s) for s in range(self._count))
-        if self._is_summing or not is_complete:
+        if self._is_summing or self._is_between or not is_complete:
+            return
+        if self._complete_since < 0:
+            self._complete_since = self.now
+        if not self.setting.delayed_updates and (
+            self._waits_for_newcomers(self._complete_since)
+            or self.now < self._snapshot_ends
+        ):
             return
         self._is_summing = True
         sealed = self._ledger.seal()
-        step, seconds = self._ledger.step, self._sum_seconds()
+        seconds = self._sum_seconds()
         if self.setting.delayed_updates:
             # The update before must be there; that of this step runs beside the next.
             ends = max(self._updated_at, self.now)
             self._updated_at = ends + seconds
         else:
             ends = self.now + seconds
-        self._at(ends, self._summed, step, sealed)
+        self._at(ends, self._summed, self._ledger, sealed)
 
     def _sum_seconds(self) -> float:
         """Of the slowest stage: its gradients are reduced, gathered and applied."""
@@ -698,122 +488,115 @@ class Simulator:
             slowest = max(slowest, seconds)
         return slowest
 
-    def _summed(self, step: int, sealed: int) -> None:
-        ledger = self._ledger
-        is_newest = ledger.step == step and ledger.round == sealed
+    def _summed(self, ledger: Ledger, sealed: int) -> None:
+        is_newest = ledger is self._ledger and ledger.round == sealed
         if not is_newest or not ledger.is_sealed:
             return
         for stage in range(self._count):
-            where = f"simulated step {step}, stage {stage}"
+            where = f"simulated step {ledger.step}, stage {stage}"
             numbers = ledger.assignment(stage)
             check_partition(numbers, self.setting.micro_batches, where)
         ledger.commit({stage: "" for stage in range(self._count)})
         self._committed += 1
         self._steps.append(self.now - self._step_began)
-        done = self._committed * self.setting.micro_batches
-        self._timeline.append((self.now, done))
-        self._ledger = Ledger(
-            step=step + 1,
-            stages=self._count,
-            micro_batches=self.setting.micro_batches,
-        )
-        self._step_ends()
-        self._begin_step()
-
-    def _step_ends(self) -> None:
-        """Who left in order is gone now, and who has its state serves from here on."""
-        for peer in self._peers.values():
-            if peer.is_leaving and peer.is_alive:
-                peer.is_alive = False
-                self._leaves_the_books(peer)
-        arriving, self._arriving = self._arriving, []
-        for peer in arriving:
-            if peer.is_alive and not peer.is_leaving:
-                self._serves(peer)
+        self._step_began = self.now
+        self._timeline.append((self.now, self._done))
+        # It has nothing to do yet.
+        self._ledger = self._fresh_ledger(self._committed)
         self._changed()
+        self._look()
+        self._prepare()
 
     # Rebalancing and the books.
 
+    def _look_beside(self) -> None:
+        """While a step is computed; where updates are delayed, between steps only."""
+        self._at(self.now + self.setting.period, self._look_beside)
+        if not (self._is_between or self._is_summing or self.setting.delayed_updates):
+            self._look()
+
     def _look(self) -> None:
-        if self.setting.rule is not Rule.NONE:
-            self._send_waiting()
-        loads = self._loads()
-        # It serves from the next step on, which is half a step away on average.
-        wait = max(self._steps[-1:] or [self.now - self._step_began]) / 2
+        """Every so often, where nobody is lacking."""
+        is_whole = all(self._members(stage) for stage in range(self._count))
+        if not is_whole or self.now < self._looked + self.setting.period:
+            return
+        loads = self._loads(held=self._ledger.gradients_at())
+        self._looked = self.now
+        for peer in self._peers.values():
+            peer.queue_since, peer.queue_seconds = self.now, 0.0
         costs = [
-            self._move_cost(stage, self._any_link(), wait)
-            for stage in range(self._count)
+            self._move_cost(stage, self._any_link()) for stage in range(self._count)
         ]
-        move = self._rebalancer.decide(loads, self.now, costs)
+        present = [p.name for p in self._alive() if not p.is_leaving]
+        move = self._rebalancer.decide(loads, self.now, costs, present)
         if move is not None:
             self._moves_to(self._peers[move.peer], move.target)
 
-    def _send_waiting(self) -> None:
-        """Who waits for a step to end goes to a stage without which it does not end."""
-        for stage in range(self._count):
-            staying = [
-                p for p in self._peers.values() if p.is_alive and not p.is_leaving
-            ]
-            here = [p for p in self._arriving if p in staying]
-            if not here or any(p.stage == stage for p in staying):
-                continue  # Somebody serves it, or downloads its state.
-            self._arriving.remove(here[0])
-            here[0].stage = stage
-            self._downloads(here[0])
+    def _send_spare(self, lacking: Sequence[int]) -> None:
+        """A stage that nobody serves is given a peer of a stage that has several.
 
-    def _look_regularly(self) -> None:
-        self._look()
-        for peer in self._peers.values():
-            peer.queue_since, peer.queue_seconds = self.now, 0.0
-        self._at(self.now + self.setting.period, self._look_regularly)
+        First those that wait for the step, then those of the largest stage.
+        """
+        if self.setting.rule is Rule.NONE:
+            return
+        for stage in lacking:
+            there = [p for p in self._alive() if not p.is_leaving]
+            if any(p.stage == stage for p in there):
+                continue
+            counts = [0] * self._count
+            for peer in there:
+                counts[peer.stage] += peer.is_ready
+            spare = [p for p in there if p.is_ready and counts[p.stage] > 1]
+            if spare:
+                spare.sort(key=lambda p: (p.is_serving, -counts[p.stage]))
+                self._moves_to(spare[0], stage)
 
-    def _moves_to(self, peer: _Peer, stage: int) -> None:
+    def _moves_to(self, peer: SimulatedPeer, stage: int) -> None:
         self._moves += 1
-        self._stops_serving(peer)
-        if not self._members(peer.stage):
-            self._emptied += 1
-        peer.stage = stage
-        self._downloads(peer)
+        if peer.is_serving:
+            self._stops_serving(peer)
+            self._emptied += not self._members(peer.stage)
+            self._recomputed += self._recompute(peer)
+        peer.stage, peer.coming = stage, None
+        self._compiles(peer)
         self._changed()
 
     def _any_link(self) -> PeerLink:
-        here = (peer.link for peer in self._peers.values() if peer.is_alive)
+        here = (peer.link for peer in self._alive())
         return next(here, next(iter(self._peers.values())).link)
 
-    def _move_cost(self, stage: int, link: PeerLink, wait: float = 0.0) -> MoveCost:
+    def _move_cost(self, stage: int, link: PeerLink) -> MoveCost:
         return MoveCost(
             state_bytes=self.setting.stages[stage].state_bytes,
             bytes_per_second=min(link.down_bytes_per_second, link.up_bytes_per_second),
             compile_seconds=self.setting.compile_seconds,
-            wait_seconds=wait,
         )
 
     def _members(self, stage: int) -> list[str]:
-        return [
-            peer.name
-            for peer in self._peers.values()
-            if peer.stage == stage and peer.is_alive and peer.is_serving
-        ]
+        """Names of those that serve a stage."""
+        return [p.name for p in self._alive() if p.stage == stage and p.is_serving]
 
-    def _loads(self, *, with_movers: bool = False) -> list[PeerLoad]:
+    def _loads(
+        self, *, with_movers: bool = False, held: Mapping[str, int] = _NOTHING
+    ) -> list[PeerLoad]:
         found = []
-        for peer in self._peers.values():
-            is_here = peer.is_alive and not peer.is_leaving
-            if not is_here or not (peer.is_serving or with_movers):
+        for peer in self._alive():
+            if peer.is_leaving or not (peer.is_serving or with_movers):
                 continue
             self._queue_changes(peer)
-            since = max(1e-9, min(self.setting.period, self.now - peer.joined))
+            since = max(1e-9, self.now - max(self._looked, peer.joined))
             found.append(
                 PeerLoad(
                     peer=peer.name,
                     stage=peer.stage,
                     queue_length=peer.queue_seconds / since,
                     speeds=self._speeds(peer),
+                    held=held.get(peer.name, 0),
                 )
             )
         return found
 
-    def _speeds(self, peer: _Peer) -> tuple[float, ...]:
+    def _speeds(self, peer: SimulatedPeer) -> tuple[float, ...]:
         return tuple(
             peer_speed(cost, peer.speed, peer.link) for cost in self.setting.stages
         )
@@ -845,23 +628,6 @@ class Simulator:
         self._speed_since = self.now
 
 
-def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
-    """Micro-batches a second of a peer in a stage: its processor or its links bound it.
-
-    Args:
-        cost: of the stage.
-        speed: of the peer.
-        link: of the peer.
-    """
-    received = cost.forward_bytes[0] + cost.backward_bytes[0]
-    sent = cost.forward_bytes[1] + cost.backward_bytes[1]
-    return 1 / max(
-        (cost.forward_seconds + cost.backward_seconds) / speed,
-        received / link.down_bytes_per_second,
-        sent / link.up_bytes_per_second,
-    )
-
-
 def simulate(
     setting: Setting, trace: Sequence[ChurnEvent], seconds: float
 ) -> Simulated:
@@ -886,22 +652,3 @@ def simulate(
         200
     """
     return Simulator(setting, trace).run(seconds)
-
-
-def _check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
-    with Problems("simulated swarm") as problems:
-        if not setting.stages:
-            problems.add("stages: there are none; give at least one")
-        for number, cost in enumerate(setting.stages):
-            if not cost.backward_seconds > 0:
-                problems.add(
-                    f"stages[{number}].backward_seconds is {cost.backward_seconds}; "
-                    "expected more than 0"
-                )
-        for name in ("micro_batches", "trainers"):
-            if getattr(setting, name) < 1:
-                problems.add(f"{name} is {getattr(setting, name)}; expected at least 1")
-        if not setting.period > 0:
-            problems.add(f"period is {setting.period} s; expected more than 0")
-        if not any(event.event is Happening.JOIN for event in trace):
-            problems.add("trace: nobody joins; expected a join at time 0")

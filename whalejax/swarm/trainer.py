@@ -45,8 +45,6 @@ from whalejax.swarm.registry import Member, Registry
 
 
 LOOK_SECONDS: Final = 0.05
-NEWCOMER_SECONDS: Final = 10.0
-"""That a step waits for newcomers, if the step before took less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ class Trainer(TrainerState):
         wire: str = "f32",
         sum_wire: str = "f32",
         on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
-        between: Callable[[Trainer], None] = lambda trainer: None,
+        rebalance: Callable[[Trainer], None] = lambda trainer: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Ask nobody yet; ``address`` must be set before ``run``.
@@ -103,7 +101,8 @@ class Trainer(TrainerState):
             wire: how peers send tensors.
             sum_wire: how peers send gradients while they add them up.
             on_snapshot: is given each snapshot, such as to write a checkpoint.
-            between: called between two steps, such as to move peers.
+            rebalance: called between two steps and, unless updates are delayed, again
+                and again while one is computed: it may have peers moved.
             clock: gives seconds.
         """
         super().__init__(
@@ -117,12 +116,13 @@ class Trainer(TrainerState):
             on_snapshot=on_snapshot,
             clock=clock,
         )
-        self._write, self._between = write, between
+        self._write, self._rebalance = write, rebalance
         self.sharing = Sharing(self.fleet, caller, tell, registry.lease_seconds)
         self._wire, self._sum_wire = wire, sum_wire
         self.ledger: Ledger | None = None
         self._seconds = 0.0
         self._pending: _Computed | None = None
+        self._computing: StepContext | None = None
         self._step_lock = threading.RLock()
         self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
 
@@ -164,7 +164,7 @@ class Trainer(TrainerState):
                 continue  # The first step's gradients are there.
             yield self.step, metrics
             if self.step < self.settings.steps:
-                self._between(self)
+                self._rebalance(self)
         self._take_snapshot()
         if self._snapshot.step != self.step:
             raise WhaleError(
@@ -184,6 +184,8 @@ class Trainer(TrainerState):
         begun, pending = self.fleet.now(), self._pending
         if not self.cut.delayed_updates:
             computed = self._computed(self._context(self.step))
+            self._await_newcomers()
+            self._await_snapshot()
             commit = self._committed(computed)
         elif pending is None:
             self._pending = self._computed(self._context(self.step))
@@ -224,6 +226,13 @@ class Trainer(TrainerState):
             self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
         self._travel(context, passages)
         return _Computed(context=context, passages=passages, sums=_summed(passages))
+
+    def _await_newcomers(self) -> None:
+        """Wait for those that take the state of a step, before it is another one."""
+        begun = self.fleet.now()
+        while self._waits_for_newcomers(begun):
+            self._changed.clear()
+            self._changed.wait(LOOK_SECONDS)
 
     def _committed(self, computed: _Computed) -> Commit:
         """Sum the gradients of a step and apply them."""
@@ -324,6 +333,7 @@ class Trainer(TrainerState):
                 errors.append(error)
                 context.stop.set()
 
+        self._computing = context
         try:
             with threads(count, context.stop) as pool:
                 leading = {pool.submit(lead) for _ in range(count)}
@@ -332,31 +342,60 @@ class Trainer(TrainerState):
                     for one in done:
                         one.result()  # An interrupt.
                     self.sharing.watch()
+                    if not self.cut.delayed_updates:
+                        self._bring(late=False)
+                        self._rebalance(self)
         finally:
+            self._computing = None
             self.sharing.close()
         if errors:
             raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
         if context.stop.is_set():
             raise Stopped
+        self._make_again(context, passages, count)
+
+    def _make_again(
+        self, context: StepContext, passages: Sequence[Passage], count: int
+    ) -> None:
+        """What was lost since it was made is made again, several at once."""
+        with context.lock:
+            stages = range(self.cut.stages)
+            if all(context.ledger.is_complete(stage) for stage in stages):
+                return
+        with threads(count, context.stop) as pool:
+            again = [pool.submit(passage.run) for passage in passages]
+            errors = [one.exception() for one in again]
+        found = [error for error in errors if error is not None]
+        if found:
+            raise next((e for e in found if not isinstance(e, Stopped)), found[0])
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way, and not summed yet."""
+        return self._computing is not None
+
+    def gradients_at(self) -> Counter[str]:
+        """Micro-batches of the step under way whose gradients each peer has."""
+        context = self._computing
+        if context is None:
+            return Counter()
+        with context.lock:
+            return context.ledger.gradients_at()
 
     # Between steps.
 
     def _ready(self) -> None:
         """Bring everybody to the step, and wait for stages without peers."""
         begun = self.fleet.now()
-        newcomers = self.settings.newcomer_seconds or max(
-            NEWCOMER_SECONDS, self._seconds
-        )
         said: list[int] = []
         while True:
             self._changed.clear()
             self._let_go()
             self._bring()
-            coming = self._coming_stages()
+            coming = {one.stage for one in self._coming_now().values()}
             lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
             waited = self.fleet.now() - begun
-            most = max(newcomers, self._held_seconds)
-            if not lacking and (not coming or waited >= most):
+            if not lacking and not self._waits_at_first(begun):
                 break
             lacking = [s for s in lacking if s not in coming]
             if lacking and lacking != said:
@@ -374,7 +413,20 @@ class Trainer(TrainerState):
             self._changed.wait(LOOK_SECONDS)
         if said:
             self.tell("resumed", step=self.step)
-        self._take_snapshot()
+        if self.cut.delayed_updates:
+            self._take_snapshot()
+        else:
+            self._begin_snapshot()
+
+    def _waits_at_first(self, since: float) -> bool:
+        """Whether a step waits for newcomers before it is computed.
+
+        It does where most have to take the state, such as at first, and where updates
+        are delayed: its sum begins with it.
+        """
+        most = len(self._coming_now()) > len(self.fleet.usable())
+        waits = most or self.cut.delayed_updates
+        return waits and self._waits_for_newcomers(since)
 
     def _let_go(self) -> None:
         """Those that leave hold nothing that is needed once a step is over."""
@@ -399,6 +451,8 @@ class Trainer(TrainerState):
     def move(self, member: Member, target: int) -> None:
         """Have a peer serve another stage; it is asked for no step meanwhile.
 
+        What it has of the step under way is computed again by others.
+
         Args:
             member: the peer.
             target: the stage.
@@ -408,6 +462,8 @@ class Trainer(TrainerState):
             self.moving[member.name] = target
             self.fleet.drop(member.name)
         self.tell("moves", **told)
+        if self._computing is not None:
+            self._computing.lose(member, f"it moves to stage {target}")
 
         def go() -> None:
             begun = self.fleet.now()
@@ -472,6 +528,7 @@ class Trainer(TrainerState):
 
     def _go_back(self, stage: int) -> None:
         """All stages go back to the snapshot."""
+        self._await_snapshot()
         with self._lock:
             self.generation += 1
             before, self.step = self.step, self._snapshot.step

@@ -500,7 +500,7 @@ def test_of_two_that_begin_with_other_states_one_is_taken() -> None:
 
 
 def test_steps_go_on_while_a_newcomer_takes_the_state() -> None:
-    """It is not waited for, and what it takes too late is not counted."""
+    """It is waited for as long as is set; what it takes too late is not counted."""
     free = threading.Event()
 
     def ask(address: Any, *given: Any, **more: Any) -> Message:
@@ -517,6 +517,7 @@ def test_steps_go_on_while_a_newcomer_takes_the_state() -> None:
     )
     trainer._ready()
     assert {m.name for m in trainer.fleet.usable()} == {"p0", "p1"}
+    trainer._await_newcomers()
     trainer._applied({"p0", "p1"}, {0: "e", 1: "e"})
     free.set()
     settled(trainer)

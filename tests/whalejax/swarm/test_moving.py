@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -35,6 +37,8 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
     mover, may_move = Mover(jobs.STAGES, period=1e-6), threading.Event()
 
     def between(trainer: Trainer) -> None:
+        if trainer.is_computing:
+            return
         for name, target in dict(trainer.moving).items():
             may_move.set()
             # It is ready before the next step, so that the test sees it work.
@@ -45,7 +49,7 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
                 found.peers[0].wait(0.05)
         mover(trainer)
 
-    with swarm(steps=STEPS, more={"between": between}) as found:
+    with swarm(steps=STEPS, more={"rebalance": between}) as found:
         caller: Any = found.serving.trainer.caller
         ask = caller.ask
 
@@ -82,3 +86,42 @@ def serves(peer: Peer) -> int:
     """The stage of a peer, or -1 while it changes."""
     stage = peer.worker.stage
     return -1 if stage is None else stage.number
+
+
+def test_a_peer_moves_while_a_step_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradients are computed again, and it is in its new stage in that step.
+
+    Four gradients of the second step are computed; the others wait until it is there.
+    """
+    monkeypatch.setattr(
+        "whalejax.swarm.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
+    )
+    mover, calls = Mover(jobs.STAGES, period=1e-6), itertools.count()
+    held: list[int] = []
+
+    def rebalance(trainer: Trainer) -> None:
+        counts = trainer.gradients_at()
+        if trainer.step == 1 and counts.total() >= 4 and not held:
+            mover(trainer)
+            held.extend(counts[name] for name in trainer.moving)
+
+    def joined() -> list[int]:
+        return [told["step"] for kind, told in found.told if kind == "joined"]
+
+    def hook(point: str, step: int) -> None:
+        if point == "backward" and step == 1 and next(calls) >= 4:
+            end = time.monotonic() + 240
+            while len(joined()) < 6 and time.monotonic() < end:
+                time.sleep(0.02)
+
+    with swarm(steps=3, more={"rebalance": rebalance}) as found:
+        for stage in (0, 0, 0, 1, 2):
+            found.join(stage, hook=hook)
+        assert same(found.run(), jobs.losses(3))
+        assert joined() == [0, 0, 0, 0, 0, 1]
+        (moved,) = [told for kind, told in found.told if kind == "moved"]
+        assert moved["source"] == 0 and moved["target"] in (1, 2)
+        lost = [told["parts"] for kind, told in found.told if kind == "lost"]
+        assert sum(lost) >= held[0]

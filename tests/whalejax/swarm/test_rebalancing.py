@@ -209,7 +209,7 @@ def test_one_moves_at_a_time_and_a_lost_one_is_given_up() -> None:
             False,
         ),
         (
-            MoveCost(state_bytes=10**6, bytes_per_second=2.5e7, wait_seconds=600.0),
+            MoveCost(state_bytes=10**6, bytes_per_second=2.5e7, compile_seconds=600.0),
             False,
         ),
     ],

@@ -161,7 +161,8 @@ def test_a_stage_that_lost_its_last_peer_is_given_another() -> None:
     trace = [*here(4), at(30.0, Happening.KILL, "p1")]
     found = simulate(SETTING, trace, 1200.0)
     assert found.moves == 1 and found.micro_batches > 200
-    assert 0 < found.empty_seconds < 1
+    # Its announcement holds for 10 s; 10 s later somebody is sent, and 30 s are lost.
+    assert found.empty_seconds == pytest.approx(10 + 10) and found.went_back == 1
     alone = simulate(dataclasses.replace(SETTING, rule=Rule.NONE), trace, 1200.0)
     assert alone.micro_batches < 24 and alone.empty_seconds == 1170
 
@@ -179,14 +180,44 @@ def test_a_swarm_without_enough_peers_waits_and_goes_on() -> None:
     assert found.micro_batches > 100 and found.empty_seconds < 500
 
 
-def test_a_newcomer_serves_in_the_step_after_its_state_has_arrived() -> None:
-    costs = [dataclasses.replace(c, state_bytes=10_000_000) for c in SETTING.stages]
+@pytest.mark.parametrize("size", [10_000_000, 150_000_000])
+def test_a_newcomer_takes_the_state_beside_a_step(size: int) -> None:
+    """A step of 104 s is summed once a newcomer has it, whose link takes 10 or 150."""
+    costs = [dataclasses.replace(c, state_bytes=size) for c in SETTING.stages]
     setting = dataclasses.replace(SETTING, stages=tuple(costs))
-    quiet = simulate(setting, here(3, link=LINK), 1000.0)
+    quiet = simulate(setting, here(3, link=LINK), 1000.0).step_seconds
     joins = dataclasses.replace(at(5.0, Happening.JOIN, "new"), link=LINK)
-    found = simulate(setting, [*here(3, link=LINK), joins], 1000.0)
-    assert found.step_seconds[0] == quiet.step_seconds[0]
+    # In the first step there is nothing to take: each peer makes its state.
+    later = dataclasses.replace(joins, time=quiet[0] + 5.0)
+    found = simulate(setting, [*here(3, link=LINK), later], 1000.0)
+    assert found.step_seconds[0] == quiet[0]
+    waited = max(0.0, 5.0 + size / 1e6 - quiet[1])
+    assert found.step_seconds[1] == pytest.approx(quiet[1] + waited, abs=0.1)
+    assert found.busy_seconds["new"] > 0 and found.recomputed == 0
+
+
+def test_many_wait_for_one_once_it_has_lost_as_much() -> None:
+    """Thirty would wait for 45 s, which are 1,350; it is worth 600 at first."""
+    costs = [dataclasses.replace(c, state_bytes=150_000_000) for c in SETTING.stages]
+    setting = dataclasses.replace(SETTING, stages=tuple(costs), micro_batches=240)
+    quiet = simulate(setting, here(30, link=LINK), 1500.0).step_seconds
+    joins = dataclasses.replace(at(105.0, Happening.JOIN, "new"), link=LINK)
+    found = simulate(setting, [*here(30, link=LINK), joins], 1500.0)
+    assert found.step_seconds[:7] == pytest.approx(quiet[:7])
+    assert max(found.step_seconds) == pytest.approx(150.0, rel=0.01)
     assert found.busy_seconds["new"] > 0
+
+
+@pytest.mark.parametrize("every", [2, 100])
+def test_all_go_back_where_a_stage_lost_its_last_peer(every: int) -> None:
+    """It is the fourth step; the newest snapshot is of step 2, or of none."""
+    joins = at(400.0, Happening.JOIN, "new")
+    trace = [*here(3), at(330.0, Happening.KILL, "p1"), joins]
+    setting = dataclasses.replace(SETTING, snapshot_every=every)
+    found = simulate(setting, trace, 500.0)
+    assert found.went_back == 1
+    before, after = (done for t, done in found.timeline if 300.0 < t < 400.0)
+    assert before == 3 * 24 and after == (2 * 24 if every == 2 else 0)
 
 
 def test_a_peer_may_come_back_under_its_name() -> None:

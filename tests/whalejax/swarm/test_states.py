@@ -211,13 +211,12 @@ def test_the_last_checkpoint_is_tried_again(
     assert (tmp_path / "s" / "step_000002").is_dir()
 
 
-@pytest.mark.full
-def test_a_newcomer_that_takes_longer_than_a_step_is_waited_for_once() -> None:
+def test_a_step_waits_for_a_newcomer_that_takes_longer() -> None:
     def slowly(point: str, step: int) -> None:
         if point == "download":
             threading.Event().wait(1.0)
 
-    with swarm(steps=8, newcomer_seconds=0.01) as found:
+    with swarm(steps=4, newcomer_seconds=0.0) as found:
         for stage in range(jobs.STAGES):
             found.join(stage)
         losses = []
@@ -225,13 +224,10 @@ def test_a_newcomer_that_takes_longer_than_a_step_is_waited_for_once() -> None:
             losses.append(float(metrics["loss"]))
             if step == 1:
                 found.join(1, hook=slowly)
-            if step in (2, 5):
-                threading.Event().wait(2.5)  # Its pause is over.
-        assert same(losses, jobs.losses(8))
+        assert same(losses, jobs.losses(4))
         kinds = found.kinds()
         assert kinds.count("joined") == jobs.STAGES + 1
-        (why,) = [told["why"] for kind, told in found.told if kind == "not synced"]
-        assert "a step waits for its next try" in why
+        assert "not synced" not in kinds
 
 
 def test_a_peer_says_that_it_cannot_listen() -> None:

@@ -13,8 +13,10 @@ import numpy as np
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.cut import Cut
+from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
 from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.passage import Counts
+from whalejax.swarm.rebalancing import pays_to_wait
 from whalejax.swarm.registry import Member, Registry
 from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 
@@ -22,8 +24,6 @@ from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
 STATE_SECONDS: Final = 600.0
 """Deadline of the state of a stage, from peer to peer or to the trainer."""
 
-HELD_SECONDS: Final = 120.0
-"""That a step waits at most, once, for a newcomer that took longer than a step."""
 
 Tell = Callable[..., None]
 
@@ -40,8 +40,9 @@ class Settings:
         snapshot_every: steps between snapshots, to which a run goes back where all
             peers of a stage are lost.
         state_seconds: deadline of a peer that takes the state.
-        newcomer_seconds: that a step waits for peers that take the state; as long as
-            the step before took, and at least 10 s, if 0.
+        newcomer_seconds: that a step which has been computed waits at most for peers
+            that take its state, before gradients are summed; if 0, as long as their
+            links should take, where ``pays_to_wait`` says so.
         spare_seconds: after which a stage without peers is given one of a stage that
             has several.
     """
@@ -53,7 +54,7 @@ class Settings:
     snapshot_every: int = 100
     state_seconds: float = STATE_SECONDS
     newcomer_seconds: float = 0.0
-    spare_seconds: float = 10.0
+    spare_seconds: float = SPARE_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +79,15 @@ class _Coming:
         stage: that it serves.
         keeps: it says that it has the state already.
         at: generation and step of that state.
+        since: when it began.
+        ready: when it could have begun with the state of its first step here.
     """
 
     stage: int
     keeps: bool
     at: tuple[int, int]
+    since: float
+    ready: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,6 +144,7 @@ class TrainerState:
         self.pace = Pace()
         self._coming: dict[tuple[str, int], _Coming] = {}
         self._late: dict[tuple[str, int], float] = {}
+        self._given_up: set[tuple[str, int]] = set()
         self._changed = threading.Event()
         self._owed = False
         self._is_overlapping = False
@@ -146,6 +152,8 @@ class TrainerState:
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
         self._keeps = True
+        self._snapshot_thread: threading.Thread | None = None
+        self._snapshot_error: BaseException | None = None
 
     @property
     def newest(self) -> Snapshot:
@@ -191,11 +199,15 @@ class TrainerState:
 
     # Newcomers.
 
-    def _bring(self) -> None:
+    def _bring(self, *, late: bool = True) -> None:
         """Newcomers, and those that were behind, begin to take the state of the step.
 
         They do so beside the steps: who has it before the gradients are summed works in
-        that step already.
+        that step already, or takes part in its sum.
+
+        Args:
+            late: with those that have taken it too late before, which is for the
+                beginning of a step.
         """
         members = self.fleet.members()
         with self._lock:
@@ -210,6 +222,7 @@ class TrainerState:
                 and not m.leaving
                 and m.name not in synced
                 and (m.name, m.incarnation) not in self._coming
+                and (late or (m.name, m.incarnation) not in self._late)
                 and self.moving.get(m.name, m.stage) == m.stage
                 and not self.fleet.is_paused(m)
             ]
@@ -226,11 +239,35 @@ class TrainerState:
         now = self.generation, self.step
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
-    def _coming_stages(self) -> set[int]:
-        """Stages of peers that take the state of this step."""
+    def _coming_now(self) -> dict[tuple[str, int], _Coming]:
+        """Those that take the state of this step, by name and incarnation."""
         with self._lock:
             now = self.generation, self.step
-            return {c.stage for c in self._coming.values() if c.at == now}
+            return {key: c for key, c in self._coming.items() if c.at == now}
+
+    def _waits_for_newcomers(self, since: float) -> bool:
+        """Whether a step that is ready waits still for those that take its state.
+
+        Args:
+            since: when it was ready.
+        """
+        coming, now = self._coming_now(), self.fleet.now()
+        if not coming:
+            return False
+        rate = self.pace.bytes_per_second
+        takes = [self.cut.state_bytes(c.stage) / rate for c in coming.values()]
+        # What is measured of one link says little about another.
+        longest = max(NEWCOMER_SECONDS, 2 * max(takes))
+        if now - since >= (self.settings.newcomer_seconds or longest):
+            with self._lock:
+                self._given_up |= coming.keys()
+            return False
+        if self.settings.newcomer_seconds:
+            return True
+        pairs = zip(coming.values(), takes, strict=True)
+        left = max(c.since + seconds for c, seconds in pairs) - now
+        lost = [now - c.ready for c in coming.values()]
+        return pays_to_wait(lost, len(self.fleet.synced()), left)
 
     def _has_state(self, member: Member) -> bool:
         known = member.generation == self.generation or member.stage in self.digests
@@ -242,7 +279,14 @@ class TrainerState:
             return  # Its stage has nobody; the run has to go back.
         key = member.name, member.incarnation
         at = self.generation, self.step
-        self._coming[key] = _Coming(stage=member.stage, keeps=keeps, at=at)
+        now = self.fleet.now()
+        self._coming[key] = _Coming(
+            stage=member.stage,
+            keeps=keeps,
+            at=at,
+            since=now,
+            ready=self._late.get(key, now),
+        )
 
         def sync() -> None:
             try:
@@ -281,34 +325,26 @@ class TrainerState:
             digest = self._synced(member, sources or [], keeps=one, at=at)
             if digest is None or self._take_in(member, digest, at):
                 break
+        key = member.name, member.incarnation
         with self._lock:
+            was_given_up = key in self._given_up
+            self._given_up.discard(key)
             if any(m.name == member.name for m in self.fleet.synced(member.stage)):
+                self._late.pop(key, None)
                 return
             if self.generation != at[0]:
                 return  # All begin again.
             late = self.step != at[1] or self._is_overlapping
-            took = self.fleet.now() - begun
-            key = member.name, member.incarnation
-            again = late and key not in self._late and took <= HELD_SECONDS / 2
+            is_first = late and key not in self._late
             if late:
-                self._late[key] = 2 * took if again else 0.0
-        self.fleet.pause(member)
-        if late:
-            why = f"it took {took:.1f} s, longer than a step; "
-            why += (
-                "a step waits for its next try"
-                if again
-                else "give it a faster link, or longer steps"
-            )
+                self._late.setdefault(key, begun)
+        if was_given_up or not late:
+            self.fleet.pause(member)
+        if is_first or (late and was_given_up):
+            took = self.fleet.now() - begun
+            why = f"it took {took:.1f} s, longer than a step, and than one waits for "
+            why += "it; it is tried again. Give it a faster link, or longer steps"
             self.tell("not synced", peer=member.name, why=why)
-
-    @property
-    def _held_seconds(self) -> float:
-        """That this step waits for newcomers which took longer than a step before."""
-        with self._lock:
-            now = self.generation, self.step
-            keys = [key for key, c in self._coming.items() if c.at == now]
-            return max((self._late.get(key, 0.0) for key in keys), default=0.0)
 
     def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
         """A peer says that it has a state; whether it is that of the step."""
@@ -365,6 +401,27 @@ class TrainerState:
         return str(answer.fields["digest"])
 
     # Snapshots.
+
+    def _begin_snapshot(self) -> None:
+        """Take it, where it is time to, while the step is computed."""
+
+        def take() -> None:
+            try:
+                self._take_snapshot()
+            except BaseException as error:
+                self._snapshot_error = error
+
+        self._snapshot_thread = threading.Thread(target=take, daemon=True)
+        self._snapshot_thread.start()
+
+    def _await_snapshot(self) -> None:
+        """Until it is there: peers drop the state of a step with the next one."""
+        thread, self._snapshot_thread = self._snapshot_thread, None
+        if thread is not None:
+            thread.join()
+        error, self._snapshot_error = self._snapshot_error, None
+        if error is not None:
+            raise error
 
     def _take_snapshot(self, *, now: bool = False) -> None:
         """Keep the state of all stages, where it is time to, or was and none came."""

@@ -1,0 +1,100 @@
+"""What came of a simulated swarm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from whalejax.display.swarms import SimulatedChart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What came of it.
+
+    Attributes:
+        seconds: simulated.
+        micro_batches: of committed steps and of the step that was under way, counted
+            once each; without those of steps that a run went back over.
+        step_seconds: of each committed step, its waiting for newcomers included.
+        busy_seconds: of each peer, computing.
+        present_seconds: of each peer, from joining to its end.
+        max_flow: micro-batches that the best placement of the peers that were there
+            could have computed, without sums, fills or links shared by others.
+        changes: joins, leaves and deaths after the start.
+        moves: of peers from stage to stage.
+        emptied_by_moves: moves that left a stage without peers; 0 unless it is broken.
+        empty_seconds: during which nobody served some stage.
+        went_back: times that all went back to a snapshot.
+        recomputed: gradients that were computed again because their holder was lost.
+        late: answers that came after they had been given up.
+        timeline: (seconds, micro-batches done by then), one for each commit.
+    """
+
+    seconds: float
+    micro_batches: int
+    step_seconds: tuple[float, ...]
+    busy_seconds: dict[str, float]
+    present_seconds: dict[str, float]
+    max_flow: float
+    changes: int
+    moves: int
+    emptied_by_moves: int
+    empty_seconds: float
+    went_back: int
+    recomputed: int
+    late: int
+    timeline: tuple[tuple[float, int], ...]
+
+    @property
+    def micro_batches_per_second(self) -> float:
+        """Throughput."""
+        return self.micro_batches / self.seconds if self.seconds else 0.0
+
+    @property
+    def utilization(self) -> float:
+        """Part of the time that peers computed."""
+        present = math.fsum(self.present_seconds.values())
+        return math.fsum(self.busy_seconds.values()) / present if present else 0.0
+
+    @property
+    def of_max_flow(self) -> float:
+        """Throughput as a part of the best placement's."""
+        return self.micro_batches / self.max_flow if self.max_flow else 0.0
+
+    def __str__(self) -> str:
+        steps = len(self.step_seconds)
+        mean = math.fsum(self.step_seconds) / steps if steps else math.nan
+        return "\n".join(
+            [
+                f"{self.seconds:,.0f} s simulated: {self.micro_batches:,} "
+                f"micro-batches, {self.micro_batches_per_second:.3g} a second",
+                f"{steps} steps of {mean:.3g} s on average",
+                f"peers compute {self.utilization:.0%} of the time; throughput is "
+                f"{self.of_max_flow:.0%} of what the best placement allows",
+                f"{self.changes} peers came or went, {self.moves} moved to another "
+                f"stage; for {self.empty_seconds:,.0f} s some stage had no peer",
+                f"{self.recomputed} gradients were computed again, {self.late} answers "
+                "came late",
+            ]
+        )
+
+    def chart(self) -> SimulatedChart:
+        """Micro-batches of committed steps over time.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        from whalejax.display.swarms import SimulatedChart
+
+        return SimulatedChart(
+            str(self), self.seconds, self.timeline, self.empty_seconds
+        )
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return self.chart()._repr_mimebundle_()

@@ -1,0 +1,122 @@
+"""What is simulated: stages and what they cost, micro-batches, rebalancing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
+from whalejax.swarm.deadlines import LEASE_SECONDS
+from whalejax.swarm.rebalancing import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What one micro-batch and one step cost in a stage, on a peer of speed 1.
+
+    Attributes:
+        forward_seconds: of a forward; 0 in the last stage, where one call does both.
+        backward_seconds: of a backward, its recomputed forward included.
+        forward_bytes: received and sent by a forward.
+        backward_bytes: received and sent by a backward.
+        state_bytes: parameters and optimizer state, which a newcomer downloads.
+        gradient_bytes: that peers of the stage add up once a step, as sent.
+        update_seconds: of the optimizer.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    forward_bytes: tuple[int, int] = (0, 0)
+    backward_bytes: tuple[int, int] = (0, 0)
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    update_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is simulated, beside the trace.
+
+    Attributes:
+        stages: in order.
+        micro_batches: of a step, over all trainers.
+        in_flight: micro-batches under way at once, over all trainers; two for each
+            peer that serves where it is 0.
+        trainers: that share the micro-batches; each has wirings of its own.
+        rule: of rebalancing; with ``Rule.NONE`` nobody changes stage, not even to one
+            that nobody serves.
+        period: seconds from one look to the next; peers are looked at between steps.
+        oracle: peers are placed at their best after each change, at once and free of
+            charge, and newcomers need no download: what rebalancing is held against.
+        compile_seconds: of a newcomer, or of one that moves, before it takes the state.
+        notice_seconds: from a death that breaks connections until trainers know.
+        forget_seconds: after which the announcement of a dead peer has expired.
+        threshold: gain below which nobody moves, as a part of the speed.
+        snapshot_every: steps between snapshots, to which all go back where a stage has
+            lost its last peer.
+        delayed_updates: gradients of a step are added up and applied while the next
+            step is computed; a step waits for the update before the last one. A peer
+            that dies meanwhile costs no more than one that dies in between.
+        seed: of the wirings.
+    """
+
+    stages: tuple[StageCost, ...]
+    micro_batches: int
+    in_flight: int = 0
+    trainers: int = 1
+    rule: Rule = Rule.OPTIMUM
+    period: float = 60.0
+    oracle: bool = False
+    compile_seconds: float = 0.0
+    notice_seconds: float = 0.01
+    forget_seconds: float = LEASE_SECONDS
+    threshold: float = 0.02
+    snapshot_every: int = 100
+    delayed_updates: bool = False
+    seed: int = 0
+
+
+def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
+    """Micro-batches a second of a peer in a stage: its processor or its links bound it.
+
+    Args:
+        cost: of the stage.
+        speed: of the peer.
+        link: of the peer.
+    """
+    received = cost.forward_bytes[0] + cost.backward_bytes[0]
+    sent = cost.forward_bytes[1] + cost.backward_bytes[1]
+    return 1 / max(
+        (cost.forward_seconds + cost.backward_seconds) / speed,
+        received / link.down_bytes_per_second,
+        sent / link.up_bytes_per_second,
+    )
+
+
+def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
+    """Refuse what makes no sense.
+
+    Args:
+        setting: to be simulated.
+        trace: who comes and goes.
+
+    Raises:
+        WhaleError: with all that is wrong.
+    """
+    with Problems("simulated swarm") as problems:
+        if not setting.stages:
+            problems.add("stages: there are none; give at least one")
+        for number, cost in enumerate(setting.stages):
+            if not cost.backward_seconds > 0:
+                problems.add(
+                    f"stages[{number}].backward_seconds is {cost.backward_seconds}; "
+                    "expected more than 0"
+                )
+        for name in ("micro_batches", "trainers"):
+            if getattr(setting, name) < 1:
+                problems.add(f"{name} is {getattr(setting, name)}; expected at least 1")
+        if not setting.period > 0:
+            problems.add(f"period is {setting.period} s; expected more than 0")
+        if not any(event.event is Happening.JOIN for event in trace):
+            problems.add("trace: nobody joins; expected a join at time 0")
