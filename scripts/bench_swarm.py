@@ -25,8 +25,10 @@ largest difference of losses for bf16 and int8.
 
 From ``swarm_measured.py``, which says what they are: ``of_max_flow``, ``over_static``,
 ``link_step_ratio``, ``interface_int8_wire_ratio``, ``over_restarting_gpipe`` and
-``joiner_steps``; the newest kept ones, with the commit of each in ``measured_at``, or,
-with ``--measure``, new ones. ``kept``: faults of all kept runs, of whatever commit.
+``joiner_steps``; from ``swarm_traced.py``, ``simulated_over_live``; from
+``swarm_simulated.py``, ``of_optimum_under_churn`` and ``without_rebalancing``. They are
+the newest kept ones, with the commit of each in ``measured_at``, or, with
+``--measure``, new ones. ``kept``: faults of all kept runs, of whatever commit.
 
 Finished runs are kept in ``scripts/swarm.json`` with commit, versions and seeds; one
 that is there for this commit is not run again, unless ``--refresh``. Those of a changed
@@ -52,6 +54,8 @@ import jaxlib.version
 import numpy as np
 import swarm_measured
 import swarm_processes
+import swarm_simulated
+import swarm_traced
 from swarm_peer import cut_of, job_of
 from swarm_processes import CACHED, Processes
 
@@ -325,17 +329,28 @@ SLOW_KEYS: Final = {
     "int8_wire_ratio": "interface_int8_wire_ratio",
     "over_restarting_gpipe": "over_restarting_gpipe",
     "joiner_steps": "joiner_steps",
+    "simulated_over_live": "simulated_over_live",
+    "of_optimum_under_churn": "of_optimum_under_churn",
+    "without_rebalancing": "without_rebalancing",
 }
+
+
+def _measured(kind: str) -> dict[str, Any]:
+    if kind == "trace":
+        return swarm_traced.measured()
+    if kind == "simulated":
+        return swarm_simulated.under_churn(swarm_simulated.SEEDS)
+    return dict(swarm_measured.measured(kind))
 
 
 def _slow(kept: Kept, here: str, *, measure: bool) -> dict[str, Any]:
     """What slow processors, slow links and churn came to, and at which commit."""
     found: dict[str, Any] = {}
     at: dict[str, str] = {}
-    for kind in swarm_measured.KINDS:
+    for kind in (*swarm_measured.KINDS, "trace", "simulated"):
         result = kept.newest(kind)
         if measure:
-            result = kept.add(kind=kind, commit=here, **swarm_measured.measured(kind))
+            result = kept.add(kind=kind, commit=here, **_measured(kind))
         if result is not None:
             at[kind] = result["commit"]
             found |= {SLOW_KEYS[k]: v for k, v in result.items() if k in SLOW_KEYS}
@@ -351,7 +366,7 @@ def main() -> None:
     parser.add_argument(
         "--no-keep", dest="keep", action="store_false", help="run anew, write no file"
     )
-    parser.add_argument("--measure", action="store_true", help="quotas, links, churn")
+    parser.add_argument("--measure", action="store_true", help="all of these")
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seconds", type=float, default=LONGEST_SECONDS, help="limit")
     parser.add_argument("--model", default="gpt-test", help="a model of the package")

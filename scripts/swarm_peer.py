@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +27,7 @@ from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.further import FurtherTrainer
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import facts_of
-from whalejax.swarm.stage import ready_stage
+from whalejax.swarm.stage import Stage, ready_stage
 
 
 class Fault:
@@ -68,6 +69,31 @@ def cut_of(given: dict[str, Any]) -> Cut:
     )
 
 
+def sleep_in_calls(forward: float, backward: float) -> None:
+    """Have calls of this process take so many seconds, the last stage's both.
+
+    Args:
+        forward, backward: seconds.
+    """
+    real_forward, real_backward = Stage.forward, Stage.backward
+
+    def slept(real: Any, seconds: float, stage: Stage, given: Any) -> Any:
+        begun = time.monotonic()
+        found = real(stage, *given)
+        time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        return found
+
+    def slow_forward(self: Stage, *given: Any) -> Any:
+        return slept(real_forward, forward, self, given)
+
+    def slow_backward(self: Stage, *given: Any) -> Any:
+        seconds = backward + (forward if self.last else 0.0)
+        return slept(real_backward, seconds, self, given)
+
+    Stage.forward = slow_forward  # type: ignore[method-assign]
+    Stage.backward = slow_backward  # type: ignore[method-assign]
+
+
 def trainer_of(given: dict[str, Any], cut: Cut) -> FurtherTrainer:
     """A further trainer."""
     host, port = given["registry"]
@@ -100,6 +126,8 @@ def peer_of(given: dict[str, Any], cut: Cut) -> Peer:
 def main(given: dict[str, Any], cut: Cut | None = None) -> None:
     """Serve a stage, or lead where that is no number, until the run is over."""
     cut = cut or cut_of(given)
+    if "call_takes" in given:
+        sleep_in_calls(*given["call_takes"])
     leads = given["stage"] == "trainer"
     peer = trainer_of(given, cut) if leads else peer_of(given, cut)
     signal.signal(signal.SIGTERM, lambda *_: peer.leave())

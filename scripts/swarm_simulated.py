@@ -7,8 +7,9 @@ of 8 s a micro-batch (forward 2 s, backward 6 s; one call in the last stage), 96
 micro-batches a step; lifetimes are exponential with a mean of 4,000 s over two hours,
 half of the deaths are silent, and nobody comes, so the swarm dwindles to a sixth; 250
 MB of state are downloaded and 10 s compiled before a peer serves; a stage adds up 20 MB
-a step. Throughput is held against the oracle's, which places peers at their best after
-each change, at once and free of charge.
+a step, and there is a snapshot every other step. Throughput is held against the
+oracle's, which places peers at their best after each change, at once and free of
+charge.
 
 The paper's setting: 1.01 billion shared parameters that 13 billion would compute with,
 width 4,096, sequences of 2,048 tokens, one a micro-batch, 4,096 a step; 3 stages; 400
@@ -68,6 +69,7 @@ SETTING: Final = Setting(
     compile_seconds=10.0,
     snapshot_every=2,
 )
+SEEDS: Final = 20
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "optimum": {"oracle": True},
     "none": {"rule": Rule.NONE},
@@ -195,7 +197,7 @@ def interval(values: list[float]) -> float:
 def main() -> None:
     """Simulate, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", default="churn,paper", metavar="A,B")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
