@@ -24,6 +24,7 @@ from whalejax.lowering.spmd.chunked_loss import chunked
 from whalejax.lowering.spmd.constraints import Constraints, Position
 from whalejax.lowering.spmd.gather_scatter import in_whole
 from whalejax.lowering.spmd.grouped_conv import grouped, is_grouped
+from whalejax.lowering.spmd.label_lookup import picked, picks_from_rows
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
@@ -330,6 +331,8 @@ def _as_it_is(
         found = in_stages(equation, values, specs, scope.mesh, flows)
         if found is not None:
             return found
+    if equation.primitive.name == "gather" and picks_from_rows(equation):
+        return picked(equation, values)
     return _compat.bind(equation, values)
 
 
