@@ -106,6 +106,7 @@ class Course:
         waits: how many of each wait in host memory.
         used: for each span of the forward pass and each parameter, whether a product
             computes with it (2) or something else (1).
+        ahead: the same, with the spans until which a product's result is written.
         waited: for each such span and parameter, whether its gradient is there while
             the backward pass is in it.
         given: for each parameter, whether checkpointed regions compute with it.
@@ -139,7 +140,9 @@ class Course:
         ]
         self.waits = self._numbered(timeline.waits())
         last, users = timeline.parameters()
-        self.used = np.array([_used(graph, span, users) for span in spans])
+        self.used = np.array([_used(graph, span, users, {}) for span in spans])
+        until = timeline.written_until()
+        self.ahead = np.array([_used(graph, span, users, until) for span in spans])
         self.waited = np.array([[at >= span.first for at in last] for span in spans])
         self.given = np.array(
             [any(graph.ops[at].remat is not None for at in here) for here in users],
@@ -156,11 +159,17 @@ class Course:
         return found
 
 
-def _used(graph: Graph, span: Span, users: Sequence[Sequence[int]]) -> list[int]:
+def _used(
+    graph: Graph, span: Span, users: Sequence[Sequence[int]], until: Mapping[int, int]
+) -> list[int]:
     """For each parameter, how a span computes with it; see ``Course.used``."""
     found = []
     for places in users:
-        here = [graph.ops[at] for at in places if span.first <= at < span.end]
+        here = [
+            graph.ops[at]
+            for at in places
+            if at < span.end and until.get(at, at) >= span.first
+        ]
         product = any(op.matmul is not None for op in here)
         found.append(2 if product else int(bool(here)))
     return found
@@ -187,7 +196,10 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
         making=tuple(kinds.table(making) for _, making in course.works),
         gradients=np.concatenate([none, course.waited @ groups]),
         # Behind a product it is read again, and its gradient is made.
-        held=np.concatenate([(used >= 1) @ groups > 0, (used == 2) @ groups > 0]) * 1.0,
+        held=np.concatenate(
+            [(course.ahead >= 1) @ groups > 0, (used == 2) @ groups > 0]
+        )
+        * 1.0,
         made=np.concatenate([none, ((used >= 1) @ groups > 0) * 1.0]),
         turns=turns,
         cast=(course.given | looped) @ groups,

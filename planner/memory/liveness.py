@@ -434,8 +434,9 @@ class Timeline:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
                     times = _WORKING + (op.chunks > 1)
+                    made = times if op.chunks > 1 else 1.0
                     _add(before, held, self._entry(t), times * self._share(t))
-                    _add(making, held, self._entry(t), self._share(t))
+                    _add(making, held, self._entry(t), made * self._share(t))
             for t in op.operands[:2]:
                 if self._value(t):
                     _add(making, held, self._entry(t), _WORKING * self._share(t))
@@ -493,6 +494,23 @@ class Timeline:
         return self._lean(kept, region)
 
     # Parameters.
+
+    def written_until(self) -> dict[int, int]:
+        """Products to the operation for which their result is written in another form.
+
+        Such as logits in float32 for the lookup of labels: the product writes that
+        form too, so that its weight is there with it.
+        """
+        found: dict[int, int] = {}
+        for j, op in enumerate(self.graph.ops):
+            if not _hard(op) or op.trip > 1:
+                continue
+            for t in op.operands:
+                for source in self.sources(t, op.remat) - {t}:
+                    i = self.maker.get(source, j)
+                    if self.graph.ops[i].matmul is not None and i < j:
+                        found[i] = j
+        return found
 
     def parameters(self) -> tuple[list[int], list[list[int]]]:
         """For each parameter: its last reader, and all that are no weights' own."""

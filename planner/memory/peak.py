@@ -106,7 +106,7 @@ def _leaves(
         if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
         if layout.compute != kept and group.trained:
-            fresh[place] = one
+            fresh[place] = nbytes / whole if group.chunked else one
     return _Leaves(
         params=params,
         state=state,

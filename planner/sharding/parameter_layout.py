@@ -82,6 +82,8 @@ class LeafGroup:
             computed with as a whole.
         slices: a loop reads one of so many slices at a time, along the first
             dimension, and each is gathered by itself; 1 where none does.
+        chunked: their gradient is added up over chunks of tokens, as wide as they are
+            stored.
         optimizer_bytes: optimizer state that follows one of them.
         operations: roots and the like in its update; see ``OptimizerBytes``.
     """
@@ -104,6 +106,7 @@ class LeafGroup:
     trained: bool = True
     held: tuple[tuple[int, str], ...] = ()
     slices: int = 1
+    chunked: bool = False
 
     @property
     def gradient_bytes(self) -> int:
@@ -188,7 +191,7 @@ class LeafFacts:
         read = _read(graph, reading.weight, narrowed, cast_bytes)
         readers = _readers(graph, reading.weight)
         rank = {role: place for place, role in enumerate(storage)}
-        sliced = sliced_params(graph)
+        sliced, chunked = sliced_params(graph), _chunked(graph, reading.weight)
         groups = []
         for t in tensors:
             stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
@@ -214,6 +217,7 @@ class LeafFacts:
                     narrowed=read.get(t.id, 1.0),
                     trained=not t.frozen,
                     slices=t.shape[0] if t.id in sliced else 1,
+                    chunked=t.id in chunked,
                 )
             )
         counted, group_of = _counted(groups)
@@ -352,13 +356,25 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
         )
         for t in {t for t in op.operands if weight[t]}:
             if op.regathers and op.remat is None:
-                found[t] += 1 + others
+                # One that is cut into chunks is followed by its backward pass.
+                found[t] += 1 + (others and op.chunks == 1)
                 continue
             again = others and op.remat is not None and op.kind not in LINEAR
             before = shared.get((t, op.remat))
             found[t] += (before is None) + (again and not before)
             shared[t, op.remat] = again or bool(before)
     return Counter({t.id: max(1, found[t.id]) for t in graph.params})
+
+
+def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
+    """Tensors made of weights alone that a product reads which is cut into chunks."""
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.chunks > 1 and op.matmul is not None:
+            found.update(t for t in op.operands if weight[t])
+        elif found.intersection(op.results) and all(weight[t] for t in op.results):
+            found.update(t for t in op.operands if weight[t])
+    return found
 
 
 def _readers(
