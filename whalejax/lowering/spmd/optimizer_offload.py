@@ -30,6 +30,9 @@ from whalejax.planner.sharding.layout import Spec
 PIECE_BYTES = 16 << 20
 """About what one piece of a parameter has, on one device."""
 
+TILE = 128
+"""Lanes of a TPU's tile, which are more than its rows."""
+
 _SPREAD = "broadcast_in_dim"
 
 Update = Callable[[Sequence[Any]], Sequence[Any]]
@@ -353,15 +356,27 @@ def to_host(value: Any) -> Any:
 def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
     """Along which dimension a shard is cut, and into how many equal pieces.
 
+    Along the last two dimensions, of which either can lie in lanes, a piece has whole
+    tiles: TPU compilers write no parts of them into host memory (libtpu 0.0.42). Where
+    there are no such pieces, fewer are taken, and one at last.
+
     >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
     ((0, 4), (0, 1), (1, 32))
+    >>> pieces((75_968, 448), 4)
+    (0, 1)
     """
     wanted = math.ceil(math.prod(shape) * itemsize_bytes / PIECE_BYTES)
-    for axis, size in enumerate(shape):
-        fitting = [n for n in range(wanted, min(size, 4 * wanted) + 1) if size % n == 0]
-        if fitting:
-            return axis, fitting[0]
-    return 0, shape[0]
+    tiled = len(shape) - 2
+    for least, most in ((wanted, 4 * wanted), (2, wanted)):
+        for axis, size in enumerate(shape):
+            fitting = [
+                n
+                for n in range(least, min(size, most) + 1)
+                if size % n == 0 and (n == 1 or axis < tiled or not size // n % TILE)
+            ]
+            if fitting:
+                return axis, fitting[0 if least == wanted else -1]
+    return 0, 1
 
 
 def _elementwise(equation: Any, shape: Sequence[int]) -> bool:
