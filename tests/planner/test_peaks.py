@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -125,10 +126,12 @@ def test_a_loop_keeps_what_its_differentiation_says() -> None:
     assert memory(looped).activations_bytes == 5 * VALUE // 2 + 5 * VALUE
 
 
-def cross_entropy(widened: bool) -> Graph:
+def cross_entropy(widened: bool, *, hidden: bool = False) -> Graph:
     """Scores of which one is looked up, and all are summed as exponentials."""
     p = GraphBuilder("bfloat16", 2)
     x = p.batch("x", BATCH, WIDTH)
+    if hidden:
+        x = p.einsum("bi,ij->bj", x, p.param("up", WIDTH, WIDTH))
     scores = p.einsum("bi,iv->bv", x, p.param("head", WIDTH, 8 * WIDTH))
     if widened:
         scores = p.cast(scores, "float32", 4)
@@ -144,6 +147,30 @@ def test_what_a_lookup_reads_stands_in_memory_in_its_own_type() -> None:
     assert narrow.temporary_bytes - narrow.gradients_bytes == 2 * scores
     # Going forward: the scores as they are made, and twice as wide.
     assert wide.temporary_bytes - wide.gradients_bytes == 3 * scores
+
+
+def test_a_gathered_head_is_there_while_logits_are_written_wider() -> None:
+    found = memory(cross_entropy(True), axis="fsdp")
+    scores, head = 2 * BATCH * 8 * WIDTH // DEVICES, 2 * WIDTH * 8 * WIDTH
+    assert found.temporary_bytes - found.gradients_bytes == 3 * scores + head
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_a_head_of_chunks_is_gathered_once_and_its_gradient_is_added_up(
+    chunks: int,
+) -> None:
+    graph = cross_entropy(True, hidden=True)
+    cut = [*graph.ops[:1], *(replace(op, chunks=chunks) for op in graph.ops[1:])]
+    graph = replace(graph, ops=tuple(cut))
+    plan = plan_of(graph, "v5e:2x2", mesh={"fsdp": 4}, zero=0, num_micro_batches=1)
+    (leaf,) = (leaf for leaf in plan.leaves if leaf.path == "head")
+    assert leaf.gathers == (2 if chunks == 1 else 1)
+    scores, head = 2 * BATCH * 8 * WIDTH // DEVICES, 2 * WIDTH * 8 * WIDTH
+    if chunks > 1:
+        # Scores of a chunk and both their gradients, the head, and its own gradient.
+        made = 3 * scores // chunks + 2 * head
+        memory = plan.memory
+        assert memory.temporary_bytes - memory.gradients_bytes >= made
 
 
 @pytest.mark.parametrize(("width", "padded"), [(128, 128), (96, 96), (130, 130)])
