@@ -70,8 +70,8 @@ def test_what_is_picked_is_what_the_gather_gives(
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
-    results = [np.asarray(f(table), np.float32) for f in (gathered, compared)]
-    np.testing.assert_array_equal(*results)
+    one, other = (np.asarray(f(table), np.float32) for f in (gathered, compared))
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(

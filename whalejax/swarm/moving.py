@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 PERIOD_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 1.0
+"""After which peers are looked at again, where not all have been measured."""
 
 
 class Mover:
@@ -44,7 +46,7 @@ class Mover:
         self._rebalancer = Rebalancer(
             stages=stages, period=period, rule=rule, threshold=threshold
         )
-        self._going = ""
+        self._going, self._next = "", 0.0
 
     def __call__(self, trainer: Trainer) -> None:
         """Make at most one move.
@@ -53,16 +55,18 @@ class Mover:
             trainer: of the run; a step may be under way.
         """
         fleet = trainer.fleet
-        if not self._rebalancer.is_due(fleet.now()):
-            return
-        synced = fleet.synced()
-        there = {m.name for m in fleet.members()}
         if self._going and self._going not in trainer.moving:
             # It has arrived, its move has failed, or it is gone.
+            there = {m.name for m in fleet.members()}
             self._rebalancer.arrived(self._going, is_gone=self._going not in there)
             self._going = ""
-        loads = loads_of(trainer, [m for m in synced if not m.leaving])
+        if fleet.now() < self._next or not self._rebalancer.is_due(fleet.now()):
+            return
+        # Those that have failed are no mates, though their leases hold.
+        usable = [m for m in fleet.usable() if not m.leaving]
+        loads = loads_of(trainer, usable)
         if loads is None:
+            self._next = fleet.now() + RETRY_SECONDS
             return
         costs = [
             MoveCost(
@@ -77,7 +81,7 @@ class Mover:
         move = self._rebalancer.decide(loads, fleet.now(), costs, present)
         if move is not None:
             self._going = move.peer
-            trainer.move({m.name: m for m in synced}[move.peer], move.target)
+            trainer.move({m.name: m for m in usable}[move.peer], move.target)
 
 
 def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | None:

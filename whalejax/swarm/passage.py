@@ -126,6 +126,17 @@ class StepContext:
         if lost:
             self.tell("lost", peer=member.name, why=why, parts=len(lost))
 
+    def lose_gone(self, stage: int) -> None:
+        """What peers held that serve a stage no more is to be computed again."""
+        here = {(m.name, m.incarnation) for m in self.fleet.usable(stage)}
+        with self.lock:
+            held = self.ledger.holders(stage)
+            gone = {name: n for name, n in held.items() if (name, n) not in here}
+            lost = {name: self.ledger.lost_with(name, n) for name, n in gone.items()}
+        for name, parts in lost.items():
+            why = "its lease ended, it failed or it moved"
+            self.tell("lost", peer=name, why=why, parts=len(parts))
+
     def member(self, name: str) -> Member | None:
         """A peer by its name; none where its lease has ended."""
         return next((m for m in self.fleet.members() if m.name == name), None)

@@ -328,12 +328,13 @@ class Rebalancer:
         self._changes = 0
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look again.
+        """Whether it is time to look again, and nobody is on the way.
 
         Args:
             now: seconds.
         """
-        return now >= self._looked + self.period
+        is_moving = self._moving is not None and now < self._moving[2]
+        return now >= self._looked + self.period and not is_moving
 
     def decide(
         self,

@@ -334,7 +334,7 @@ class Simulator(SimulatedCalls):
             for peer, _ in coming:
                 peer.is_given_up = True
             return False
-        left = max(one.ends for _, one in coming) - self.now
+        left = abs(max(one.ends for _, one in coming) - self.now)
         began = [p.late if p.late >= 0 else one.began for p, one in coming]
         lost = [self.now - one for one in began]
         if not pays_to_wait(lost, self._serving, left):
@@ -511,9 +511,12 @@ class Simulator(SimulatedCalls):
 
     def _look_beside(self) -> None:
         """While a step is computed; where updates are delayed, between steps only."""
-        self._at(self.now + self.setting.period, self._look_beside)
-        if not (self._is_between or self._is_summing or self.setting.delayed_updates):
-            self._look()
+        if not (self._is_between or self.setting.delayed_updates):
+            if self._complete_since < 0:
+                self._look()
+        due = self._looked + self.setting.period
+        later = self.now + min(1.0, self.setting.period)
+        self._at(max(due, later), self._look_beside)
 
     def _look(self) -> None:
         """Every so often, where nobody is lacking."""

@@ -1,8 +1,8 @@
 """Leads a run: asks peers for each micro-batch's parts, commits steps, keeps snapshots.
 
 It computes nothing and no tensor goes through it but micro-batches and the snapshots of
-the state. Newcomers take the state beside the steps; between two steps those that leave
-are let go, and a checkpoint is written.
+the state. Newcomers take the state beside the steps, and snapshots are taken beside
+them; between two steps those that leave are let go.
 """
 
 from __future__ import annotations
@@ -153,6 +153,24 @@ class Trainer(TrainerState):
         Raises:
             WhaleError: a stage has had no peer for too long, or the run cannot go on.
         """
+        try:
+            yield from self._steps()
+            self._take_snapshot()
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._await_snapshot()  # What was due before the error is kept.
+            raise
+        finally:
+            self._end_snapshots()
+        if self._snapshot.step != self.step:
+            raise WhaleError(
+                f"all {self.step} steps are done, and no peer gave the state of a "
+                f"stage after the last: the newest whole state is of step "
+                f"{self._snapshot.step}. Start the run again with the same folder; it "
+                "goes on from there"
+            )
+
+    def _steps(self) -> Iterator[tuple[int, dict[str, Any]]]:
         while self.step < self.settings.steps:
             try:
                 self._ready()
@@ -165,14 +183,6 @@ class Trainer(TrainerState):
             yield self.step, metrics
             if self.step < self.settings.steps:
                 self._rebalance(self)
-        self._take_snapshot()
-        if self._snapshot.step != self.step:
-            raise WhaleError(
-                f"all {self.step} steps are done, and no peer gave the state of a "
-                f"stage after the last: the newest whole state is of step "
-                f"{self._snapshot.step}. Start the run again with the same folder; it "
-                "goes on from there"
-            )
 
     def _one(self) -> dict[str, Any] | None:
         """One step; where updates are delayed, with the gradients of the next.
@@ -181,23 +191,17 @@ class Trainer(TrainerState):
             Metrics; none where the step's gradients are there and wait for the next
             step to be computed with the same parameters.
         """
-        begun, pending = self.fleet.now(), self._pending
-        if not self.cut.delayed_updates:
+        begun, computed = self.fleet.now(), self._pending
+        if computed is None:
             computed = self._computed(self._context(self.step))
+            if self.cut.delayed_updates:
+                self._pending = computed
+                return None
             self._await_newcomers()
             self._await_snapshot()
-            commit = self._committed(computed)
-        elif pending is None:
-            self._pending = self._computed(self._context(self.step))
-            return None
-        else:
-            computed = pending
-            computed.context.state = self.step
-            if self._is_alone():
-                commit, self._pending = self._committed(computed), None
-            else:
-                commit, self._pending = self._overlapped(computed)
-        self._applied(commit.applied, commit.digests)
+        with self._summing():
+            commit = self._sum_and_apply(computed)
+            self._applied(commit.applied, commit.digests)
         metrics: dict[str, Any] = {
             name: np.asarray(value)
             for name, value in self.cut.metrics(list(computed.sums)).items()
@@ -208,6 +212,28 @@ class Trainer(TrainerState):
         if self._wire != "f32":
             metrics["wire_error"] = computed.passages[0].wire_error
         return {**metrics, "generation": self.generation, "seconds": self._seconds}
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Who has the state only now takes that of the next step."""
+        with self._lock:
+            self._is_summing = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_summing = False
+
+    def _sum_and_apply(self, computed: _Computed) -> Commit:
+        """Sum and apply a step; where updates are delayed, beside the next one."""
+        if not self.cut.delayed_updates:
+            return self._committed(computed)
+        computed.context.state = self.step
+        if self._is_alone():
+            commit, self._pending = self._committed(computed), None
+        else:
+            commit, self._pending = self._overlapped(computed)
+        return commit
 
     def _is_alone(self) -> bool:
         """Whether a step is to be applied before any other begins.
@@ -244,7 +270,6 @@ class Trainer(TrainerState):
     def _overlapped(self, computed: _Computed) -> tuple[Commit, _Computed]:
         """Sum and apply a step while the next is computed with the same parameters."""
         context = self._context(self.step + 1)
-        self._is_overlapping = True
 
         def commit() -> Commit:
             try:
@@ -253,17 +278,14 @@ class Trainer(TrainerState):
                 context.stop.set()
                 raise
 
-        try:
-            with threads(1, computed.context.stop) as pool:
-                committing = pool.submit(commit)
-                try:
-                    following = self._computed(context)
-                except Stopped:
-                    committing.result()  # It says why.
-                    raise
-                return committing.result(), following
-        finally:
-            self._is_overlapping = False
+        with threads(1, computed.context.stop) as pool:
+            committing = pool.submit(commit)
+            try:
+                following = self._computed(context)
+            except Stopped:
+                committing.result()  # It says why.
+                raise
+            return committing.result(), following
 
     def _context(self, step: int) -> StepContext:
         """Of a step that is computed with the parameters of the steps that are done."""
@@ -358,8 +380,10 @@ class Trainer(TrainerState):
         self, context: StepContext, passages: Sequence[Passage], count: int
     ) -> None:
         """What was lost since it was made is made again, several at once."""
+        stages = range(self.cut.stages)
+        for stage in stages:
+            context.lose_gone(stage)
         with context.lock:
-            stages = range(self.cut.stages)
             if all(context.ledger.is_complete(stage) for stage in stages):
                 return
         with threads(count, context.stop) as pool:
@@ -376,17 +400,24 @@ class Trainer(TrainerState):
 
     def gradients_at(self) -> Counter[str]:
         """Micro-batches of the step under way whose gradients each peer has."""
-        context = self._computing
+        context = self._open_step
         if context is None:
             return Counter()
         with context.lock:
             return context.ledger.gradients_at()
 
+    @property
+    def _open_step(self) -> StepContext | None:
+        """A step of which gradients are with peers, and that is not summed yet."""
+        if self._computing is None and self._pending is not None:
+            return self._pending.context
+        return self._computing
+
     # Between steps.
 
     def _ready(self) -> None:
         """Bring everybody to the step, and wait for stages without peers."""
-        begun = self.fleet.now()
+        begun = whole = self.fleet.now()
         said: list[int] = []
         while True:
             self._changed.clear()
@@ -395,7 +426,9 @@ class Trainer(TrainerState):
             coming = {one.stage for one in self._coming_now().values()}
             lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
             waited = self.fleet.now() - begun
-            if not lacking and not self._waits_at_first(begun):
+            if lacking:
+                whole = self.fleet.now()
+            elif not self._waits_at_first(whole):
                 break
             lacking = [s for s in lacking if s not in coming]
             if lacking and lacking != said:
@@ -462,8 +495,8 @@ class Trainer(TrainerState):
             self.moving[member.name] = target
             self.fleet.drop(member.name)
         self.tell("moves", **told)
-        if self._computing is not None:
-            self._computing.lose(member, f"it moves to stage {target}")
+        if self._open_step is not None:
+            self._open_step.lose(member, f"it moves to stage {target}")
 
         def go() -> None:
             begun = self.fleet.now()

@@ -403,9 +403,14 @@ class Worker(SumHolder):
                     f"{asked.fields['stage']} at step {step}",
                     self.name,
                 )
-            if self._packed is None or self._packed[0] != step:
-                self._packed = step, packed(stage.raw(state))
-            data, digest = self._packed[1], self._digests[step]
+            known, digest = self._packed, self._digests[step]
+        if known is None or known[0] != step:
+            # Calls of the step go on meanwhile.
+            known = step, packed(stage.raw(state))
+            with self._lock:
+                if self._states.get(step) is state:
+                    self._packed = known
+        data = known[1]
         self._hook("save", step)
         return piece(data, place, digest)
 

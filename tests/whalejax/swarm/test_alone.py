@@ -20,8 +20,9 @@ from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Gone, Refused
 from whalejax.swarm.commit import Commit
 from whalejax.swarm.fleet import Fleet
-from whalejax.swarm.leading.state import Settings
+from whalejax.swarm.leading.state import Pull, Settings
 from whalejax.swarm.ledger import Ledger
+from whalejax.swarm.moving import Mover
 from whalejax.swarm.passage import Counts, Passage, StepContext
 from whalejax.swarm.peer import Peer
 from whalejax.swarm.registry import Registry
@@ -168,7 +169,7 @@ def test_a_peer_that_sends_no_state_is_passed_over(answer: Message) -> None:
         asked.append(kind)
         return answer
 
-    assert trainer_with(ask)._state_of(0) is None
+    assert trainer_with(ask)._state_of(0, Pull()) is None
     assert len(asked) <= 2
 
 
@@ -525,6 +526,87 @@ def test_steps_go_on_while_a_newcomer_takes_the_state() -> None:
     assert told.count("joined") == 2 and told[-1] == "not synced"
     late = next(m for m in trainer.fleet.members() if m.name == "p2")
     assert trainer.step == 1 and trainer.fleet.is_paused(late)
+
+
+def test_who_comes_while_gradients_are_summed_takes_the_next_state() -> None:
+    """It is not in the sum, so that it has the state of the step before."""
+    free = threading.Event()
+
+    def ask(*given: Any, **more: Any) -> Message:
+        free.wait(300)
+        return has_state()
+
+    trainer, _, _, told = newcomers(ask, [0])
+    trainer._bring()
+    with trainer._summing():
+        free.set()
+        settled(trainer)
+    assert told == ["not synced"] and not trainer.fleet.synced()
+    (member,) = trainer.fleet.members()
+    # What it has lost counts when a step is to wait for it, and it is tried at once.
+    assert (member.name, member.incarnation) in trainer._late
+    assert not trainer.fleet.is_paused(member)
+    trainer._bring()
+    settled(trainer)
+    assert told[-1] == "joined" and not trainer._late
+
+
+def test_nobody_waits_for_a_newcomer_whose_lease_has_ended() -> None:
+    free = threading.Event()
+
+    def ask(*given: Any, **more: Any) -> Message:
+        free.wait(300)
+        return has_state()
+
+    trainer, _, clock, _ = newcomers(ask, [0])
+    trainer._bring()
+    assert trainer._waits_for_newcomers(0.0)
+    clock.now = trainer.registry.lease_seconds + 0.1
+    assert not trainer._waits_for_newcomers(clock.now)
+    free.set()
+    settled(trainer)
+
+
+def test_a_snapshot_is_given_up_when_its_source_is_gone() -> None:
+    free, asked = threading.Event(), threading.Event()
+
+    def ask(address: Any, kind: str, *given: Any, **more: Any) -> Message:
+        if kind == "state":
+            asked.set()
+            free.wait(300)
+            raise Gone("it stands still", late=True)
+        return has_state()
+
+    trainer, _, clock, told = newcomers(ask, [0], snapshot_every=1)
+    trainer._bring()
+    settled(trainer)
+    trainer.step = 1
+    trainer._begin_snapshot()
+    assert asked.wait(300)
+    clock.now = trainer.registry.lease_seconds + 0.1
+    trainer._await_snapshot()  # It stands still for longer than this test may take.
+    assert trainer._owed and trainer.newest.step == 0
+    free.set()
+    assert told == ["joined"]
+
+
+def test_a_peer_that_has_failed_is_no_mate_of_one_that_may_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its announcement holds, and the other is all that its stage has."""
+    monkeypatch.setattr(
+        "whalejax.swarm.fleet.Fleet.seconds_per_task",
+        lambda self, member: 4.0 if member.name == "p2" else 1.0,
+    )
+    trainer, _, _, told = newcomers(lambda *given, **more: has_state(), [0, 0, 1])
+    trainer._bring()
+    settled(trainer)
+    first = next(m for m in trainer.fleet.members() if m.name == "p0")
+    trainer.fleet.failed(first, 1.0, 0.0, ban=True)
+    moves: list[str] = []
+    monkeypatch.setattr(trainer, "move", lambda member, target: moves.append(member))
+    Mover(2, period=1e-6)(trainer)
+    assert not moves and told.count("joined") == 3
 
 
 @pytest.mark.parametrize("others", [1, 3])

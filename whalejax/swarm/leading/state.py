@@ -25,6 +25,10 @@ STATE_SECONDS: Final = 600.0
 """Deadline of the state of a stage, from peer to peer or to the trainer."""
 
 
+PULL_LOOK_SECONDS: Final = 0.5
+GONE_ON: Final = ("missing", "stale")
+"""Why a peer refuses what belongs to another step or stage than it is at."""
+
 Tell = Callable[..., None]
 
 
@@ -41,8 +45,9 @@ class Settings:
             peers of a stage are lost.
         state_seconds: deadline of a peer that takes the state.
         newcomer_seconds: that a step which has been computed waits at most for peers
-            that take its state, before gradients are summed; if 0, as long as their
-            links should take, where ``pays_to_wait`` says so.
+            that take its state, before gradients are summed (with delayed updates,
+            before it is computed); if 0, as long as their links should take, where
+            ``pays_to_wait`` says so.
         spare_seconds: after which a stage without peers is given one of a stage that
             has several.
     """
@@ -80,7 +85,7 @@ class _Coming:
         keeps: it says that it has the state already.
         at: generation and step of that state.
         since: when it began.
-        ready: when it could have begun with the state of its first step here.
+        ready: when it first began to take the state.
     """
 
     stage: int
@@ -88,6 +93,23 @@ class _Coming:
     at: tuple[int, int]
     since: float
     ready: float
+
+
+@dataclass(slots=True)
+class Pull:
+    """A snapshot that is being taken.
+
+    Attributes:
+        source: the peer that is asked.
+        is_cancelled: nobody waits for it any more.
+        thread: that takes it.
+        error: that ended it.
+    """
+
+    source: Member | None = None
+    is_cancelled: bool = False
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,13 +169,13 @@ class TrainerState:
         self._given_up: set[tuple[str, int]] = set()
         self._changed = threading.Event()
         self._owed = False
-        self._is_overlapping = False
+        self._is_summing = False
         self.digests = digests_of(self._snapshot)
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
         self._keeps = True
-        self._snapshot_thread: threading.Thread | None = None
-        self._snapshot_error: BaseException | None = None
+        self._pull: Pull | None = None
+        self._snapshot_lock = threading.Lock()
 
     @property
     def newest(self) -> Snapshot:
@@ -212,6 +234,10 @@ class TrainerState:
         members = self.fleet.members()
         with self._lock:
             names = {m.name for m in members}
+            here = {(m.name, m.incarnation) for m in members}
+            self._given_up &= here
+            for key in self._late.keys() - here:
+                del self._late[key]
             for name in [n for n in self.moving if n not in names]:
                 del self.moving[name]
             synced = {m.name for m in self.fleet.synced()}
@@ -241,9 +267,10 @@ class TrainerState:
 
     def _coming_now(self) -> dict[tuple[str, int], _Coming]:
         """Those that take the state of this step, by name and incarnation."""
+        here = {(m.name, m.incarnation) for m in self.fleet.members()}
         with self._lock:
             now = self.generation, self.step
-            return {key: c for key, c in self._coming.items() if c.at == now}
+            return {k: c for k, c in self._coming.items() if c.at == now and k in here}
 
     def _waits_for_newcomers(self, since: float) -> bool:
         """Whether a step that is ready waits still for those that take its state.
@@ -251,7 +278,10 @@ class TrainerState:
         Args:
             since: when it was ready.
         """
+        with self._lock:
+            given_up = set(self._given_up)
         coming, now = self._coming_now(), self.fleet.now()
+        coming = {key: c for key, c in coming.items() if key not in given_up}
         if not coming:
             return False
         rate = self.pace.bytes_per_second
@@ -260,12 +290,13 @@ class TrainerState:
         longest = max(NEWCOMER_SECONDS, 2 * max(takes))
         if now - since >= (self.settings.newcomer_seconds or longest):
             with self._lock:
-                self._given_up |= coming.keys()
+                self._given_up |= coming.keys() & self._coming.keys()
             return False
         if self.settings.newcomer_seconds:
             return True
         pairs = zip(coming.values(), takes, strict=True)
-        left = max(c.since + seconds for c, seconds in pairs) - now
+        # Who is later than it should be may take as long again.
+        left = abs(max(c.since + seconds for c, seconds in pairs) - now)
         lost = [now - c.ready for c in coming.values()]
         return pays_to_wait(lost, len(self.fleet.synced()), left)
 
@@ -321,8 +352,9 @@ class TrainerState:
         """Bring a peer to the step, in a thread of its own."""
         begun = self.fleet.now()
         tries = [keeps, False] if keeps and sources is not None else [keeps]
+        failed = ""
         for one in tries:
-            digest = self._synced(member, sources or [], keeps=one, at=at)
+            digest, failed = self._synced(member, sources or [], keeps=one, at=at)
             if digest is None or self._take_in(member, digest, at):
                 break
         key = member.name, member.incarnation
@@ -334,7 +366,7 @@ class TrainerState:
                 return
             if self.generation != at[0]:
                 return  # All begin again.
-            late = self.step != at[1] or self._is_overlapping
+            late = not failed and (self.step != at[1] or self._is_summing)
             is_first = late and key not in self._late
             if late:
                 self._late.setdefault(key, begun)
@@ -349,7 +381,7 @@ class TrainerState:
     def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
         """A peer says that it has a state; whether it is that of the step."""
         with self._lock:
-            if (self.generation, self.step) != at or self._is_overlapping:
+            if (self.generation, self.step) != at or self._is_summing:
                 return True  # Too late: it begins again with a later step.
             known = self.digests.setdefault(member.stage, digest)
             if known == digest:
@@ -371,8 +403,11 @@ class TrainerState:
         *,
         keeps: bool,
         at: tuple[int, int],
-    ) -> str | None:
-        """Ask a peer to be at the step; the digest of its state, or none."""
+    ) -> tuple[str | None, str]:
+        """Ask a peer to be at the step; the digest of its state, or why there is none.
+
+        Nothing is at fault where its mates hold the state of a later step by now.
+        """
         fields = {
             "run": self.run_id,
             "generation": at[0],
@@ -387,72 +422,105 @@ class TrainerState:
                 member.address, "sync", fields, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
-            if self.step == at[1]:
-                self.tell("not synced", peer=member.name, why=str(error))
+            is_late = isinstance(error, Refused) and error.code in GONE_ON
+            if is_late and (self.generation, self.step) != at:
+                return None, ""
+            self.tell("not synced", peer=member.name, why=str(error))
             if isinstance(error, Refused) and error.code == "shape":
                 for mate in self.fleet.usable(member.stage):
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
-            return None
+            return None, str(error)
         seconds = self.fleet.now() - begun
         if sources and not keeps and seconds > 0:
             size = self.cut.state_bytes(member.stage)
             self.pace.bytes_per_second = size / seconds
-        return str(answer.fields["digest"])
+        return str(answer.fields["digest"]), ""
 
     # Snapshots.
 
     def _begin_snapshot(self) -> None:
         """Take it, where it is time to, while the step is computed."""
+        pull = Pull()
 
         def take() -> None:
             try:
-                self._take_snapshot()
+                self._take_snapshot(pull=pull)
             except BaseException as error:
-                self._snapshot_error = error
+                pull.error = error
 
-        self._snapshot_thread = threading.Thread(target=take, daemon=True)
-        self._snapshot_thread.start()
+        pull.thread = threading.Thread(target=take, daemon=True)
+        self._pull = pull
+        pull.thread.start()
 
     def _await_snapshot(self) -> None:
-        """Until it is there: peers drop the state of a step with the next one."""
-        thread, self._snapshot_thread = self._snapshot_thread, None
-        if thread is not None:
-            thread.join()
-        error, self._snapshot_error = self._snapshot_error, None
-        if error is not None:
-            raise error
+        """Until it is there: peers drop the state of a step with the next one.
 
-    def _take_snapshot(self, *, now: bool = False) -> None:
+        It is given up, and owed, where the peer that gives it is gone.
+        """
+        pull, self._pull = self._pull, None
+        if pull is None or pull.thread is None:
+            return
+        while pull.thread.is_alive():
+            pull.thread.join(PULL_LOOK_SECONDS)
+            source = pull.source
+            here = {(m.name, m.incarnation) for m in self.fleet.members()}
+            if source is not None and (source.name, source.incarnation) not in here:
+                with self._snapshot_lock:
+                    pull.is_cancelled, self._owed = True, True
+                return
+        if pull.error is not None:
+            raise pull.error
+
+    def _end_snapshots(self) -> None:
+        """What comes from now on is no snapshot any more."""
+        pull, self._pull = self._pull, None
+        if pull is not None:
+            with self._snapshot_lock:
+                pull.is_cancelled = True
+
+    def _take_snapshot(self, *, now: bool = False, pull: Pull | None = None) -> None:
         """Keep the state of all stages, where it is time to, or was and none came."""
         every = self.settings.snapshot_every
         due = self.step % every == 0 or self.step == self.settings.steps
         if self._snapshot.step == self.step or not (due or now or self._owed):
             return
-        before, self._owed = self._owed, self.snapshot() is None
+        pull = pull or Pull()
+        before, found = self._owed, self.snapshot(pull)
+        if pull.is_cancelled:
+            return
+        self._owed = found is None
         if self._owed and not before:
             why = "no peer gave the state of a stage; it is asked for again"
             self.tell("not_saved", step=self.step, why=why)
 
-    def snapshot(self) -> Snapshot | None:
-        """The state of all stages as the next step begins; none if somebody is lost."""
-        arrays = {}
+    def snapshot(self, pull: Pull) -> Snapshot | None:
+        """The state of all stages as the next step begins; none if somebody is lost.
+
+        Args:
+            pull: says who is asked, and may be cancelled meanwhile.
+        """
+        arrays, step = {}, self.step
         for stage in range(self.cut.stages):
-            found = self._state_of(stage)
+            found = self._state_of(stage, pull)
             if found is None:
                 return None
             arrays[stage] = found
-        shot = Snapshot(step=self.step, arrays=arrays)
-        with self._lock:
-            self._snapshot = shot
-            self._packed.clear()
-        self._on_snapshot(shot)
+        shot = Snapshot(step=step, arrays=arrays)
+        with self._snapshot_lock:
+            if pull.is_cancelled:
+                return None
+            with self._lock:
+                self._snapshot = shot
+                self._packed.clear()
+            self._on_snapshot(shot)
         return shot
 
-    def _state_of(self, stage: int) -> list[np.ndarray] | None:
+    def _state_of(self, stage: int, pull: Pull) -> list[np.ndarray] | None:
         if self._snapshot.step == self.step and self._snapshot.arrays is not None:
             return self._snapshot.arrays[stage]
         for member in self.fleet.usable(stage):
+            pull.source = member
 
             def ask(place: int, member: Member = member) -> Message:
                 fields = {**self._now(), "stage": stage, "place": place}
@@ -462,6 +530,10 @@ class TrainerState:
             try:
                 return downloaded(ask, self.cut, stage, member.name)
             except (Gone, Refused) as error:
+                if pull.is_cancelled:
+                    return None
+                if isinstance(error, Refused) and error.code in GONE_ON:
+                    continue  # It moves, or takes the state itself.
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))
         return None

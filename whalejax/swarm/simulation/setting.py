@@ -46,7 +46,7 @@ class Setting:
         trainers: that share the micro-batches; each has wirings of its own.
         rule: of rebalancing; with ``Rule.NONE`` nobody changes stage, not even to one
             that nobody serves.
-        period: seconds from one look to the next; peers are looked at between steps.
+        period: seconds from one look at the peers to the next.
         oracle: peers are placed at their best after each change, at once and free of
             charge, and newcomers need no download: what rebalancing is held against.
         compile_seconds: of a newcomer, or of one that moves, before it takes the state.
