@@ -648,7 +648,7 @@ def simulate(
         >>> from whalejax.swarm.churn import Churn, draw
         >>> cost = StageCost(forward_seconds=0.25, backward_seconds=0.75)
         >>> last = StageCost(forward_seconds=0.0, backward_seconds=1.0)
-        >>> churn = Churn(peers=4, lifetime_seconds=1e9, join_seconds=math.inf,
+        >>> churn = Churn(peers=4, lifetime_seconds=1e9, join_seconds=float("inf"),
         ...               seconds=100.0)
         >>> setting = Setting(stages=(cost, last), micro_batches=50)
         >>> simulate(setting, draw(churn, seed=0), 104.0).micro_batches
