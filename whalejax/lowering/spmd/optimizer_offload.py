@@ -30,8 +30,8 @@ from whalejax.planner.sharding.layout import Spec
 PIECE_BYTES = 16 << 20
 """About what one piece of a parameter has, on one device."""
 
-TILE = 128
-"""Lanes of a TPU's tile, which are more than its rows."""
+LANES, ROWS = 128, 8
+"""Of a TPU's tile."""
 
 _SPREAD = "broadcast_in_dim"
 
@@ -356,23 +356,30 @@ def to_host(value: Any) -> Any:
 def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
     """Along which dimension a shard is cut, and into how many equal pieces.
 
-    Along the last two dimensions, of which either can lie in lanes, a piece has whole
-    tiles: TPU compilers write no parts of them into host memory (libtpu 0.0.42). Where
-    there are no such pieces, fewer are taken, and one at last.
+    TPU compilers write no part of a row's lanes into host memory, and of rows eight at
+    a time (libtpu 0.0.42). The last dimension lies in lanes where it fills them; where
+    it does not, either of the last two may. Where there are no such pieces, fewer are
+    taken, and one at last.
 
     >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
     ((0, 4), (0, 1), (1, 32))
-    >>> pieces((75_968, 448), 4)
-    (0, 1)
+    >>> pieces((75_968, 448), 4), pieces((75_968, 896), 4)
+    ((0, 1), (0, 8))
     """
     wanted = math.ceil(math.prod(shape) * itemsize_bytes / PIECE_BYTES)
-    tiled = len(shape) - 2
+    last = len(shape) - 1
+    fills = bool(shape) and shape[last] % LANES == 0
+
+    def is_whole(axis: int, size: int) -> bool:
+        rows = fills and axis == last - 1 and size % ROWS == 0
+        return axis < last - 1 or rows or LANES == 1
+
     for least, most in ((wanted, 4 * wanted), (2, wanted)):
         for axis, size in enumerate(shape):
             fitting = [
                 n
                 for n in range(least, min(size, most) + 1)
-                if size % n == 0 and (n == 1 or axis < tiled or not size // n % TILE)
+                if size % n == 0 and (n == 1 or is_whole(axis, size // n))
             ]
             if fitting:
                 return axis, fitting[0 if least == wanted else -1]
