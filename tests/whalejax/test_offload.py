@@ -90,6 +90,7 @@ def test_it_computes_the_same(
 ) -> None:
     monkeypatch.setattr(optimizer_offload, "PIECE_BYTES", 512)
     monkeypatch.setattr(optimizer_offload, "LANES", 1)
+    monkeypatch.setattr(optimizer_offload, "ROWS", 1)
     found = []
     with jax.enable_x64(True):
         for offload in ((), "optimizer"):

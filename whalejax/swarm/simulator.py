@@ -85,7 +85,7 @@ class Simulator(SimulatedCalls):
         self._is_between, self._ready_since, self._complete_since = True, 0.0, -1.0
         self._step_began, self._is_summing, self._updated_at = 0.0, False, 0.0
         self._committed = self._snapshot = self._went_back = 0
-        self._looked = self._snapshot_ends = 0.0
+        self._looked = self._snapshot_ends = self._whole_since = 0.0
         self._leases = [0.0] * self._count  # of those that died, until when
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
         self._steps: list[float] = []
@@ -237,7 +237,7 @@ class Simulator(SimulatedCalls):
             self._is_summing, self._complete_since = False, -1.0
         self._recomputed += recomputed
         self._goes_ahead()
-        self._computed()
+        self._sum_if_complete()
 
     def _leaves_the_books(self, peer: SimulatedPeer) -> None:
         self._present[peer.name] = (
@@ -325,7 +325,7 @@ class Simulator(SimulatedCalls):
         coming = [
             (peer, peer.coming)
             for peer in self._peers.values()
-            if peer.coming and peer.coming.place == self._place
+            if peer.coming and peer.coming.place == self._place and not peer.is_given_up
         ]
         if not coming:
             return False
@@ -346,13 +346,15 @@ class Simulator(SimulatedCalls):
 
     def _goes_ahead(self) -> None:
         """Something has changed: what waited for it may go on."""
-        if self._went_nowhere():
+        if self._has_lost_a_stage():
             self._goes_back()
         elif self._is_between:
             self._let_go()
             for peer in [*self._alive()]:
                 self._bring(peer)
             lacking = [s for s in range(self._count) if not self._members(s)]
+            if lacking:
+                self._whole_since = self.now
             if lacking and self.now >= self._ready_since + SPARE_SECONDS:
                 self._send_spare(lacking)
             if not lacking and not self._waits_at_first():
@@ -360,9 +362,9 @@ class Simulator(SimulatedCalls):
         else:
             for peer in [*self._alive()]:
                 self._bring(peer)
-            self._computed()
+            self._sum_if_complete()
 
-    def _went_nowhere(self) -> bool:
+    def _has_lost_a_stage(self) -> bool:
         """Whether the state of some stage is nowhere any more."""
         if self.setting.oracle:
             return False
@@ -394,6 +396,7 @@ class Simulator(SimulatedCalls):
     def _prepare(self) -> None:
         """A step is over, and the next one is made ready."""
         self._is_between, self._ready_since = True, self.now
+        self._whole_since = self.now  # Since when no stage lacks a peer.
         self._is_summing, self._complete_since = False, -1.0
         self._at(self.now + SPARE_SECONDS, self._goes_ahead)
         self._goes_ahead()
@@ -414,7 +417,7 @@ class Simulator(SimulatedCalls):
     def _waits_at_first(self) -> bool:
         coming = sum(peer.coming is not None for peer in self._alive())
         waits = coming > self._serving or self.setting.delayed_updates
-        return waits and self._waits_for_newcomers(self._ready_since)
+        return waits and self._waits_for_newcomers(self._whole_since)
 
     def _take_snapshot(self) -> None:
         """Where it is time to, beside the step that begins.
@@ -428,26 +431,28 @@ class Simulator(SimulatedCalls):
                 link = self._peers[self._members(stage)[0]].link
                 seconds += cost.state_bytes / link.up_bytes_per_second
             self._snapshot_ends = self.now + seconds
-            self._at(self._snapshot_ends, self._snapshot_taken, self._place)
+            waits = self.setting.delayed_updates and seconds > 0
+            self._at(self._snapshot_ends, self._snapshot_taken, self._place, waits)
         self._is_between = False
-        if seconds == 0.0 or not self.setting.delayed_updates:
+        if self._snapshot_ends <= self.now or not self.setting.delayed_updates:
             self._begin_step()
 
-    def _snapshot_taken(self, place: Place) -> None:
+    def _snapshot_taken(self, place: Place, waits: bool) -> None:
+        """Of a place; the step may wait for it to begin."""
         if place != self._place:
             return
         self._snapshot = self._committed
-        if self.setting.delayed_updates:
+        if waits:
             self._begin_step()
         else:
-            self._computed()
+            self._sum_if_complete()
 
     def _begin_step(self) -> None:
         self._is_between, self._is_summing, self._complete_since = False, False, -1.0
         self._ledger = self._fresh_ledger(self._committed)
         self._begin_micro_batches()
 
-    def _computed(self) -> None:
+    def _sum_if_complete(self) -> None:
         """Sum, where all gradients are there and no newcomer is waited for."""
         is_complete = all(self._ledger.is_complete(s) for s in range(self._count))
         if self._is_summing or self._is_between or not is_complete:

@@ -220,6 +220,24 @@ def test_all_go_back_where_a_stage_lost_its_last_peer(every: int) -> None:
     assert before == 3 * 24 and after == (2 * 24 if every == 2 else 0)
 
 
+@pytest.mark.parametrize("size", [0, 1_000_000])
+def test_a_step_with_delayed_updates_begins_once_after_a_snapshot(size: int) -> None:
+    costs = [dataclasses.replace(c, state_bytes=size) for c in SETTING.stages]
+    setting = dataclasses.replace(
+        SETTING, stages=tuple(costs), snapshot_every=2, delayed_updates=True
+    )
+    plain = dataclasses.replace(setting, snapshot_every=100)
+    found, quiet = (simulate(s, here(3, link=LINK), 1000.0) for s in (setting, plain))
+    assert found.late == 0 and found.recomputed == 0
+    # Three stages' states are sent one after the other, before every other step.
+    waited = [0.0, 0.0, 3 * size / 1e6, 0.0]
+    for one, other, more in zip(
+        found.step_seconds, quiet.step_seconds, waited, strict=False
+    ):
+        assert one == pytest.approx(other + more, abs=0.1)
+    assert found.busy_seconds["p0"] <= quiet.busy_seconds["p0"]
+
+
 def test_a_peer_may_come_back_under_its_name() -> None:
     trace = [
         *here(6),

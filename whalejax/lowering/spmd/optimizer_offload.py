@@ -356,10 +356,10 @@ def to_host(value: Any) -> Any:
 def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
     """Along which dimension a shard is cut, and into how many equal pieces.
 
-    TPU compilers write no part of a row's lanes into host memory, and of rows eight at
-    a time (libtpu 0.0.42). The last dimension lies in lanes where it fills them; where
-    it does not, either of the last two may. Where there are no such pieces, fewer are
-    taken, and one at last.
+    TPU compilers update host memory in whole rows of lanes, eight rows at a time
+    (libtpu 0.0.42). The last dimension lies in lanes where it is a multiple of 128;
+    where it is not, either of the last two may, and neither is cut. Where no such
+    pieces are small enough, larger ones are taken, or the whole shard.
 
     >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
     ((0, 4), (0, 1), (1, 32))
@@ -372,7 +372,7 @@ def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
 
     def is_whole(axis: int, size: int) -> bool:
         rows = fills and axis == last - 1 and size % ROWS == 0
-        return axis < last - 1 or rows or LANES == 1
+        return axis < last - 1 or rows
 
     for least, most in ((wanted, 4 * wanted), (2, wanted)):
         for axis, size in enumerate(shape):

@@ -158,8 +158,8 @@ class SimulatedCalls(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _computed(self) -> None:
-        """All that was asked for may be there."""
+    def _sum_if_complete(self) -> None:
+        """Sum the gradients of the step, if all of them are there."""
 
     def _begin_micro_batches(self) -> None:
         """Of a step, from the first on."""
@@ -311,7 +311,7 @@ class SimulatedCalls(abc.ABC):
         self._holders[attempt.stage, attempt.number, attempt.phase] = peer
         if not call.alone:
             self._goes_on(attempt)
-        self._computed()
+        self._sum_if_complete()
 
     def _goes_on(self, attempt: Attempt) -> None:
         stage, number = attempt.stage, attempt.number
