@@ -6,16 +6,16 @@ Found once for a program; ``peak`` gives them bytes under a layout.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory.liveness import Entry, Span, Timeline, Works
-from whalejax.planner.memory.saved_tensors import Kept
-from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.memory.liveness import Span, Timeline, Works
+from whalejax.planner.memory.saved_tensors import Entry, Kept
+from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
@@ -126,6 +126,7 @@ class Course:
         spans = timeline.spans
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}
+        self.joined = {atoms for layout in dims.layouts for atoms in layout}
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
@@ -133,7 +134,11 @@ class Course:
         works: list[tuple[Works, Works]]
         works = [([*timeline.ahead(span)], []) for span in spans]
         works += [timeline.behind(span) for span in spans]
-        self.saved = [self._numbered(row) for row in saved]
+        beside = [timeline.few_samples.before(span.end) for span in spans]
+        self.saved = [
+            self._numbered(row + also)
+            for row, also in zip(saved, [*beside, *beside], strict=True)
+        ]
         self.works = [
             tuple([self._numbered(row) for row in rows] for rows in pair)
             for pair in works
@@ -152,8 +157,8 @@ class Course:
     def _numbered(self, row: Mapping[Entry, float]) -> Counts:
         """A row by numbers of its entries."""
         found: dict[int, float] = {}
-        for (tensor, nbytes, at), times in row.items():
-            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, at
+        for (tensor, nbytes, at, least), times in row.items():
+            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, at, least
             number = self.entries.setdefault(key, len(self.entries))
             found[number] = found.get(number, 0.0) + times
         return found
@@ -208,6 +213,15 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     )
 
 
+def _joined_at_the_end(layout: Layout, joined: Container[tuple[int, ...]]) -> int:
+    """See ``Kept.last``."""
+    found, last = 1, layout[-1] if layout else ()
+    while found < len(layout) and layout[-found - 1] + last in joined:
+        last = layout[-found - 1] + last
+        found += 1
+    return found
+
+
 class _Kinds:
     """The different kinds of tensors under the TaskGraphs of a graph."""
 
@@ -215,8 +229,8 @@ class _Kinds:
         homes = [*(op.task_graph for op in graph.ops), 0]
         places: dict[tuple[Any, ...], int] = {}
         self.kind_of = [
-            places.setdefault((layout, sizes, nbytes, homes[at]), len(places))
-            for layout, sizes, nbytes, at in course.entries
+            places.setdefault((layout, sizes, nbytes, homes[at], least), len(places))
+            for layout, sizes, nbytes, at, least in course.entries
         ]
         self.kinds = [
             Kept(
@@ -226,8 +240,10 @@ class _Kinds:
                 task_graph=home,
                 count=1,
                 ends=course.ends,
+                last=_joined_at_the_end(layout, course.joined),
+                least=least,
             )
-            for layout, sizes, nbytes, home in places
+            for layout, sizes, nbytes, home, least in places
         ]
 
     def full(self, row: Counts) -> np.ndarray:

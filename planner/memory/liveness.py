@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
-from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
+from whalejax.planner.memory.few_samples import FewSamples
+from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, Entry
+from whalejax.planner.model.graph import (
+    CHOOSING_WINDOWS,
+    CONVOLUTION,
+    LOOPS,
+    Graph,
+    Op,
+    Stacked,
+)
 from whalejax.planner.terms import FETCHED
 
 
@@ -24,9 +32,6 @@ _PIECES = 12
 
 _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 """Elementwise operations that expand into so many that no fusion repeats them."""
-
-_SMALL = 16
-"""Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
 
 _WORKING = 2.0
 """Largest operand or result of a product, times this, is what its backward pass works
@@ -41,9 +46,6 @@ class Span:
     end: int
     loop: bool
 
-
-Entry = tuple[int, int, int]
-"""A tensor, its bytes (unsharded), and the operation whose TaskGraph lays it out."""
 
 NOWHERE = -1
 """Stands for that operation where there is none."""
@@ -110,10 +112,12 @@ class Timeline:
         self.masks: set[int] = set()
         self.data = self._data()
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
-        self.multiplied |= self._narrowed_operands()
+        self.multiplied |= self._narrowed_operands() | self._pooled()
         self.homes = self._homes()
         self.spans = self._spans()
         self.hard = self._hard()
+        lanes = compiler.lanes
+        self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
         self.saved = self._saved()
 
     def _narrowed_operands(self) -> set[int]:
@@ -137,6 +141,18 @@ class Timeline:
                     found.add(t)
         self._sources.clear()
         return found
+
+    def _pooled(self) -> set[int]:
+        """What windows choose from: its gradient is scattered to where they chose.
+
+        No fusion makes an operand of that scattering, so that it is kept, and what it
+        was made from beside it where an activation's gradient reads that.
+        """
+        return {
+            op.operands[0]
+            for op in self.graph.ops
+            if op.kind in CHOOSING_WINDOWS and op.remat is None
+        }
 
     def _data(self) -> list[bool]:
         """For every tensor: it depends on the batch, or on masks that are kept."""
@@ -228,7 +244,7 @@ class Timeline:
             return frozenset({tensor})
         found = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
         size = self.graph.tensors[tensor].nbytes
-        large = [t for t in found if self.graph.tensors[t].nbytes * _SMALL > size]
+        large = [t for t in found if self.graph.tensors[t].nbytes * SMALL > size]
         adds = self.graph.ops[self.maker[tensor]].kind in ("add", "add_any")
         return frozenset({tensor}) if adds and len(large) > 1 else found
 
@@ -266,7 +282,7 @@ class Timeline:
             for operand in ops[self.maker[t]].operands:
                 base |= self.sources(operand, region)
             size = self.graph.tensors[t].nbytes
-            base = {b for b in base if self.graph.tensors[b].nbytes * _SMALL > size}
+            base = {b for b in base if self.graph.tensors[b].nbytes * SMALL > size}
             if base <= firm:
                 for b in base:
                     found[b] = min(found.get(b, first), first)
@@ -356,7 +372,7 @@ class Timeline:
         }
         for t, copies in self.waiting.items():
             nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, NOWHERE)
-            found[t, nbytes, home] += copies * trips[t]
+            found[Entry(t, nbytes, home)] += copies * trips[t]
         return found
 
     def _fetched(self) -> dict[int, list[int]]:
@@ -382,7 +398,7 @@ class Timeline:
         found: Counter[Entry] = Counter()
         for (tensor, _), (first, nbytes, home) in self.saved.items():
             if first < end:
-                found[tensor, nbytes, home] += 1
+                found[Entry(tensor, nbytes, home)] += 1
         return found
 
     def made_before(self, end: int) -> Counter[Entry]:
@@ -391,7 +407,7 @@ class Timeline:
         for (tensor, copy), (first, nbytes, home) in self.saved.items():
             made = first if copy else self.maker.get(tensor, 0)
             if made < end:
-                found[tensor, nbytes, home] += 1
+                found[Entry(tensor, nbytes, home)] += 1
         return found
 
     # What a span works with.
@@ -422,9 +438,17 @@ class Timeline:
             if op.remat is not None:
                 if op.remat not in inside:
                     inside[op.remat] = self._rebuilt(op.remat)
+            if op.kind in CHOOSING_WINDOWS and self._value(op.operands[0]):
+                beside = {self._entry(t): 1.0 for t in op.results}
+                _add(before, beside, self._entry(op.operands[0]), 1.0)
+            works = self.few_samples.working(i)
             if op.matmul is None:
+                for entry, count in works.items():
+                    _add(before, {}, entry, float(count))
                 continue
-            held = Counter[Entry](slice_of)
+            held = Counter[Entry](slice_of) + works
+            if op.remat is not None:
+                held += self.few_samples.before(i + 1, op.remat)
             for t in fetched.get(op.remat, ()) if op.remat is not None else ():
                 held[self._entry(t)] += FETCHED
             for t, first in inside.get(op.remat, {}).items():
@@ -440,7 +464,16 @@ class Timeline:
             for t in op.operands[:2]:
                 if self._value(t):
                     _add(making, held, self._entry(t), _WORKING * self._share(t))
+                elif self._laid_out_anew(op, t):
+                    copied = {**held, self._entry(t): 1.0}
+                    for result in op.results:
+                        _add(making, copied, self._entry(result), 1.0)
         return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
+
+    def _laid_out_anew(self, op: Op, tensor: int) -> bool:
+        """A part of the batch is copied, because a convolution wants whole lanes."""
+        batch = self.graph.tensors[tensor].kind == "batch"
+        return batch and op.kind == CONVOLUTION and self.compiler.lanes > 1
 
     def _share(self, tensor: int) -> float:
         """Of two float32 gradients, products read one."""
@@ -448,7 +481,8 @@ class Timeline:
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
     def _entry(self, tensor: int) -> Entry:
-        return tensor, self._nbytes(tensor), self.homes.get(tensor, NOWHERE)
+        home = self.homes.get(tensor, NOWHERE)
+        return Entry(tensor, self._nbytes(tensor), home)
 
     def _nbytes(self, tensor: int) -> int:
         made = self.maker.get(tensor)
@@ -477,7 +511,7 @@ class Timeline:
             return []
         largest = max(self._stacked(), key=lambda s: s.nbytes)
         home = self.homes.get(largest.tensor, NOWHERE)
-        return [(largest.tensor, self._kept_bytes(largest), home)]
+        return [Entry(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
         """What a checkpointed region keeps when it runs again, by first reader."""

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,35 @@ CHEAP = _REPEATED | frozenset(
 kept only where something else makes it exist in memory."""
 
 
+SMALL: Final = 16
+"""Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
+
+FEW_SAMPLES: Final = 8
+"""With fewer samples on a device, TPU compilers move a part of an extent into the batch
+of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results are then
+there in two forms; and of 2 samples and more, what is computed from the statistics of
+each is written out for every element."""
+
+LARGE_EXTENT: Final = 32
+"""They do that to extents of 64 and more, and to those of 32 behind them."""
+
+
+class Entry(NamedTuple):
+    """A tensor in memory.
+
+    Attributes:
+        tensor: which.
+        nbytes: its bytes, unsharded.
+        home: the operation whose TaskGraph lays it out.
+        least: see ``Kept.least``.
+    """
+
+    tensor: int
+    nbytes: int
+    home: int
+    least: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """Equal tensors that memory must hold, counted.
@@ -67,6 +96,10 @@ class Kept:
         made: what made it: ``"product"`` of a value with a weight, ``"name"`` for one
             that the model names for checkpointing, or ``""``.
         ends: of its dimensions only the first or the last can lie in lanes.
+        last: how many dimensions at its end are one in another form of the value, as
+            groups of channels are.
+        least: it is in memory only where convolutions see few samples, this number of
+            them or more; 0 where it does not depend on that. See ``FEW_SAMPLES``.
     """
 
     layout: Layout
@@ -76,6 +109,8 @@ class Kept:
     count: int
     made: str = ""
     ends: bool = False
+    last: int = 1
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +325,29 @@ def kept_bytes(
             nbytes /= s.num_micro_batches
         if s.cluster.compiler.lanes > 1:
             nbytes *= _padding(entry, spec, s)
+            if entry.least:
+                nbytes *= _few_samples(entry, spec, s)
         found.append(nbytes)
     return found
+
+
+def _local_sizes(entry: Kept, spec: Spec, s: Setting) -> list[Any]:
+    """Each dimension on one device, in one micro-batch."""
+    sizes = []
+    for roles, atoms, axes in zip(entry.layout, entry.sizes, spec, strict=True):
+        size = math.prod(atoms) / math.prod(s.mesh[a] for a in axes)
+        if s.batch_roles.intersection(roles):
+            size /= s.num_micro_batches
+        sizes.append(size)
+    return sizes
+
+
+def _few_samples(entry: Kept, spec: Spec, s: Setting) -> Any:
+    """1 where convolutions see few samples of large extents, and 0 elsewhere."""
+    samples, *extents = _local_sizes(entry, spec, s)[: -entry.last] or [np.inf]
+    largest = functools.reduce(np.maximum, extents, 0.0)
+    few = (samples >= entry.least) & (samples < FEW_SAMPLES)
+    return np.where(few & (largest >= LARGE_EXTENT), 1.0, 0.0)
 
 
 def _padding(entry: Kept, spec: Spec, s: Setting) -> Any:
@@ -300,13 +356,8 @@ def _padding(entry: Kept, spec: Spec, s: Setting) -> Any:
     The dimension is the one that wastes least.
     """
     lanes = s.cluster.compiler.lanes
-    sizes = []
-    for roles, atoms, axes in zip(entry.layout, entry.sizes, spec, strict=True):
-        size = math.prod(atoms) / math.prod(s.mesh[a] for a in axes)
-        if s.batch_roles.intersection(roles):
-            size /= s.num_micro_batches
-        sizes.append(size)
+    sizes = _local_sizes(entry, spec, s)
     if entry.ends:
-        sizes = [*sizes[:1], *sizes[-1:]]
+        sizes = [*sizes[:1], math.prod(sizes[-entry.last :])] if sizes else []
     wasted = [np.ceil(n / lanes) * lanes / np.maximum(n, 1.0) for n in sizes]
     return functools.reduce(np.minimum, wasted) if wasted else 1.0

@@ -24,6 +24,9 @@ LOOPS = ("scan", "while", "cond")
 CONVOLUTION = "conv_general_dilated"
 """The kind of operations that convolve."""
 
+CHOOSING_WINDOWS = frozenset(("reduce_window_max", "reduce_window_min"))
+"""Kinds of poolings whose gradient goes to the element that was chosen."""
+
 LINEAR_WINDOWS = frozenset(("reduce_window_sum",))
 """Kinds of poolings whose backward pass reads nothing of the forward's."""
 

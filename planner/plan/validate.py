@@ -184,6 +184,9 @@ def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
 
 def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
+    # Of a dimension along which windows slide, as of images that are pooled, the size
+    # is that of the highest resolution; parameters may have a lower one.
+    shrinks = {role.name for role in plan.roles if role.unshardable}
     # Where stages have programs of their own, axes are those of each one's plan.
     mesh = plan.axis_sizes if plan.stages is None else None
     for place, leaf in enumerate(plan.leaves):
@@ -197,7 +200,8 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
             continue
         for dim, (size, roles) in enumerate(zip(leaf.shape, leaf.roles, strict=True)):
             product = math.prod(sizes.get(role, 0) for role in roles)
-            if roles and product and product != size:
+            lower = size < product and not shrinks.isdisjoint(roles)
+            if roles and product and product != size and not lower:
                 problems.add(
                     f"{at}.shape[{dim}] is {size}; {' × '.join(roles)} is {product}"
                 )

@@ -1,0 +1,92 @@
+"""What compilers keep beside the rest where they convolve few samples at a time.
+
+They move a part of an extent into the batch of such a convolution, and write what it
+reads and gives in that form too. ``FEW_SAMPLES`` says when. A layout is not known here:
+every entry has the least number of samples of which it is there, and
+``saved_tensors.kept_bytes`` counts it accordingly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from whalejax.planner.memory.saved_tensors import SMALL, Entry
+from whalejax.planner.model.graph import CONVOLUTION, Graph, Op
+
+
+class FewSamples:
+    """Values that a step keeps and works with only where there are few samples.
+
+    Args:
+        graph: the captured loss.
+        lanes: of the compiler; nothing is kept so without any.
+        is_value: whether a tensor is computed from data.
+        entry: of a tensor.
+
+    Attributes:
+        kept: by operation. A convolution's operand is kept in two forms. A
+            normalisation by statistics of samples keeps the mean, the factor and what
+            that is multiplied with, each as large as its result.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        lanes: int,
+        is_value: Callable[[int], bool],
+        entry: Callable[[int], Entry],
+    ) -> None:
+        self.graph = graph
+        self.lanes = lanes
+        self.kept: dict[int, Counter[Entry]] = {}
+        if not any(map(self._in_space, graph.ops)):
+            return
+        for i, op in enumerate(graph.ops):
+            if op.trip > 1:
+                continue
+            if self._in_space(op) and is_value(op.operands[0]):
+                again = entry(op.operands[0])._replace(least=1)
+                self.kept[i] = Counter({again: 1})
+            if op.elementwise and any(
+                is_value(t) and self._of_samples(t, op.results[0]) for t in op.operands
+            ):
+                result = graph.tensors[op.results[0]]
+                one = Entry(result.id, result.nbytes, i, least=2)
+                self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
+
+    def _in_space(self, op: Op) -> bool:
+        """It convolves along two extents or more, outside loops, with lanes."""
+        if op.kind != CONVOLUTION or op.trip > 1 or self.lanes == 1:
+            return False
+        return len(self.graph.tensors[op.results[0]].shape) >= 4
+
+    def _of_samples(self, tensor: int, result: int) -> bool:
+        """It has one number for all of an extent, and others for each sample."""
+        small, large = self.graph.tensors[tensor], self.graph.tensors[result]
+        own = small.shape[:2] == (*large.shape[:1], 1) != large.shape[:2]
+        return own and small.nbytes * SMALL <= large.nbytes
+
+    def before(self, end: int, region: int | None = None) -> Counter[Entry]:
+        """What is kept so by the operations of a region before another."""
+        found: Counter[Entry] = Counter()
+        for i, entries in self.kept.items():
+            if i < end and self.graph.ops[i].remat == region:
+                found += entries
+        return found
+
+    def working(self, number: int) -> Counter[Entry]:
+        """What an operation's backward pass works with.
+
+        That are the gradients on both sides of a normalisation; and a convolution's
+        result in two forms, in float32.
+        """
+        op = self.graph.ops[number]
+        if op.elementwise:
+            return Counter(dict.fromkeys(self.kept.get(number, ()), 2))
+        if not self._in_space(op):
+            return Counter()
+        tensor = self.graph.tensors[op.results[0]]
+        nbytes = math.prod(tensor.shape) * 4
+        return Counter({Entry(tensor.id, nbytes, number, least=1): 2})
