@@ -79,7 +79,7 @@ CHOICES = (
     *_each(
         "llama-3b cut",
         "llama-test",
-        {"v5e:2x2": 32, "v6e:1x1": 8},
+        {"v5e:2x2": 32, "v6e:1x1": 8, "v5p:2x2x1": 64},
         {"layers": 6, "sequence": 2048, **LLAMA_3B},
     ),
     *_each(
@@ -103,7 +103,13 @@ CHOICES = (
     *_each(
         "qwen-0.5b",
         "llama-test",
-        {"v5e:2x2": 64, "v6e:1x1": 16, "v5p:2x2x1": 128, "v5e:4x4": 256},
+        {
+            "v5e:2x2": 64,
+            "v6e:1x1": 16,
+            "v5p:2x2x1": 128,
+            "v5e:4x4": 256,
+            "v6e:2x2": 128,
+        },
         {"layers": 24, "sequence": 2048, **QWEN_SMALL},
     ),
     *_each(
@@ -139,7 +145,13 @@ CHOICES = (
     *_each(
         "gpt-medium",
         "gpt-medium",
-        {"v5e:1x1": 8, "v5e:2x2": 128, "v6e:1x1": 32, "v5p:2x2x1": 256},
+        {
+            "v5e:1x1": 8,
+            "v5e:2x2": 128,
+            "v6e:1x1": 32,
+            "v5p:2x2x1": 256,
+            "v6e:2x2": 256,
+        },
         {**SCANNED},
     ),
     *_each(
@@ -155,13 +167,13 @@ CHOICES = (
     *_each(
         "moe-16x",
         "moe",
-        {"v5e:4x4": 256, "v6e:2x4": 128, "v5p:2x2x2": 256},
+        {"v5e:4x4": 256, "v6e:2x4": 128, "v5p:2x2x2": 256, "v5p:2x2x1": 64},
         {"experts": 16, "sequence": 1024, **SPARSE},
     ),
     *_each(
         "moe-8x",
         "moe",
-        {"v5e:2x2": 64, "v6e:2x2": 128},
+        {"v5e:2x2": 64, "v6e:2x2": 128, "v5p:2x2x1": 256},
         {"experts": 8, "sequence": 2048, **SPARSE},
     ),
     *_each("resnet50", "resnet50", {"v5e:1x1": 256, "v5e:2x2": 1024, "v6e:2x2": 2048}),

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+import whalejax as wh
 from tests.fuzzing import fuzzed
 from tests.mutants import deep
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
+from whalejax import jobs, models
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
@@ -165,6 +167,28 @@ def test_every_kind_of_device_is_checked(document: dict[str, Any]) -> None:
 
 def test_bars_are_no_longer_than_their_room() -> None:
     assert bar_text(1e30, 3) == "███"
+
+
+def test_a_dimension_of_parameters_may_have_a_lower_resolution() -> None:
+    """The first dense layer behind poolings: its kernel has what is left of extents."""
+    job = models.job("cosmoflow-test", extent=32)
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, 8),
+        optimizer=job.optimizer,
+        cluster="v5e:2x2",
+    )
+    data = json.loads(json.dumps(plan.document()))
+    assert Plan.from_document(data) == plan
+    place, leaf = next(
+        (i, x) for i, x in enumerate(data["leaves"]) if x["path"] == "first.kernel"
+    )
+    (role,) = leaf["roles"][0]
+    size = next(x["size"] for x in data["roles"] if x["name"] == role)
+    assert size == 32 > leaf["shape"][0]
+    longer = changed(data, f"leaves.{place}.shape.0", 64)
+    assert f"leaves[{place}].shape[0] is 64; {role} is 32" in refused(longer)
 
 
 def test_all_of_them_are_said_at_once(document: dict[str, Any]) -> None:

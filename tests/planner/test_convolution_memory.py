@@ -1,0 +1,124 @@
+"""Memory of programs that convolve, against what the TPU compiler said of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import whalejax as wh
+from whalejax import jobs, models
+
+
+class Segmenter(nnx.Module):
+    """Two convolutions of three with what stands behind each, and a class a place."""
+
+    def __init__(self, rngs: nnx.Rngs, dims: int, channels: int, norm: str) -> None:
+        self.convolutions = nnx.List(
+            [
+                nnx.Conv(before, channels, (3,) * dims, use_bias=False, rngs=rngs)
+                for before in (3, channels)
+            ]
+        )
+        self.norms = nnx.List([self._norm(norm, channels, rngs) for _ in range(2)])
+        self.head = nnx.Linear(channels, 4, rngs=rngs)
+
+    @staticmethod
+    def _norm(norm: str, channels: int, rngs: nnx.Rngs) -> nnx.Module:
+        if norm == "batch":
+            return nnx.BatchNorm(channels, rngs=rngs)
+        if norm == "group":
+            return nnx.GroupNorm(channels, num_groups=8, rngs=rngs)
+        return nnx.Sequential()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = nnx.relu(norm(convolution(x)))
+        return self.head(x)
+
+
+def loss(model: Segmenter, batch: dict[str, jax.Array]) -> jax.Array:
+    logits = model(batch["x"]).astype(jnp.float32)
+    found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return jnp.mean(found)
+
+
+def segmenting(
+    dims: int, channels: int, norm: str, samples: int, extent: int, **options: Any
+) -> wh.Plan:
+    """One v6e, bfloat16, all samples at once."""
+    model = nnx.eval_shape(lambda: Segmenter(nnx.Rngs(0), dims, channels, norm))
+    space = (samples, *(extent,) * dims)
+    batch = {
+        "x": jax.ShapeDtypeStruct((*space, 3), jnp.float32),
+        "y": jax.ShapeDtypeStruct(space, jnp.int32),
+    }
+    return wh.plan(
+        loss,
+        model,
+        batch,
+        optimizer=optax.adam(1e-3),
+        cluster="v6e:1x1",
+        precision="bf16",
+        num_micro_batches=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "channels", "norm", "samples", "extent", "compiled"),
+    [
+        # Gigabytes of the heap, libtpu 0.0.42.1.
+        (2, 64, "group", 8, 512, 2.50),
+        (2, 64, "group", 4, 512, 4.66),
+        (2, 64, "batch", 2, 512, 1.21),
+        (3, 32, "group", 2, 128, 18.1),
+        (3, 32, "group", 1, 128, 4.15),
+        (3, 32, "group", 2, 64, 2.38),
+        (3, 32, "batch", 2, 128, 9.07),
+        (3, 32, "none", 2, 128, 7.40),
+    ],
+)
+def test_few_samples_take_more_than_their_share(
+    dims: int, channels: int, norm: str, samples: int, extent: int, compiled: float
+) -> None:
+    found = segmenting(dims, channels, norm, samples, extent).memory.total_bytes
+    assert 0.85 * compiled <= found / 1e9 <= 1.35 * compiled
+
+
+@pytest.mark.relaxed_promotion
+def test_windows_that_choose_read_their_operand_from_memory() -> None:
+    """CosmoFlow at 128³: of its first pooling there are three tensors of 4.3 GB."""
+    job = models.job("cosmoflow")
+    batch = {
+        name: jax.ShapeDtypeStruct((64, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in job.batch_at(0, 1).items()
+    }
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        batch,
+        optimizer=job.optimizer,
+        cluster="v5e:2x2",
+        precision="bf16",
+        mesh={"data": 4},
+        num_micro_batches=2,
+    )
+    assert plan.memory.total_bytes / 1e9 == pytest.approx(14.68, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="the extra tpu-compile (libtpu) is not installed",
+)
+def test_the_compiler_says_so() -> None:
+    found = segmenting(2, 64, "batch", 2, 256).verify(timeout_seconds=1500)
+    peak = found.memory[-1]
+    assert found.fits and peak.name == "peak" and peak.compiled and peak.predicted
+    assert peak.predicted == pytest.approx(peak.compiled, rel=0.25)
