@@ -21,7 +21,7 @@ class FewSamples:
 
     Args:
         graph: the captured loss.
-        lanes: of the compiler; nothing is kept so without any.
+        lanes: of the compiler; without lanes nothing of this is kept.
         is_value: whether a tensor is computed from data.
         entry: of a tensor.
 
@@ -43,24 +43,48 @@ class FewSamples:
         self.kept: dict[int, Counter[Entry]] = {}
         if not any(map(self._in_space, graph.ops)):
             return
+        spatial, statistics = self._spatial()
+        doubled: set[tuple[int | None, int]] = set()
         for i, op in enumerate(graph.ops):
-            if op.trip > 1:
+            if op.trip > 1 or not op.results:
                 continue
-            if self._in_space(op) and is_value(op.operands[0]):
-                again = entry(op.operands[0])._replace(least=1)
-                self.kept[i] = Counter({again: 1})
-            if op.elementwise and any(
-                is_value(t) and self._of_samples(t, op.results[0]) for t in op.operands
-            ):
-                result = graph.tensors[op.results[0]]
-                one = Entry(result.id, result.nbytes, i, least=2)
-                self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
+            if not graph.tensors[op.results[0]].differentiable:
+                continue
+            key = op.remat, op.operands[0] if op.operands else -1
+            if self._in_space(op) and is_value(key[1]) and key not in doubled:
+                doubled.add(key)
+                self.kept[i] = Counter({entry(key[1])._replace(least=1): 1})
+            if op.elementwise and not spatial.isdisjoint(op.operands):
+                own = statistics.intersection(op.operands)
+                if any(self._of_samples(t, op.results[0]) for t in own):
+                    result = graph.tensors[op.results[0]]
+                    one = Entry(result.id, result.nbytes, i, least=2)
+                    self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
+
+    def _spatial(self) -> tuple[set[int], set[int]]:
+        """What convolutions give, in the same place; and what is reduced from that."""
+        spatial: set[int] = set()
+        statistics: set[int] = set()
+        for op in self.graph.ops:
+            if self._in_space(op):
+                spatial.update(op.results)
+                continue
+            reads = not spatial.isdisjoint(op.operands)
+            same = op.elementwise or op.reshape
+            if reads and same:
+                spatial.update(op.results)
+            elif reads and op.kind.startswith("reduce_"):
+                statistics.update(op.results)
+            elif same and not statistics.isdisjoint(op.operands):
+                statistics.update(op.results)
+        return spatial, statistics
 
     def _in_space(self, op: Op) -> bool:
-        """It convolves along two extents or more, outside loops, with lanes."""
+        """It convolves two extents or more, with windows that overlap, no loop's."""
         if op.kind != CONVOLUTION or op.trip > 1 or self.lanes == 1:
             return False
-        return len(self.graph.tensors[op.results[0]].shape) >= 4
+        overlaps = any(window.span > window.stride for window in op.windows)
+        return overlaps and len(self.graph.tensors[op.results[0]].shape) >= 4
 
     def _of_samples(self, tensor: int, result: int) -> bool:
         """It has one number for all of an extent, and others for each sample."""
@@ -79,7 +103,7 @@ class FewSamples:
     def working(self, number: int) -> Counter[Entry]:
         """What an operation's backward pass works with.
 
-        That are the gradients on both sides of a normalisation; and a convolution's
+        These are the gradients on both sides of a normalisation; and a convolution's
         result in two forms, in float32.
         """
         op = self.graph.ops[number]
@@ -88,5 +112,7 @@ class FewSamples:
         if not self._in_space(op):
             return Counter()
         tensor = self.graph.tensors[op.results[0]]
+        if not tensor.differentiable:
+            return Counter()
         nbytes = math.prod(tensor.shape) * 4
         return Counter({Entry(tensor.id, nbytes, number, least=1): 2})

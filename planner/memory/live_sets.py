@@ -6,7 +6,7 @@ Found once for a program; ``peak`` gives them bytes under a layout.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from whalejax.planner.memory.liveness import Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
+from whalejax.planner.model.logical_dimensions import WINDOWS_OF
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -127,6 +128,8 @@ class Course:
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
+        slid = (r.space or r.unshardable.startswith(WINDOWS_OF) for r in dims.roles)
+        self.slid = {r.index for r, yes in zip(dims.roles, slid, strict=True) if yes}
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
@@ -213,11 +216,16 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     )
 
 
-def _joined_at_the_end(layout: Layout, joined: Container[tuple[int, ...]]) -> int:
-    """See ``Kept.last``."""
+def _joined_at_the_end(
+    layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
+) -> int:
+    """See ``Kept.last``; extents, along which windows slide, are not joined."""
     found, last = 1, layout[-1] if layout else ()
-    while found < len(layout) and layout[-found - 1] + last in joined:
-        last = layout[-found - 1] + last
+    while last and found < len(layout):
+        before = layout[-found - 1]
+        if not before or not slid.isdisjoint(before) or before + last not in joined:
+            break
+        last = before + last
         found += 1
     return found
 
@@ -240,7 +248,7 @@ class _Kinds:
                 task_graph=home,
                 count=1,
                 ends=course.ends,
-                last=_joined_at_the_end(layout, course.joined),
+                last=_joined_at_the_end(layout, course.joined, course.slid),
                 least=least,
             )
             for layout, sizes, nbytes, home, least in places

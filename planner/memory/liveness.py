@@ -151,7 +151,7 @@ class Timeline:
         return {
             op.operands[0]
             for op in self.graph.ops
-            if op.kind in CHOOSING_WINDOWS and op.remat is None
+            if op.remat is None and self._scatters(op)
         }
 
     def _data(self) -> list[bool]:
@@ -438,22 +438,23 @@ class Timeline:
             if op.remat is not None:
                 if op.remat not in inside:
                     inside[op.remat] = self._rebuilt(op.remat)
-            if op.kind in CHOOSING_WINDOWS and self._value(op.operands[0]):
-                beside = {self._entry(t): 1.0 for t in op.results}
-                _add(before, beside, self._entry(op.operands[0]), 1.0)
             works = self.few_samples.working(i)
-            if op.matmul is None:
-                for entry, count in works.items():
-                    _add(before, {}, entry, float(count))
+            chooses = self._scatters(op)
+            if op.matmul is None and not chooses and not works:
                 continue
             held = Counter[Entry](slice_of) + works
-            if op.remat is not None:
-                held += self.few_samples.before(i + 1, op.remat)
             for t in fetched.get(op.remat, ()) if op.remat is not None else ():
                 held[self._entry(t)] += FETCHED
             for t, first in inside.get(op.remat, {}).items():
                 if first <= i:
                     held[self._entry(t)] += 1
+            if op.remat is not None:
+                held += self.few_samples.before(i + 1, op.remat)
+            if op.matmul is None:
+                for t in (*op.operands, *op.results) if chooses else ():
+                    held[self._entry(t)] += 1
+                before[tuple(sorted(held.items()))] = {**held}
+                continue
             for t in op.results:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
@@ -464,16 +465,12 @@ class Timeline:
             for t in op.operands[:2]:
                 if self._value(t):
                     _add(making, held, self._entry(t), _WORKING * self._share(t))
-                elif self._laid_out_anew(op, t):
-                    copied = {**held, self._entry(t): 1.0}
-                    for result in op.results:
-                        _add(making, copied, self._entry(result), 1.0)
         return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
 
-    def _laid_out_anew(self, op: Op, tensor: int) -> bool:
-        """A part of the batch is copied, because a convolution wants whole lanes."""
-        batch = self.graph.tensors[tensor].kind == "batch"
-        return batch and op.kind == CONVOLUTION and self.compiler.lanes > 1
+    def _scatters(self, op: Op) -> bool:
+        """Its gradient goes to what its windows chose."""
+        chooses = op.kind in CHOOSING_WINDOWS
+        return chooses and self.graph.tensors[op.results[0]].differentiable
 
     def _share(self, tensor: int) -> float:
         """Of two float32 gradients, products read one."""

@@ -64,8 +64,8 @@ of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results ar
 there in two forms; and of 2 samples and more, what is computed from the statistics of
 each is written out for every element."""
 
-LARGE_EXTENT: Final = 32
-"""They do that to extents of 64 and more, and to those of 32 behind them."""
+LARGE_EXTENT: Final = 64
+"""They were seen to do that to extents of 64 and more."""
 
 
 class Entry(NamedTuple):

@@ -12,11 +12,16 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import Factor, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 from whalejax.planner.model.space import Spatial, spatial
+
+
+WINDOWS_OF: Final = "windows of"
+"""How the reason begins for which a dimension stays whole that windows slide along."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +242,7 @@ def _blame(op: Op, factor: Factor) -> str:
         return f"no rule for the primitive {op.kind!r}{place}"
     if factor.kind == "halo":
         return (
-            f"windows of {op.kind}{place} reach over the edges of a shard, which only "
-            "the axes depth, height and width exchange (a halo)"
+            f"{WINDOWS_OF} {op.kind}{place} reach over the edges of a shard, which "
+            "only the axes depth, height and width exchange (a halo)"
         )
     return f"{op.kind}{place} needs it whole"

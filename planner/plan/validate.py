@@ -17,6 +17,7 @@ from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
+from whalejax.planner.model.logical_dimensions import WINDOWS_OF
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options
 from whalejax.planner.plan.report.describe import SENT
@@ -186,7 +187,7 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
     # Of a dimension along which windows slide, as of images that are pooled, the size
     # is that of the highest resolution; parameters may have a lower one.
-    shrinks = {role.name for role in plan.roles if role.unshardable}
+    slid = {r.name for r in plan.roles if r.unshardable.startswith(WINDOWS_OF)}
     # Where stages have programs of their own, axes are those of each one's plan.
     mesh = plan.axis_sizes if plan.stages is None else None
     for place, leaf in enumerate(plan.leaves):
@@ -200,7 +201,7 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
             continue
         for dim, (size, roles) in enumerate(zip(leaf.shape, leaf.roles, strict=True)):
             product = math.prod(sizes.get(role, 0) for role in roles)
-            lower = size < product and not shrinks.isdisjoint(roles)
+            lower = 1 <= size < product and len(roles) == 1 and roles[0] in slid
             if roles and product and product != size and not lower:
                 problems.add(
                     f"{at}.shape[{dim}] is {size}; {' × '.join(roles)} is {product}"

@@ -187,8 +187,25 @@ def test_a_dimension_of_parameters_may_have_a_lower_resolution() -> None:
     (role,) = leaf["roles"][0]
     size = next(x["size"] for x in data["roles"] if x["name"] == role)
     assert size == 32 > leaf["shape"][0]
-    longer = changed(data, f"leaves.{place}.shape.0", 64)
-    assert f"leaves[{place}].shape[0] is 64; {role} is 32" in refused(longer)
+    for wrong in (64, 0):
+        damaged = changed(data, f"leaves.{place}.shape.0", wrong)
+        assert f"leaves[{place}].shape[0] is {wrong}; {role} is 32" in refused(damaged)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_other_dimensions_that_stay_whole_are_as_long_as_said(size: int) -> None:
+    job = models.job("llama-test")
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, 8),
+        optimizer=job.optimizer,
+        cluster="v5e:2x2",
+    )
+    data = json.loads(json.dumps(plan.document()))
+    place, leaf = next((i, x) for i, x in enumerate(data["leaves"]) if x["shape"])
+    short = changed(data, f"leaves.{place}.shape.0", size)
+    assert f"leaves[{place}].shape[0] is {size}; " in refused(short)
 
 
 def test_all_of_them_are_said_at_once(document: dict[str, Any]) -> None:
