@@ -1,9 +1,9 @@
 """What compilers keep beside the rest where they convolve few samples at a time.
 
-They move a part of an extent into the batch of such a convolution, and write what it
-reads and gives in that form too. ``FEW_SAMPLES`` says when. A layout is not known here:
-every entry has the least number of samples of which it is there, and
-``saved_tensors.kept_bytes`` counts it accordingly.
+TPU compilers move a part of an extent into the batch of such a convolution, and write
+in that form too what it reads and gives. How many samples a device has depends on the
+layout, which is not known here: every entry says with how many it is in memory
+(``Kept.least_samples``), and ``saved_tensors.kept_bytes`` counts it accordingly.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class FewSamples:
             key = op.remat, op.operands[0] if op.operands else -1
             if self._in_space(op) and is_value(key[1]) and key not in doubled:
                 doubled.add(key)
-                self.kept[i] = Counter({entry(key[1])._replace(least=1): 1})
+                self.kept[i] = Counter({entry(key[1])._replace(least_samples=1): 1})
             if op.elementwise and not spatial.isdisjoint(op.operands):
                 own = statistics.intersection(op.operands)
                 if any(self._of_samples(t, op.results[0]) for t in own):
                     result = graph.tensors[op.results[0]]
-                    one = Entry(result.id, result.nbytes, i, least=2)
+                    one = Entry(result.id, result.nbytes, i, least_samples=2)
                     self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
 
     def _spatial(self) -> tuple[set[int], set[int]]:
@@ -115,4 +115,4 @@ class FewSamples:
         if not tensor.differentiable:
             return Counter()
         nbytes = math.prod(tensor.shape) * 4
-        return Counter({Entry(tensor.id, nbytes, number, least=1): 2})
+        return Counter({Entry(tensor.id, nbytes, number, least_samples=1): 2})

@@ -17,7 +17,7 @@ from whalejax.planner.memory.liveness import Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
-from whalejax.planner.model.logical_dimensions import WINDOWS_OF
+from whalejax.planner.model.logical_dimensions import windows_slide
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -128,8 +128,7 @@ class Course:
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
-        slid = (r.space or r.unshardable.startswith(WINDOWS_OF) for r in dims.roles)
-        self.slid = {r.index for r, yes in zip(dims.roles, slid, strict=True) if yes}
+        self.slid = {r.index for r in dims.roles if windows_slide(r.unshardable)}
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
@@ -160,8 +159,8 @@ class Course:
     def _numbered(self, row: Mapping[Entry, float]) -> Counts:
         """A row by numbers of its entries."""
         found: dict[int, float] = {}
-        for (tensor, nbytes, at, least), times in row.items():
-            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, at, least
+        for (tensor, nbytes, at, few), times in row.items():
+            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, at, few
             number = self.entries.setdefault(key, len(self.entries))
             found[number] = found.get(number, 0.0) + times
         return found
@@ -237,8 +236,8 @@ class _Kinds:
         homes = [*(op.task_graph for op in graph.ops), 0]
         places: dict[tuple[Any, ...], int] = {}
         self.kind_of = [
-            places.setdefault((layout, sizes, nbytes, homes[at], least), len(places))
-            for layout, sizes, nbytes, at, least in course.entries
+            places.setdefault((layout, sizes, nbytes, homes[at], few), len(places))
+            for layout, sizes, nbytes, at, few in course.entries
         ]
         self.kinds = [
             Kept(
@@ -249,9 +248,9 @@ class _Kinds:
                 count=1,
                 ends=course.ends,
                 last=_joined_at_the_end(layout, course.joined, course.slid),
-                least=least,
+                least_samples=few,
             )
-            for layout, sizes, nbytes, home, least in places
+            for layout, sizes, nbytes, home, few in places
         ]
 
     def full(self, row: Counts) -> np.ndarray:

@@ -451,6 +451,7 @@ class Timeline:
             if op.remat is not None:
                 held += self.few_samples.before(i + 1, op.remat)
             if op.matmul is None:
+                # The gradients of what windows choose from, and of what they give.
                 for t in (*op.operands, *op.results) if chooses else ():
                     held[self._entry(t)] += 1
                 before[tuple(sorted(held.items()))] = {**held}

@@ -65,7 +65,7 @@ there in two forms; and of 2 samples and more, what is computed from the statist
 each is written out for every element."""
 
 LARGE_EXTENT: Final = 64
-"""They were seen to do that to extents of 64 and more."""
+"""The least extent to which they were seen to do that."""
 
 
 class Entry(NamedTuple):
@@ -75,13 +75,13 @@ class Entry(NamedTuple):
         tensor: which.
         nbytes: its bytes, unsharded.
         home: the operation whose TaskGraph lays it out.
-        least: see ``Kept.least``.
+        least_samples: see ``Kept.least_samples``.
     """
 
     tensor: int
     nbytes: int
     home: int
-    least: int = 0
+    least_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class Kept:
         ends: of its dimensions only the first or the last can lie in lanes.
         last: how many dimensions at its end are one in another form of the value, as
             groups of channels are.
-        least: it is in memory only where convolutions see few samples, this number of
-            them or more; 0 where it does not depend on that. See ``FEW_SAMPLES``.
+        least_samples: it is in memory only with this number of samples on a device or
+            more, and fewer than ``FEW_SAMPLES``; 0 where it does not depend on that.
     """
 
     layout: Layout
@@ -110,7 +110,7 @@ class Kept:
     made: str = ""
     ends: bool = False
     last: int = 1
-    least: int = 0
+    least_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +325,7 @@ def kept_bytes(
             nbytes /= s.num_micro_batches
         if s.cluster.compiler.lanes > 1:
             nbytes *= _padding(entry, spec, s)
-            if entry.least:
+            if entry.least_samples:
                 nbytes *= _few_samples(entry, spec, s)
         found.append(nbytes)
     return found
@@ -343,10 +343,10 @@ def _local_sizes(entry: Kept, spec: Spec, s: Setting) -> list[Any]:
 
 
 def _few_samples(entry: Kept, spec: Spec, s: Setting) -> Any:
-    """1 where convolutions see few samples of large extents, and 0 elsewhere."""
+    """1 where a device has few samples of a large extent, and 0 elsewhere."""
     samples, *extents = _local_sizes(entry, spec, s)[: -entry.last] or [np.inf]
     largest = functools.reduce(np.maximum, extents, 0.0)
-    few = (samples >= entry.least) & (samples < FEW_SAMPLES)
+    few = (samples >= entry.least_samples) & (samples < FEW_SAMPLES)
     return np.where(few & (largest >= LARGE_EXTENT), 1.0, 0.0)
 
 

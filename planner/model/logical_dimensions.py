@@ -20,8 +20,16 @@ from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 from whalejax.planner.model.space import Spatial, spatial
 
 
-WINDOWS_OF: Final = "windows of"
-"""How the reason begins for which a dimension stays whole that windows slide along."""
+_WINDOWS_OF: Final = "windows of"
+
+
+def windows_slide(unshardable: str) -> bool:
+    """Whether windows slide along a dimension, so that it may have several lengths.
+
+    Args:
+        unshardable: why it must stay whole, as ``Role.unshardable`` says.
+    """
+    return unshardable.startswith(_WINDOWS_OF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +250,7 @@ def _blame(op: Op, factor: Factor) -> str:
         return f"no rule for the primitive {op.kind!r}{place}"
     if factor.kind == "halo":
         return (
-            f"{WINDOWS_OF} {op.kind}{place} reach over the edges of a shard, which "
+            f"{_WINDOWS_OF} {op.kind}{place} reach over the edges of a shard, which "
             "only the axes depth, height and width exchange (a halo)"
         )
     return f"{op.kind}{place} needs it whole"

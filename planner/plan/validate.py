@@ -17,7 +17,7 @@ from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.logical_dimensions import WINDOWS_OF
+from whalejax.planner.model.logical_dimensions import windows_slide
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options
 from whalejax.planner.plan.report.describe import SENT
@@ -187,7 +187,7 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
     # Of a dimension along which windows slide, as of images that are pooled, the size
     # is that of the highest resolution; parameters may have a lower one.
-    slid = {r.name for r in plan.roles if r.unshardable.startswith(WINDOWS_OF)}
+    slid = {r.name for r in plan.roles if windows_slide(r.unshardable)}
     # Where stages have programs of their own, axes are those of each one's plan.
     mesh = plan.axis_sizes if plan.stages is None else None
     for place, leaf in enumerate(plan.leaves):

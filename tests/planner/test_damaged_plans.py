@@ -169,16 +169,21 @@ def test_bars_are_no_longer_than_their_room() -> None:
     assert bar_text(1e30, 3) == "███"
 
 
-def test_a_dimension_of_parameters_may_have_a_lower_resolution() -> None:
-    """The first dense layer behind poolings: its kernel has what is left of extents."""
-    job = models.job("cosmoflow-test", extent=32)
-    plan = wh.plan(
+def reference_plan(name: str, **options: Any) -> Plan:
+    """A plan of a reference model on four devices."""
+    job = models.job(name, **options)
+    return wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
         job.batch_at(0, 8),
         optimizer=job.optimizer,
         cluster="v5e:2x2",
     )
+
+
+def test_a_dimension_of_parameters_may_have_a_lower_resolution() -> None:
+    """The first dense layer behind poolings: its kernel has what is left of extents."""
+    plan = reference_plan("cosmoflow-test", extent=32)
     data = json.loads(json.dumps(plan.document()))
     assert Plan.from_document(data) == plan
     place, leaf = next(
@@ -194,15 +199,7 @@ def test_a_dimension_of_parameters_may_have_a_lower_resolution() -> None:
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_other_dimensions_that_stay_whole_are_as_long_as_said(size: int) -> None:
-    job = models.job("llama-test")
-    plan = wh.plan(
-        job.loss_fn,
-        jobs.abstract_model(job),
-        job.batch_at(0, 8),
-        optimizer=job.optimizer,
-        cluster="v5e:2x2",
-    )
-    data = json.loads(json.dumps(plan.document()))
+    data = json.loads(json.dumps(reference_plan("llama-test").document()))
     place, leaf = next((i, x) for i, x in enumerate(data["leaves"]) if x["shape"])
     short = changed(data, f"leaves.{place}.shape.0", size)
     assert f"leaves[{place}].shape[0] is {size}; " in refused(short)
