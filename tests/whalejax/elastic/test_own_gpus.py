@@ -98,7 +98,7 @@ def test_gpus_are_another_s_until_its_process_has_ended(tmp_path: Path) -> None:
     assert supervisor._gpus.gpus == ("0", "1")
 
     class Held:
-        names = ("m1",)
+        names: tuple[str, ...] = ("m1",)
 
     supervisor._processes = Held()  # type: ignore[assignment]
     told: list[tuple[str, Any]] = []
