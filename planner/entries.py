@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, SupportsIndex, overload
 
 from whalejax.meshes.units import gigabytes, milliseconds
@@ -92,12 +92,17 @@ class BatchLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleInfo:
-    """A logical dimension: its name, size, other names, and why it stays whole."""
+    """A logical dimension: its name, size, other names, and why it stays whole.
+
+    Where windows slide along it, ``size`` is that of the highest resolution, and
+    ``common`` divides the size of every one; else ``common`` is 0.
+    """
 
     name: str
     size: int
     aliases: tuple[str, ...] = ()
     unshardable: str = ""
+    common: int = field(default=0, metadata={"unless_default": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

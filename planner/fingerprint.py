@@ -29,7 +29,7 @@ _NOT_THE_PROGRAM = (
     "handed_seconds",
     "swarm",
 )
-"""Fields of a plan that its program does not depend on."""
+"""Fields of a plan that its program does not depend on; ``common`` of roles, too."""
 
 _NAMES: Final = {
     "model_hash": "model, batch or marks",
@@ -71,6 +71,8 @@ def program_data(plan: Any) -> dict[str, Any]:
         for one in (whole, stages, *stages.get("plans", ())):
             for prediction in _NOT_THE_PROGRAM:
                 one.pop(prediction, None)
+            for role in one.get("roles", ()):
+                role.pop("common", None)
     data["cluster"] = plan.cluster.hash
     if plan.swarm is not None:
         data["swarm"] = plan.swarm.agreed

@@ -17,7 +17,6 @@ from whalejax.planner.memory.liveness import Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
-from whalejax.planner.model.logical_dimensions import windows_slide
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -128,7 +127,7 @@ class Course:
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
-        self.slid = {r.index for r in dims.roles if windows_slide(r.unshardable)}
+        self.slid = {role.index for role in dims.roles if role.common}
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]

@@ -12,24 +12,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import Factor, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 from whalejax.planner.model.space import Spatial, spatial
-
-
-_WINDOWS_OF: Final = "windows of"
-
-
-def windows_slide(unshardable: str) -> bool:
-    """Whether windows slide along a dimension, so that it may have several lengths.
-
-    Args:
-        unshardable: why it must stay whole, as ``Role.unshardable`` says.
-    """
-    return unshardable.startswith(_WINDOWS_OF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +35,8 @@ class Role:
         copies: how many classes folded into it.
         space: the mesh axis that may shard it though windows slide along it: one of
             ``SPACES``, or empty.
-        common: of such a dimension, what divides its size at every resolution of the
-            model; ``size`` is that of the largest.
+        common: where windows slide along it, what divides its size at every
+            resolution of the model, ``size`` being that of the highest; else 0.
         unshared: the axis that could shard it, or several joined by "and", and why
             it cannot, or empty.
     """
@@ -250,7 +237,7 @@ def _blame(op: Op, factor: Factor) -> str:
         return f"no rule for the primitive {op.kind!r}{place}"
     if factor.kind == "halo":
         return (
-            f"{_WINDOWS_OF} {op.kind}{place} reach over the edges of a shard, which "
+            f"windows of {op.kind}{place} reach over the edges of a shard, which "
             "only the axes depth, height and width exchange (a halo)"
         )
     return f"{op.kind}{place} needs it whole"

@@ -109,6 +109,7 @@ def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInf
             size=batch_size if r.is_batch and batch_size else r.size,
             aliases=r.aliases,
             unshardable=r.unshardable,
+            common=r.common,
         )
         for r in dims.roles
     )

@@ -17,7 +17,6 @@ from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.logical_dimensions import windows_slide
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options
 from whalejax.planner.plan.report.describe import SENT
@@ -185,9 +184,9 @@ def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
 
 def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
-    # Of a dimension along which windows slide, as of images that are pooled, the size
-    # is that of the highest resolution; parameters may have a lower one.
-    slid = {r.name for r in plan.roles if windows_slide(r.unshardable)}
+    # Of extents of images, which are pooled or cut into patches, parameters may have
+    # a lower resolution.
+    commons = {role.name: role.common or role.size for role in plan.roles}
     # Where stages have programs of their own, axes are those of each one's plan.
     mesh = plan.axis_sizes if plan.stages is None else None
     for place, leaf in enumerate(plan.leaves):
@@ -201,10 +200,14 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
             continue
         for dim, (size, roles) in enumerate(zip(leaf.shape, leaf.roles, strict=True)):
             product = math.prod(sizes.get(role, 0) for role in roles)
-            lower = 1 <= size < product and len(roles) == 1 and roles[0] in slid
-            if roles and product and product != size and not lower:
+            if not roles or not product or product == size:
+                continue
+            common = math.prod(commons[role] for role in roles)
+            if not 1 <= size <= product or size % common:
+                less = f", or less in steps of {common}" if common < product else ""
                 problems.add(
-                    f"{at}.shape[{dim}] is {size}; {' × '.join(roles)} is {product}"
+                    f"{at}.shape[{dim}] is {size}; {' × '.join(roles)} is "
+                    f"{product}{less}"
                 )
     for place, part in enumerate(plan.batch):
         _check_spec(

@@ -9,10 +9,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import whalejax as wh
 from tests.fuzzing import fuzzed
@@ -192,9 +197,60 @@ def test_a_dimension_of_parameters_may_have_a_lower_resolution() -> None:
     (role,) = leaf["roles"][0]
     size = next(x["size"] for x in data["roles"] if x["name"] == role)
     assert size == 32 > leaf["shape"][0]
-    for wrong in (64, 0):
+    less = "or less in steps of 8"
+    for wrong in (64, 12, 0):
         damaged = changed(data, f"leaves.{place}.shape.0", wrong)
-        assert f"leaves[{place}].shape[0] is {wrong}; {role} is 32" in refused(damaged)
+        text = f"leaves[{place}].shape[0] is {wrong}; {role} is 32, {less}"
+        assert text in refused(damaged)
+
+
+class Patches(nnx.Module):
+    """Images cut into patches, with one position for each in a single dimension."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.cut = nnx.Conv(3, 64, (4, 4), strides=4, padding="VALID", rngs=rngs)
+        self.positions = nnx.Param(jnp.zeros((1, 64, 64)))
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=4, in_features=64, decode=False, rngs=rngs
+        )
+        self.head = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.cut(x)
+        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.positions[...]
+        return self.head((x + self.attention(x)).mean(1))
+
+
+def test_positions_of_patches_are_extents_of_a_lower_resolution() -> None:
+    def loss(model: Patches, batch: dict[str, Any]) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    plan = wh.plan(
+        loss,
+        nnx.eval_shape(lambda: Patches(nnx.Rngs(0))),
+        {
+            "x": jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.float32),
+            "y": jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        },
+        optimizer=optax.sgd(0.1),
+        cluster="v5e:2x2",
+    )
+    data = json.loads(json.dumps(plan.document()))
+    assert Plan.from_document(data) == plan
+    place = [x["path"] for x in data["leaves"]].index("positions")
+    assert data["leaves"][place]["roles"][1] == ["positions[1.0]", "positions[1.1]"]
+    for wrong in (63, 0, 2048):
+        damaged = changed(data, f"leaves.{place}.shape.1", wrong)
+        at, product = f"leaves[{place}].shape[1]", "positions[1.0] × positions[1.1]"
+        text = f"{at} is {wrong}; {product} is 1024, or less in steps of 64"
+        assert text in refused(damaged)
+
+
+def test_resolutions_are_no_part_of_the_program() -> None:
+    plan = reference_plan("cosmoflow-test", extent=32)
+    assert any(role.common for role in plan.roles)
+    same = tuple(replace(role, common=0) for role in plan.roles)
+    assert replace(plan, roles=same).hash == plan.hash
 
 
 @pytest.mark.parametrize("size", [0, 1])
