@@ -9,6 +9,9 @@ borders, so tables are costed once for each mesh and combined by adding.
 
 Among plans within half a percent of the fastest, the one with less memory is taken, and
 among equals the one that communicates less: predictions are not finer than that.
+
+The module is long because ``Search`` is one class: all its steps share what was
+costed once for each mesh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which executor a plan is made for: one program, or stages, alike or apart."""
+"""Which executor a plan is made for: one program, or stages, alike or apart.
+
+The module is long because ``_Staging`` tries the executors in order, and says of each
+that cannot run why.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 They stand apart from ``main`` so that what runs a command can name its options without
 importing the command line. Where a help text needs more than a line, it stands with the
 type of the option.
+
+The module is long because it has every option of every command.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 ``TrainStep`` is a thin shell around one ``jax.jit`` program: it checks a plan against
 the model before anything is compiled, gives every array its layout when it is born,
 and hands the state back in the user's own types.
+
+The module is long because ``TrainStep`` has the whole public life of a step: lowering,
+state, evaluation, checkpoints and adoption.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Every process of a swarm makes the same cut from the same code, and compares its
 with those of the others. The cut is that of an ordinary plan with stages; what runs is
 made for one device, from the same traces as the executor of stages with programs of
 their own.
+
+The module is long because ``Cut`` makes every program of a stage from the same traces.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Each stage is asked for its part by a small call; tensors go from peer to peer. 
 peer is lost, what it made and is still needed is made again by a mate, and nothing else
 is. Where one peer cannot reach another, the trainer asks the other itself before it
 believes that.
+
+The module is long because what a lost peer made can be asked for at any point of the
+way: split, the parts would share all of ``Passage``'s state.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ and have peers moved by ``Rebalancer``; newcomers take the state beside the step
 all go back to a snapshot where a stage has lost its last peer. Time is a number that
 jumps from event to event, so hundreds of peers and hours of churn take seconds. A call
 of which start and end are known is one event.
+
+The module is long because all kinds of events read and change the same state.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 It computes nothing and no tensor goes through it but micro-batches and the snapshots of
 the state. Newcomers take the state beside the steps, and snapshots are taken beside
 them; between two steps those that leave are let go.
+
+The module is long because the loop of one process handles every loss of a peer, between
+and within steps.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 It does what ``Membership`` decides: it starts and ends processes, carries messages and
 writes the journal. Killed and started again in the same folder, it takes its members
 back, and they do not stop for it.
+
+The module is long because the loop of one process handles every event that can come:
+split, its handlers would share all of its state.
 """
 
 from __future__ import annotations

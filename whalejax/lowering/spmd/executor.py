@@ -5,6 +5,9 @@ gradients summed and divided by the summed weights, the optimizer on its own sha
 Everything runs under automatic axes, so statistics over the batch (batch
 normalisation, valid-token means, auxiliary losses) are those of the whole micro-batch
 on one device.
+
+The module is long because the step, its evaluation and the update alone are made of the
+same few functions.
 """
 
 from __future__ import annotations
