@@ -457,9 +457,16 @@ class Search:
         Args:
             mesh: sizes of the axes asked about.
         """
+        shared = ((w, axis, ends) for _, w, axis, ends in self._shared_windows(mesh))
+        # Beside attention some operations see the whole of what the axis shards.
+        whole = (
+            (window, window.space, _ends(row, window))
+            for row in self.rows.ops
+            for window in row.windows
+        )
         uneven = {
             axis
-            for _, window, axis, (size, result) in self._shared_windows(mesh)
+            for window, axis, (size, result) in (*shared, *whole)
             if size * window.spread != result * window.stride
         }
         return set(mesh) - uneven
@@ -494,9 +501,7 @@ class Search:
                 atoms = row.operands[0].layout[window.dim]
                 axis = next((axes[role] for role in atoms if role in axes), None)
                 if axis is not None:
-                    size = math.prod(row.operands[0].sizes[window.dim])
-                    result = math.prod(row.results[0].sizes[window.out])
-                    yield row, window, axis, (size, result)
+                    yield row, window, axis, _ends(row, window)
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -732,6 +737,12 @@ class Search:
             for row in self.rows.ops
         )
         return int(round(total * scored.num_micro_batches))
+
+
+def _ends(row: Row, window: Window) -> tuple[int, int]:
+    """Extents of the operand and the result along which a window slides."""
+    size = math.prod(row.operands[0].sizes[window.dim])
+    return size, math.prod(row.results[0].sizes[window.out])
 
 
 def _storage_seconds(time: TimeTerms) -> float:

@@ -71,7 +71,10 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
         if asked and SEQUENCE_DOES_NOT_DIVIDE in search.refused:
             problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
-        for why in sorted(search.refused):
+        whys = set(search.refused)
+        if "context" not in (search.request.mesh or {}):  # the planner's own attempts
+            whys = whys - {SEQUENCE_DOES_NOT_DIVIDE} or whys
+        for why in sorted(whys):
             problems.add(_reason(search, why))
     return PlanError(problems.text())
 
@@ -151,14 +154,17 @@ def _extents(search: Search) -> str:
             role = search.dims.roles[index]
             if role.divisible % size == 0:
                 continue
-            padded = role.size * size // math.gcd(role.divisible, size)
-            usable = ", ".join(map(str, divisors(role.divisible)))
+            common = role.divisible + -role.divisible % size
+            padded = role.size // role.divisible * common
+            devices = search.request.num_devices
+            usable = ", ".join(map(str, divisors(math.gcd(role.divisible, devices))))
             # Windows without padding make another difference to another extent.
             other = (
                 f"pad the extent to {padded}"
                 if axis in scaled
-                else f"one whose resolutions {size} divides all (with padding"
-                '="SAME", and strides that divide it, these are fractions of it)'
+                else f"an extent whose every resolution {size} divides (with "
+                'padding="SAME", and strides that divide it, these are fractions of '
+                "it)"
             )
             found.append(
                 f"{axis} {size}: the extent is {role.size}, and {role.divisible} "

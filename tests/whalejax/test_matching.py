@@ -98,6 +98,26 @@ def test_a_plan_for_another_model() -> None:
     )
 
 
+def test_a_plan_for_another_model_on_which_the_loss_fails() -> None:
+    other = {**net(), "head": {"kernel": leaf(56, 40)}}
+    with pytest.raises(wh.PlanError) as caught:
+        wh.compile(planned(), plain, other, devices=jax.devices())
+    assert str(caught.value) == (
+        "this plan was made for another model or batch; plan again, or give the "
+        "trainable=, axis_names= and batch_axes= that it was made with: 1 problem\n"
+        "  1. head.kernel: the plan has [48, 40], the model [56, 40]"
+    )
+    assert isinstance(caught.value.__context__, TypeError)
+
+
+def test_a_loss_that_fails_on_the_model_of_its_plan() -> None:
+    def failing(params: Any, batch: Any) -> jax.Array:
+        raise ZeroDivisionError("in the loss")
+
+    with pytest.raises(ZeroDivisionError, match="in the loss"):
+        wh.compile(planned(), failing, net(), devices=jax.devices())
+
+
 def test_a_plan_for_other_marks() -> None:
     text = compile_refused(planned(), hybrid(), net(), devices=jax.devices())
     assert "the loss or its marks changed (the plan has hash " in text

@@ -18,6 +18,7 @@ import whalejax as wh
 from tests import equality
 from whalejax import hlo
 from whalejax.models import job as model_job
+from whalejax.planner.plan.report.why import whole_dimensions
 
 
 ALL: Final = {"depth": 2, "height": 2, "width": 2}
@@ -356,13 +357,80 @@ def test_extents_that_an_axis_does_not_divide() -> None:
     job = one_net(lambda p, x: pooled("max", convolved(x, p["k3"]), 2, 2, "VALID"))
     assert (
         "depth 4: the extent is 12, and 6 divides it at every resolution of the model: "
-        "take depth of 1, 2, 3, 6, or pad the extent to 24"
+        "take depth of 1, 2, or pad the extent to 16"
     ) in refused(job, {"depth": 4})
     job = one_net(lambda p, x: convolved(x, p["k3"], padding="VALID"))
     assert (
         "depth 4: the extent is 12, and 2 divides it at every resolution of the model: "
-        "take depth of 1, 2, or one whose resolutions 4 divides all"
+        "take depth of 1, 2, or an extent whose every resolution 4 divides"
     ) in refused(job, {"depth": 4})
+
+
+class Tokens(nnx.Module):
+    """Patches, attention between them, and perhaps a token beside them."""
+
+    def __init__(self, image: int, *, kernel: int = 8, token: bool = False) -> None:
+        rngs = nnx.Rngs(0)
+        stride = min(kernel, 4) if kernel % 4 else kernel
+        self.cut = nnx.Conv(
+            3, 16, (kernel, kernel), strides=stride, padding="VALID", rngs=rngs
+        )
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=16, decode=False, rngs=rngs
+        )
+        count = ((image - kernel) // stride + 1) ** 2
+        self.positions = nnx.Param(jnp.zeros((1, count, 16)))
+        self.token = nnx.Param(jnp.zeros((1, 1, 16))) if token else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.cut(x)
+        x = x.reshape(x.shape[0], -1, 16) + self.positions[...]
+        if self.token is not None:
+            x = jnp.concatenate([jnp.tile(self.token[...], (len(x), 1, 1)), x], 1)
+        return x + self.attention(x)
+
+
+def tokens_job(image: int, **options: Any) -> wh.Job:
+    return wh.Job(
+        loss_fn=lambda model, b: jnp.mean(model(b["x"]) ** 2),
+        make_model=lambda key: nnx.eval_shape(lambda: Tokens(image, **options)),
+        batch=lambda step, count: {"x": jnp.ones((8, image, image, 3))},
+        optimizer=optax.sgd(1.0),
+        batch_size=8,
+    )
+
+
+@pytest.mark.parametrize(("image", "kernel"), [(32, 7), (30, 8)])
+def test_no_extent_is_named_where_windows_leave_something_over(
+    image: int, kernel: int
+) -> None:
+    """Beside attention, before which the convolution sees the whole image."""
+    job = tokens_job(image, kernel=kernel)
+    text = refused(job, {"height": 2}, cluster="v5e:2x2")
+    assert text.startswith("no layout of 4 devices serves this model: 1 problem")
+    assert "take height of 1, or an extent whose every resolution 2 divides" in text
+
+
+def test_only_what_was_asked_for_is_said_not_to_divide() -> None:
+    text = refused(tokens_job(32, token=True), {"height": 2}, cluster="v5e:2x2")
+    assert "concatenate needs all of it" in text and "context" not in text
+    text = refused(tokens_job(32, token=True), {"height": 2, "context": 2})
+    assert "context" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "whole"), [({"depth": 2}, [2, 3]), ({"data": 2}, [1, 2, 3])]
+)
+def test_a_dimension_that_an_axis_shares_is_not_listed_as_whole(
+    mesh: dict[str, int], whole: list[int]
+) -> None:
+    job = one_net(lambda p, x: convolved(x, p["k3"]))
+    model, batch = job.make_model(None), job.batch_at(0)
+    plan = wh.plan(job.loss_fn, model, batch, cluster="h100:2", mesh=mesh)
+    listed = [text for text in whole_dimensions(plan) if text.startswith("batch.x")]
+    assert [text.partition(" ")[0] for text in listed] == [
+        f"batch.x[{dim}]" for dim in whole
+    ]
 
 
 def test_a_halo_wider_than_a_part() -> None:

@@ -52,6 +52,7 @@ from whalejax.runtime.validate import (
     check_planned,
     check_planned_state,
     check_same_model,
+    check_same_shapes,
     devices_of,
 )
 
@@ -618,7 +619,11 @@ def step_of(
             batch_axes=batch_axes,
         )
 
-    captured = traced(adapter)
+    try:
+        captured = traced(adapter)
+    except Exception:
+        check_same_shapes(plan, adapter)  # on which the loss may have failed
+        raise
     check_same_model(plan, captured, example)
     check_planned_state(plan, adapter, optimizer)
     # Ranks that combine what each has of its own run the loss each on its own samples.

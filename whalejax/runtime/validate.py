@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,12 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.batch_record import dtype_of
 from whalejax.runtime.optimizer_state import optimizer_bytes
+
+
+_OTHER_MODEL: Final = (
+    "this plan was made for another model or batch; plan again, or give the "
+    "trainable=, axis_names= and batch_axes= that it was made with"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +316,30 @@ def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     return ", ".join(f"{path or 'one array'} {list(shape)}" for path, shape in leaves)
 
 
+def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
+    """Raise if trained parameters have other shapes than a plan's.
+
+    For where the loss cannot be traced: it may have failed on them, in its own words.
+
+    Args:
+        plan: the plan.
+        adapter: the model that is to run.
+
+    Raises:
+        PlanError: every leaf that both have, in different shapes.
+    """
+    problems = Problems()
+    planned = {leaf.path: leaf.shape for leaf in plan.leaves}
+    leaves = jax.tree.leaves(adapter.params)
+    for path, leaf in zip(adapter.param_paths, leaves, strict=True):
+        shape = tuple(leaf.shape)
+        if planned.get(path, shape) != shape:
+            problems.add(
+                f"{path}: the plan has {list(planned[path])}, the model {list(shape)}"
+            )
+    problems.raise_if_any(PlanError, title=_OTHER_MODEL)
+
+
 def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
     """Raise if a plan was made for another model or batch, listing what differs.
 
@@ -344,8 +374,7 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
         )
     problems.raise_if_any(
         PlanError,
-        title="this plan was made for another model or batch; plan again, or give "
-        "the trainable=, axis_names= and batch_axes= that it was made with",
+        title=_OTHER_MODEL,
     )
 
 

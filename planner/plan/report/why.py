@@ -101,6 +101,9 @@ def whole_dimensions(plan: PlanData) -> list[str]:
         for names, axes in zip(leaf.roles, leaf.compute_spec, strict=True)
         if names and STAGE in axes
     }
+    for part in plan.apart or (plan,):
+        for region in part.compute:
+            shared_out.update(name for _, roles in region.axes for name in roles)
     return [
         f"{role.name} ({role.size}): {role.unshardable}"
         for role in plan.roles
