@@ -17,6 +17,7 @@ from whalejax.planner.memory.liveness import Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
+from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
@@ -127,7 +128,14 @@ class Course:
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
-        self.slid = {role.index for role in dims.roles if role.common}
+        self.slid = {
+            role
+            for op in graph.ops
+            for factor in op.factors
+            if factor.kind == "halo"
+            for slot, dim in factor.members
+            for role in dims.layouts[slots_of(op)[slot]][dim]
+        }
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]

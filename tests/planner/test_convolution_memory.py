@@ -125,6 +125,43 @@ def test_patches_are_no_convolutions_of_few_samples(
     assert memory() == found
 
 
+class Sequences(nnx.Module):
+    """Convolutions along one dimension, then a dense layer of all or of the mean."""
+
+    def __init__(self, rngs: nnx.Rngs, *, flattened: bool) -> None:
+        widths = (1, 16, 16, 16)
+        self.convolutions = nnx.List(
+            [nnx.Conv(width, 16, (3,), rngs=rngs) for width in widths]
+        )
+        self.flattened = flattened
+        self.head = nnx.Linear(16 * 4096 if flattened else 16, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for convolution in self.convolutions:
+            x = nnx.relu(convolution(x))
+        return self.head(x.reshape(x.shape[0], -1) if self.flattened else x.mean(1))
+
+
+def test_an_extent_that_is_flattened_at_the_end_shares_no_lanes_before() -> None:
+    """Its channels are padded to whole lanes, as where nothing is flattened."""
+
+    def memory(*, flattened: bool) -> int:
+        model = nnx.eval_shape(lambda: Sequences(nnx.Rngs(0), flattened=flattened))
+        batch = {
+            "x": jax.ShapeDtypeStruct((64, 4096, 1), jnp.float32),
+            "y": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+        }
+        return wh.plan(
+            lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+            model,
+            batch,
+            optimizer=optax.sgd(0.1),
+            cluster="v5e:1x1",
+        ).memory.total_bytes
+
+    assert memory(flattened=True) > memory(flattened=False)
+
+
 def test_forward_alone_keeps_nothing_beside() -> None:
     """A frozen network in front, of whose gradient nothing is asked."""
 
