@@ -217,4 +217,4 @@ def test_the_compiler_says_so() -> None:
     found = segmenting(2, 64, "batch", 2, 256).verify(timeout_seconds=1500)
     peak = found.memory[-1]
     assert found.fits and peak.name == "peak" and peak.compiled and peak.predicted
-    assert peak.predicted == pytest.approx(peak.compiled, rel=0.25)
+    assert 0.85 * peak.compiled <= peak.predicted <= 1.35 * peak.compiled
