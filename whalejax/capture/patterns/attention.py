@@ -110,6 +110,20 @@ def trained_in(body: Any, flags: Sequence[bool]) -> set[Any]:
     return found
 
 
+def trained_in_scan(scan: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which inputs of a scan's body have gradients: carries may come to have them."""
+    body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
+    parts, found = _compat.scan_parts(scan), list(flags)
+    while True:
+        trained = trained_in(body, found)
+        before = list(found)
+        for place, out in enumerate(body.outvars[: parts.num_carries]):
+            if not _compat.is_literal(out) and out in trained:
+                found[parts.num_consts + place] = True
+        if found == before:
+            return found
+
+
 def _inexact(variable: Any) -> bool:
     return _compat.is_inexact(variable.aval.dtype)
 

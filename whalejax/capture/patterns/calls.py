@@ -15,8 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import equations_of, recognised, trained_in
+from whalejax.capture.patterns.attention import (
+    equations_of,
+    recognised,
+    trained_in,
+    trained_in_scan,
+)
 from whalejax.capture.patterns.logits import Logits, logits_in, logits_of
+from whalejax.capture.patterns.outer_masks import with_inner_masks
 from whalejax.capture.patterns.row_scales import holds_rescaled, rescaled
 from whalejax.jaxpr import rebuild
 
@@ -120,6 +126,8 @@ def _rebuilt(
     if find is _attentions and holds_rescaled(flat):
         plain, scaling = flat, _Builder(lambda body, _: (rescaled(body), []))
         flat = _compat.trace(lambda *xs: scaling.run(plain, xs, trained), avals)
+    if find is _attentions:
+        flat = with_inner_masks(flat, trained)
     builder = _Builder(find)
     program = _compat.trace(lambda *xs: builder.run(flat, xs, trained), avals)
     return program, tuple(dict.fromkeys(builder.reasons))
@@ -173,7 +181,7 @@ class _Builder:
             kind = _compat.recursion(equation)
             if kind in ("remat", "scan"):
                 inner = _compat.inner_jaxprs(equation)[0]
-                inside = _flowing(equation, flags) if kind == "scan" else flags
+                inside = trained_in_scan(equation, flags) if kind == "scan" else flags
                 return rebuild.around(
                     equation, operands, lambda xs: self.run(inner, xs, inside)
                 )
@@ -181,20 +189,6 @@ class _Builder:
 
         items = rebuild.arranged(body, calls)
         return rebuild.run(jaxpr, values, each, items=items)
-
-
-def _flowing(scan: Any, flags: Sequence[bool]) -> list[bool]:
-    """Which inputs of a scan's body have gradients: carries may come to have them."""
-    body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
-    parts, found = _compat.scan_parts(scan), list(flags)
-    while True:
-        trained = trained_in(body, found)
-        before = list(found)
-        for place, out in enumerate(body.outvars[: parts.num_carries]):
-            if not _compat.is_literal(out) and out in trained:
-                found[parts.num_consts + place] = True
-        if found == before:
-            return found
 
 
 def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:

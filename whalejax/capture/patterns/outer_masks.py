@@ -1,0 +1,219 @@
+"""Masks of attention scores that are made outside the layers that read them.
+
+A model may make one mask, ``[batch, 1, rows, columns]``, and hand it to each layer.
+Inside a scan or a checkpointed region it is then a value from outside, whole, and takes
+memory by the square of the sequence. Here what makes it (positions, comparisons of
+padding or segment numbers) is run again inside, of which blocks can be computed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax import _compat
+from whalejax.capture.patterns.attention import (
+    recognised,
+    trained_in,
+    trained_in_scan,
+)
+from whalejax.capture.patterns.blockwise import operand_tags
+from whalejax.jaxpr import rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """What makes a mask.
+
+    Attributes:
+        sources: variables that it is made of, together smaller than it is.
+        equations: that make it of them, in order.
+    """
+
+    sources: tuple[Any, ...]
+    equations: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A scan or a checkpointed region.
+
+    Attributes:
+        equation: as traced.
+        inner: its jaxpr.
+        trained: of the inputs of that, those with gradients.
+        masks: its inputs that attention reads for pairs of rows and columns.
+        makers: of those that can be made inside, what makes them.
+    """
+
+    equation: Any
+    inner: Any
+    trained: Sequence[bool]
+    masks: set[int]
+    makers: Mapping[int, _Maker]
+
+
+def with_inner_masks(jaxpr: Any, trained: Sequence[bool]) -> Any:
+    """A program whose layers make the masks of their attention themselves.
+
+    Args:
+        jaxpr: without calls that could be inlined.
+        trained: of its inputs, those with gradients.
+    """
+    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
+    while _holds_outer_masks(jaxpr, trained):  # a level of regions each time
+
+        def once(*values: Any, program: Any = jaxpr) -> list[Any]:
+            return _made_inside(program, values, trained)
+
+        jaxpr = _compat.trace(once, avals)
+    return jaxpr
+
+
+def _holds_outer_masks(jaxpr: Any, trained: Sequence[bool]) -> bool:
+    return any(
+        region.makers or _holds_outer_masks(region.inner, region.trained)
+        for region in _regions(jaxpr, trained)
+    )
+
+
+def _made_inside(
+    jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
+) -> list[Any]:
+    """Run a program; what a layer of a layer is handed is made in the outer one."""
+    calls = {id(one.equation): _call(one) for one in _regions(jaxpr, trained)}
+    body = _compat.open_jaxpr(jaxpr)[0]
+    items = [calls.get(id(equation), equation) for equation in body.eqns]
+    return rebuild.run(jaxpr, values, _compat.bind, items=items)
+
+
+def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
+    """Scans and checkpointed regions of one jaxpr."""
+    body = _compat.open_jaxpr(jaxpr)[0]
+    flows = trained_in(body, trained)
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    for equation in body.eqns:
+        kind = _compat.recursion(equation)
+        if kind not in ("remat", "scan"):
+            continue
+        flags = [not _compat.is_literal(a) and a in flows for a in equation.invars]
+        inside = trained_in_scan(equation, flags) if kind == "scan" else flags
+        (inner,) = _compat.inner_jaxprs(equation)
+        masks = _masks(inner, inside)
+        if kind == "scan":
+            masks &= set(range(_compat.scan_parts(equation).num_consts))
+        made = {n: _made(equation.invars[n], maker, flows) for n in sorted(masks)}
+        makers = {n: one for n, one in made.items() if one is not None}
+        yield _Region(equation, inner, inside, masks, makers)
+
+
+def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
+    """Inputs of a jaxpr that attention in it reads for pairs of rows and columns."""
+    body = _compat.open_jaxpr(jaxpr)[0]
+    read: set[Any] = set()
+    for one in recognised(body, trained_in(body, trained))[0]:
+        rows, column = {tag for _, tag in one.rows}, one.column[2]
+        for variable, ways in zip(one.outside, one.scores.tags, strict=True):
+            if any(column in tags and not rows.isdisjoint(tags) for tags in ways):
+                read.add(variable)
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    for region in _regions(jaxpr, trained):
+        for number in region.masks:
+            atom = region.equation.invars[number]
+            if not _compat.is_literal(atom):
+                sources, _ = _chain(atom, maker)
+                read.update(s for s in sources if s.aval.size >= atom.aval.size)
+    return {n for n, v in enumerate(body.invars) if v in read}
+
+
+def _made(variable: Any, maker: Mapping[Any, Any], flows: set[Any]) -> _Maker | None:
+    """What makes a variable of less than it is; None where nothing does."""
+    if _compat.is_literal(variable) or variable not in maker or variable in flows:
+        return None
+    sources, equations = _chain(variable, maker)
+    if sum(_compat.aval_bytes(v.aval) for v in sources) >= _compat.aval_bytes(
+        variable.aval
+    ) or flows & set(sources):
+        return None
+    return _Maker(tuple(sources), tuple(equations))
+
+
+def _chain(variable: Any, maker: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """Sources of a variable and equations from them to it, computable in blocks."""
+    sources: list[Any] = []
+    equations: list[Any] = []
+    seen: set[Any] = set()
+
+    def visit(variable: Any) -> None:
+        if variable in seen:
+            return
+        seen.add(variable)
+        equation = maker.get(variable)
+        if equation is None or not _in_blocks(equation):
+            sources.append(variable)
+            return
+        for atom in equation.invars:
+            if not _compat.is_literal(atom):
+                visit(atom)
+        equations.append(equation)
+
+    visit(variable)
+    return sources, equations
+
+
+def _in_blocks(equation: Any) -> bool:
+    if equation.primitive.name == "iota":
+        return True
+    if len(equation.outvars) != 1:
+        return False
+    shape = equation.outvars[0].aval.shape
+    tags = tuple(None if size == 1 else dim for dim, size in enumerate(shape))
+    return operand_tags(equation, tags) is not None
+
+
+def _call(region: _Region) -> rebuild.Call:
+    """A scan or a checkpointed region that makes some of its inputs itself."""
+    equation, makers = region.equation, region.makers
+    sources = tuple(dict.fromkeys(s for m in makers.values() for s in m.sources))
+    literals = {
+        n: a.val for n, a in enumerate(equation.invars) if _compat.is_literal(a)
+    }
+    given = [n for n in range(len(equation.invars)) if n not in {*makers, *literals}]
+
+    def function(*values: Any) -> list[Any]:
+        known = dict(zip(sources, values, strict=False))
+        operands = {**literals, **dict(zip(given, values[len(sources) :], strict=True))}
+        # A scan closes over its constants; those made inside need none.
+        whole = [operands.get(n) for n in range(len(equation.invars))]
+        if _compat.recursion(equation) == "scan":
+            return rebuild.scan(equation, whole, lambda xs: inside(known, list(xs)))
+        places = [n for n in range(len(whole)) if n not in makers]
+
+        def body(xs: Sequence[Any]) -> list[Any]:
+            found = dict(zip(places, xs, strict=True))
+            return inside(known, [found.get(n) for n in range(len(whole))])
+
+        return rebuild.around(equation, [whole[n] for n in places], body)
+
+    def inside(known: Mapping[Any, Any], xs: list[Any]) -> list[Any]:
+        for number, made in makers.items():
+            xs[number] = _again(equation.invars[number], made, known)
+        return _made_inside(region.inner, xs, region.trained)
+
+    return rebuild.Call(
+        inputs=(*sources, *(equation.invars[n] for n in given)),
+        outputs=tuple(equation.outvars),
+        function=function,
+        equation=equation,
+    )
+
+
+def _again(variable: Any, made: _Maker, known: Mapping[Any, Any]) -> Any:
+    """A mask, made of its sources."""
+    env = dict(known)
+    for equation in made.equations:
+        operands = [a.val if _compat.is_literal(a) else env[a] for a in equation.invars]
+        results = _compat.bind(equation, operands)
+        env.update(zip(equation.outvars, results, strict=True))
+    return env[variable]
