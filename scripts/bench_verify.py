@@ -26,7 +26,9 @@ and do not), traffic_within (part of all pairs of a
 program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind of
 collective, too), the same for GPUs, and of choices: how many were compiled, refused
 (by the compiler, of plans that the planner called feasible), mean, largest and
-95th-percentile error of memory, and traffic_within.
+95th-percentile error of memory, traffic_within, and of those that fill 80 % of a
+device and more by how much their predicted steps are longer than those of plans that
+leave no margin (full_mean_slower, full_max_slower).
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ SAMPLE = 8
 ROOMY = 2**43
 """Bytes of a device on which everything can be planned."""
 SECONDS = 3600.0
+FULL = 0.8
+"""Part of a device's memory from which a plan is called full."""
 LEAST = 0.001
 """Part of a program's traffic below which mesh axes are not counted."""
 
@@ -334,7 +338,7 @@ def planned(program: Program) -> wh.Plan:
     )
 
 
-def chosen_plan(choice: Choice) -> wh.Plan:
+def chosen_plan(choice: Choice, **options: Any) -> wh.Plan:
     """The plan that the planner chooses."""
     job = models.job(choice.model, **choice.options)
     return wh.plan(
@@ -344,6 +348,7 @@ def chosen_plan(choice: Choice) -> wh.Plan:
         optimizer=job.optimizer,
         cluster=choice.topology,
         precision=choice.precision,
+        **options,
     )
 
 
@@ -503,9 +508,12 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
     }
 
 
-def facts_of(plan: wh.Plan) -> dict[str, Any]:
+def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
     """What is kept of the plan of a choice, to judge it without planning again."""
+    full = plan.memory.total_bytes >= FULL * plan.room_bytes
+    tight = chosen_plan(choice, margin=0.0) if full else plan
     return {
+        "slower": plan.time.step_seconds / tight.time.step_seconds - 1,
         "hash": plan.hash,
         "predicted_bytes": plan.memory.total_bytes,
         "room_bytes": plan.room_bytes,
@@ -521,11 +529,12 @@ def compile_choice(choice: Choice, kept: dict[str, Any]) -> None:
     before = kept.get(choice.name)
     if before is not None and before["plan"]["hash"] == plan.hash:
         print(f"compiled before: {choice.name}", flush=True)
-        return
-    made = compiled(plan, choice.topology)
-    kept[choice.name] = {**made, "plan": facts_of(plan)}
+        made = before
+    else:
+        made = compiled(plan, choice.topology)
+        print(f"compiled in {made['compile_seconds']:.0f} s: {choice.name}", flush=True)
+    kept[choice.name] = {**made, "plan": facts_of(choice, plan)}
     CHOSEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    print(f"compiled in {made['compile_seconds']:.0f} s: {choice.name}", flush=True)
 
 
 def summary_of_choices(
@@ -546,7 +555,7 @@ def summary_of_choices(
         for name, facts in anew.items()
         if facts["hash"] != kept[name]["plan"]["hash"]
     }
-    errors, pairs, close, refused = [], 0, 0, 0
+    errors, slower, pairs, close, refused = [], [], 0, 0, 0
     for choice in known:
         if choice.name in changed:
             print(f"changed                        {choice.name}")
@@ -555,6 +564,8 @@ def summary_of_choices(
         plan = anew.get(choice.name, one["plan"])
         peak, predicted = one["memory"]["peak"], plan["predicted_bytes"]
         refused += not one["fits"]
+        if predicted >= FULL * plan["room_bytes"]:
+            slower.append(plan["slower"])
         if one["fits"]:
             errors.append(abs(predicted / peak - 1))
         print(
@@ -580,6 +591,9 @@ def summary_of_choices(
         "choices_mean_memory_error": round(statistics.fmean(errors), 4),
         "choices_p95_memory_error": round(errors[int(0.95 * (len(errors) - 1))], 4),
         "choices_max_memory_error": round(errors[-1], 4),
+        "choices_full": len(slower),
+        "choices_full_mean_slower": round(statistics.fmean(slower or [0.0]), 4),
+        "choices_full_max_slower": round(max(slower, default=0.0), 4),
         "choices_traffic_pairs": pairs,
         "choices_traffic_within": round(close / max(1, pairs), 4),
     }
@@ -613,7 +627,7 @@ def main() -> None:
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     count = {"all": len(known), "sample": min(SAMPLE, len(known)), "none": 0}
     anew = random.Random(seed).sample(known, count[arguments.choices])
-    facts = {choice.name: facts_of(chosen_plan(choice)) for choice in anew}
+    facts = {choice.name: facts_of(choice, chosen_plan(choice)) for choice in anew}
     chosen = summary_of_choices(choices, kept_choices, facts)
     gpu = {f"gpu_{key}": value for key, value in gpu.items()}
     print(json.dumps({**tpu, **gpu, **chosen, "seed": seed}))

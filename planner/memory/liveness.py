@@ -17,6 +17,7 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.memory.few_samples import FewSamples
 from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, Entry
 from whalejax.planner.model.graph import (
+    ATTENTION,
     CHOOSING_WINDOWS,
     CONVOLUTION,
     LOOPS,
@@ -456,6 +457,12 @@ class Timeline:
                     held[self._entry(t)] += 1
                 before[tuple(sorted(held.items()))] = {**held}
                 continue
+            if op.kind == ATTENTION:
+                row: dict[Entry, float] = {**held}
+                for t, count in self._attended(i, span):
+                    row[self._entry(t)] = row.get(self._entry(t), 0.0) + count
+                before[tuple(sorted(row.items()))] = row
+                continue
             for t in op.results:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
@@ -467,6 +474,43 @@ class Timeline:
                 if self._value(t):
                     _add(making, held, self._entry(t), _WORKING * self._share(t))
         return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
+
+    def _attended(self, at: int, span: Span) -> Iterator[tuple[int, float]]:
+        """What the backward pass of attention in blocks holds, and how often.
+
+        Sums of the gradients of queries, keys and values in float32, and the gradient
+        of its output. In a loop what was kept is cut out of its stacks besides, and
+        compilers leave gradients of weights that wait for no other until afterwards.
+
+        Args:
+            at: number of the operation.
+            span: where it stands.
+        """
+        op = self.graph.ops[at]
+        given = op.operands[:3]
+        for t in dict.fromkeys(given):
+            elements = math.prod(self.graph.tensors[t].shape)
+            yield t, 4 * elements * given.count(t) / self._nbytes(t) + span.loop
+        for t in op.results:
+            yield t, 1.0
+        for t in self._deferred(at, span) if span.loop else ():
+            yield t, 1.0
+
+    def _deferred(self, at: int, span: Span) -> dict[int, None]:
+        """What gradients of weights between products behind an operation read."""
+        ops, found = self.graph.ops, dict[int, None]()
+        for j in range(at + 1, span.end):
+            read = [t for t in ops[j].operands[:2] if self._value(t)]
+            makers = {
+                self.maker.get(source, NOWHERE)
+                for t in (read if ops[j].matmul is not None else ())
+                for source in self.sources(t, ops[j].remat)
+            }
+            for i in sorted(makers):
+                if i > at and ops[i].matmul is not None and ops[i].kind != ATTENTION:
+                    data = [t for t in ops[i].operands[:2] if self._value(t)]
+                    found |= dict.fromkeys((*data, *ops[i].results))
+        return found
 
     def _scatters(self, op: Op) -> bool:
         """Its gradient goes to what its windows chose."""
