@@ -148,7 +148,9 @@ class Case:
             return {"layers": 2, "embed": 256}
         if not self.trains:
             return {"layers": 1, "embed": 8192 if self.devices > 1 else 4096}
-        return {"layers": 4, "embed": 1024 if self.devices > 1 else 512}
+        if self.devices > 1:
+            return {"layers": 4, "embed": 1024}
+        return {"layers": 2, "embed": 512}
 
 
 CASES: Final = [

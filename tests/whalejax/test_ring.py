@@ -107,6 +107,25 @@ def test_no_masks_are_kept_between_blocks(mesh: dict[str, int], remat: str) -> N
     assert max(math.prod(map(int, found.split("x"))) for found in masks) <= 2 * 8
 
 
+@pytest.mark.relaxed_promotion  # Llama's norms rely on it
+def test_sums_of_gradients_of_attention_in_blocks_are_in_float32() -> None:
+    sizes = {"embed": 512, "heads": 4, "mlp": 64, "layers": 2, "vocab": 64}
+    plan = asked(
+        "llama-test",
+        batch=1,
+        cluster="v5e:2x2",
+        model={**sizes, "kv_heads": 4, "sequence": 8192},
+        mesh={"context": 4},
+        precision="bf16",
+        attention="ring",
+    )
+    one = 8192 // 4 * 512 * 2  # queries, keys or values of a device, in bfloat16
+    # Sums of all three, twice as large; what was kept of these, cut out of its stacks,
+    # and the output's gradient. Beside them weights, and what their gradients wait for.
+    least = 3 * 2 * one + 4 * one
+    assert least < plan.memory.working_bytes < 2 * least
+
+
 @pytest.mark.full
 @pytest.mark.relaxed_promotion  # Flax's norms rely on it
 def test_long_sequences_are_given_it() -> None:

@@ -131,7 +131,8 @@ def test_a_tpu_compiles_what_was_planned(
     assert arguments.name == "arguments"
     # Rows of a few numbers are padded to whole tiles.
     assert arguments.compiled >= arguments.predicted > 0
-    assert found.peak.compiled >= arguments.compiled
+    memory = {q.name: q.compiled for q in found.memory}
+    assert memory["arguments"] + memory["temporaries"] == memory["peak"]
     assert found.product_flops.compiled == pytest.approx(
         found.product_flops.predicted, rel=0.02
     )
@@ -162,6 +163,26 @@ def test_what_is_gathered_while_blocks_of_attention_run_counts_once() -> None:
     found = plan.verify(timeout_seconds=300)
     predicted, compiled = traffic(found)["all-gather over fsdp"]
     assert compiled == pytest.approx(predicted, rel=0.02)
+
+
+@needs_tpu_compiler
+@pytest.mark.full
+@pytest.mark.relaxed_promotion
+def test_long_sequences_take_what_was_planned() -> None:
+    sizes = {"embed": 512, "heads": 4, "mlp": 1024, "layers": 2, "scan_layers": True}
+    plan = planned(
+        "gpt-test",
+        "v5e:2x2",
+        batch=1,
+        model={**sizes, "vocab": 1024, "sequence": 65_536},
+        mesh={"context": 4},
+        precision="bf16",
+        attention="ring",
+        remat="none",
+    )
+    found = plan.verify(timeout_seconds=600)
+    # Without sums of gradients, that of a Llama was 15 % too small.
+    assert found.peak.predicted == pytest.approx(found.peak.compiled, rel=0.08)
 
 
 @pytest.mark.full
