@@ -57,6 +57,8 @@ TOPOLOGIES: Final = {
     "v5p": {1: "v5p:1x1x1", 4: "v5p:2x2x1"},
 }
 LENGTHS: Final = (32_768, 65_536, 131_072)
+ROOM: Final = 2**36
+"""Bytes of a CPU that runs nothing."""
 VOCAB: Final = 1024
 """Small: logits are none of attention's memory."""
 
@@ -188,7 +190,7 @@ def compiled(case: Case) -> dict[str, Any]:
         params["params"],
         batch,
         optimizer=optax.adamw(1e-3),
-        cluster=case.topology,
+        cluster=wh.cluster(case.topology).with_memory(ROOM) if cpu else case.topology,
         precision="f32" if cpu else "bf16",
         mesh={"context": case.devices},
         attention="ring",
