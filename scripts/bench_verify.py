@@ -27,8 +27,8 @@ program and mesh axes whose bytes are within 5 %), kinds_within (the same by kin
 collective, too), the same for GPUs, and of choices: how many were compiled, refused
 (by the compiler, of plans that the planner called feasible), mean, largest and
 95th-percentile error of memory, traffic_within, and of those that fill 80 % of a
-device and more by how much their predicted steps are longer than those of plans that
-leave no margin (full_mean_slower, full_max_slower).
+device and more, with the margin or without it, by how much longer predicted steps are
+with the margin (full_mean_slower, full_max_slower).
 """
 
 from __future__ import annotations
@@ -510,10 +510,11 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
 
 def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
     """What is kept of the plan of a choice, to judge it without planning again."""
-    full = plan.memory.total_bytes >= FULL * plan.room_bytes
-    tight = chosen_plan(choice, margin=0.0) if full else plan
+    tight = chosen_plan(choice, margin=0.0)
+    filled = max(one.memory.total_bytes / one.room_bytes for one in (plan, tight))
     return {
         "slower": plan.time.step_seconds / tight.time.step_seconds - 1,
+        "filled": filled,
         "hash": plan.hash,
         "predicted_bytes": plan.memory.total_bytes,
         "room_bytes": plan.room_bytes,
@@ -564,7 +565,7 @@ def summary_of_choices(
         plan = anew.get(choice.name, one["plan"])
         peak, predicted = one["memory"]["peak"], plan["predicted_bytes"]
         refused += not one["fits"]
-        if predicted >= FULL * plan["room_bytes"]:
+        if plan["filled"] >= FULL:
             slower.append(plan["slower"])
         if one["fits"]:
             errors.append(abs(predicted / peak - 1))

@@ -480,7 +480,7 @@ class Timeline:
 
         Sums of the gradients of queries, keys and values in float32, and the gradient
         of its output. In a loop what was kept is cut out of its stacks besides, and
-        compilers leave gradients of weights that wait for no other until afterwards.
+        compilers postpone gradients of weights, which nothing else there waits for.
 
         Args:
             at: number of the operation.
@@ -490,14 +490,20 @@ class Timeline:
         given = op.operands[:3]
         for t in dict.fromkeys(given):
             elements = math.prod(self.graph.tensors[t].shape)
-            yield t, 4 * elements * given.count(t) / self._nbytes(t) + span.loop
+            sums = 4 * elements * given.count(t) / self._nbytes(t)
+            cut = span.loop and op.remat is None and self._value(t)
+            yield t, sums + cut
         for t in op.results:
             yield t, 1.0
         for t in self._deferred(at, span) if span.loop else ():
             yield t, 1.0
 
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
-        """What gradients of weights between products behind an operation read."""
+        """What postponed gradients of weights read.
+
+        The operands and the gradients of those products behind an operation whose
+        results other products of the loop read.
+        """
         ops, found = self.graph.ops, dict[int, None]()
         for j in range(at + 1, span.end):
             read = [t for t in ops[j].operands[:2] if self._value(t)]

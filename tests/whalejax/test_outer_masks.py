@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Remade(nn.Module):
-    """A layer in a checkpointed region, handed a bias that is made of the mask."""
+    """A layer in a checkpointed region, handed a mask that is made of the mask."""
 
     @nn.compact
     def __call__(self, x: Any, mask: Any) -> tuple[Any, None]:

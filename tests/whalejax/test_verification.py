@@ -133,6 +133,7 @@ def test_a_tpu_compiles_what_was_planned(
     assert arguments.compiled >= arguments.predicted > 0
     memory = {q.name: q.compiled for q in found.memory}
     assert memory["arguments"] + memory["temporaries"] == memory["peak"]
+    assert found.peak.compiled > arguments.compiled
     assert found.product_flops.compiled == pytest.approx(
         found.product_flops.predicted, rel=0.02
     )

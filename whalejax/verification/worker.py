@@ -252,9 +252,9 @@ def _dumped(lowered: Any, plan: Any) -> tuple[Any, int | None]:
 def _memory(stats: Any, platform: str, heap: int | None = None) -> dict[str, int]:
     """Bytes on one device; what is aliased is an argument and an output.
 
-    Arguments and temporaries add up to the peak, which decides whether a program fits.
-    The compiler's own figure for temporaries does not: on TPU it counts what lies in
-    memory on the chip, and gaps.
+    The peak decides whether a program fits. Temporaries are what it holds beside the
+    arguments, outputs of their own included. The compiler's figure for temporaries is
+    another: on TPU it counts what lies in memory on the chip, and fragmentation.
     """
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     peak = stats.peak_memory_in_bytes

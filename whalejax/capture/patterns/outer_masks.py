@@ -24,11 +24,11 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """What makes a mask.
+    """How a mask is made.
 
     Attributes:
-        sources: variables that it is made of, together smaller than it is.
-        equations: that make it of them, in order.
+        sources: the variables that it is made of, together smaller than the mask.
+        equations: those from the sources to the mask, in order.
     """
 
     sources: tuple[Any, ...]
@@ -42,9 +42,9 @@ class _Region:
     Attributes:
         equation: as traced.
         inner: its jaxpr.
-        trained: of the inputs of that, those with gradients.
-        masks: its inputs that attention reads for pairs of rows and columns.
-        makers: of those that can be made inside, what makes them.
+        trained: for each input of ``inner``, whether it has a gradient.
+        masks: numbers of the inputs that attention reads for pairs of rows and columns.
+        makers: for those that can be made inside, how.
     """
 
     equation: Any
@@ -62,7 +62,9 @@ def with_inner_masks(jaxpr: Any, trained: Sequence[bool]) -> Any:
         trained: of its inputs, those with gradients.
     """
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
-    while _holds_outer_masks(jaxpr, trained):  # a level of regions each time
+    # Each time masks move one region further in. It ends: what is handed over instead
+    # of a mask is smaller, and is not made in blocks of something smaller again.
+    while _holds_outer_masks(jaxpr, trained):
 
         def once(*values: Any, program: Any = jaxpr) -> list[Any]:
             return _made_inside(program, values, trained)
@@ -81,7 +83,7 @@ def _holds_outer_masks(jaxpr: Any, trained: Sequence[bool]) -> bool:
 def _made_inside(
     jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
 ) -> list[Any]:
-    """Run a program; what a layer of a layer is handed is made in the outer one."""
+    """Run a program; masks of a region in a region are made in the outer one."""
     calls = {id(one.equation): _call(one) for one in _regions(jaxpr, trained)}
     body = _compat.open_jaxpr(jaxpr)[0]
     items = [calls.get(id(equation), equation) for equation in body.eqns]
@@ -112,7 +114,8 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
     """Inputs of a jaxpr that attention in it reads for pairs of rows and columns."""
     body = _compat.open_jaxpr(jaxpr)[0]
     read: set[Any] = set()
-    for one in recognised(body, trained_in(body, trained))[0]:
+    flows = trained_in(body, trained)
+    for one in recognised(body, flows)[0]:
         rows, column = {tag for _, tag in one.rows}, one.column[2]
         for variable, ways in zip(one.outside, one.scores.tags, strict=True):
             if any(column in tags and not rows.isdisjoint(tags) for tags in ways):
@@ -122,25 +125,32 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
         for number in region.masks:
             atom = region.equation.invars[number]
             if not _compat.is_literal(atom):
-                sources, _ = _chain(atom, maker)
+                # One that is made larger here (for heads, say) is moved in first, and
+                # what it was made of the next time.
+                sources, _ = _chain(atom, maker, flows)
                 read.update(s for s in sources if s.aval.size >= atom.aval.size)
     return {n for n, v in enumerate(body.invars) if v in read}
 
 
 def _made(variable: Any, maker: Mapping[Any, Any], flows: set[Any]) -> _Maker | None:
-    """What makes a variable of less than it is; None where nothing does."""
+    """How to make a variable of smaller ones; None where there is no way."""
     if _compat.is_literal(variable) or variable not in maker or variable in flows:
         return None
-    sources, equations = _chain(variable, maker)
-    if sum(_compat.aval_bytes(v.aval) for v in sources) >= _compat.aval_bytes(
-        variable.aval
-    ) or flows & set(sources):
+    sources, equations = _chain(variable, maker, flows)
+    nbytes = sum(_compat.aval_bytes(source.aval) for source in sources)
+    if nbytes >= _compat.aval_bytes(variable.aval):
         return None
     return _Maker(tuple(sources), tuple(equations))
 
 
-def _chain(variable: Any, maker: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
-    """Sources of a variable and equations from them to it, computable in blocks."""
+def _chain(
+    variable: Any, maker: Mapping[Any, Any], flows: set[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Sources of a variable, and the equations from them to it.
+
+    Every equation can be computed in blocks. Where a gradient goes into an equation and
+    none through its result (a comparison, a stopped gradient), the result is a source.
+    """
     sources: list[Any] = []
     equations: list[Any] = []
     seen: set[Any] = set()
@@ -150,7 +160,7 @@ def _chain(variable: Any, maker: Mapping[Any, Any]) -> tuple[list[Any], list[Any
             return
         seen.add(variable)
         equation = maker.get(variable)
-        if equation is None or not _in_blocks(equation):
+        if equation is None or not _in_blocks(equation) or _stops(equation, flows):
             sources.append(variable)
             return
         for atom in equation.invars:
@@ -160,6 +170,11 @@ def _chain(variable: Any, maker: Mapping[Any, Any]) -> tuple[list[Any], list[Any
 
     visit(variable)
     return sources, equations
+
+
+def _stops(equation: Any, flows: set[Any]) -> bool:
+    read = any(not _compat.is_literal(a) and a in flows for a in equation.invars)
+    return read and flows.isdisjoint(equation.outvars)
 
 
 def _in_blocks(equation: Any) -> bool:
@@ -184,7 +199,7 @@ def _call(region: _Region) -> rebuild.Call:
     def function(*values: Any) -> list[Any]:
         known = dict(zip(sources, values, strict=False))
         operands = {**literals, **dict(zip(given, values[len(sources) :], strict=True))}
-        # A scan closes over its constants; those made inside need none.
+        # A scan closes over its constants; for those made inside stands None.
         whole = [operands.get(n) for n in range(len(equation.invars))]
         if _compat.recursion(equation) == "scan":
             return rebuild.scan(equation, whole, lambda xs: inside(known, list(xs)))
@@ -210,7 +225,7 @@ def _call(region: _Region) -> rebuild.Call:
 
 
 def _again(variable: Any, made: _Maker, known: Mapping[Any, Any]) -> Any:
-    """A mask, made of its sources."""
+    """A mask, made of its sources; in the scopes of the region, as its part."""
     env = dict(known)
     for equation in made.equations:
         operands = [a.val if _compat.is_literal(a) else env[a] for a in equation.invars]
