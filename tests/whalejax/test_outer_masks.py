@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import whalejax as wh
+from whalejax import _compat
+from whalejax.capture.patterns.calls import calls_attention, with_calls
 
 
 LENGTH, EMBED, VOCAB = 1024, 32, 64  # longer than a block of scores
@@ -131,3 +134,101 @@ def test_no_layer_is_handed_a_whole_mask(
         jax.tree.leaves(expected), jax.tree.leaves(state.params), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+# Programs without a plan.
+
+SAMPLES, ROWS, HEADS, DEPTH = 2, 64, 2, 4
+
+
+def _attended(x: Any, w: Any, mask: Any = None, bias: Any = None) -> Any:
+    q, k, v = (jnp.einsum("bsd,dhe->bshe", x, w[n]) for n in range(3))
+    found = nn.dot_product_attention(q, k, v, bias=bias, mask=mask)
+    return x + found.reshape(x.shape)
+
+
+def _scanned(layer: Any, x: Any, weights: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
+
+
+def _same(x: Any, segments: Any) -> Any:
+    del x
+    places = jnp.arange(ROWS)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return same & (places[:, None] >= places)
+
+
+def _widened(x: Any, w: Any, segments: Any) -> Any:
+    mask = _same(x, segments)
+
+    def layer(x: Any, w: Any) -> Any:
+        heads = jnp.broadcast_to(mask, (SAMPLES, HEADS, ROWS, ROWS))
+        return jax.checkpoint(_attended)(x, w, heads)
+
+    return _scanned(layer, x, w)
+
+
+def _used_twice(x: Any, w: Any, segments: Any) -> Any:
+    mask = _same(x, segments)
+
+    def layer(x: Any, w: Any) -> Any:
+        return _attended(x, w, mask) + mask.sum(axis=(1, 3))[..., None]
+
+    return _scanned(layer, x, w)
+
+
+def _of_values(x: Any, w: Any, segments: Any) -> Any:
+    real = abs(x).sum(axis=-1) > 2.0
+    mask = _same(x, segments) & (real[:, None, :, None] == real[:, None, None, :])
+    return _scanned(lambda x, w: _attended(x, w, mask), x, w)
+
+
+def _stopped(x: Any, w: Any, segments: Any) -> Any:
+    slopes = jax.lax.stop_gradient(w[0, 0, 0, :, 0])[:, None, None]
+    places = jnp.arange(ROWS, dtype=jnp.float32)
+    bias = jnp.where(_same(x, segments), slopes * (places - places[:, None]), -1e10)
+    return _scanned(lambda x, w: _attended(x, w, bias=bias), x, w)
+
+
+def _handed_twice(x: Any, w: Any, segments: Any) -> Any:
+    def layer(x: Any, w: Any, one: Any, other: Any) -> Any:
+        return _attended(_attended(x, w, one), w, other & one)
+
+    mask = _same(x, segments)
+    return jax.checkpoint(layer)(x, w[0], mask, mask)
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize(
+    "model", [_widened, _used_twice, _of_values, _stopped, _handed_twice]
+)
+def test_masks_of_other_forms_are_made_inside(model: Any) -> None:
+    draw = np.random.default_rng(0).normal
+    x = jnp.asarray(draw(size=(SAMPLES, ROWS, HEADS * DEPTH)), jnp.float32)
+    w = jnp.asarray(draw(size=(2, 3, HEADS * DEPTH, HEADS, DEPTH)) / 3, jnp.float32)
+    segments = jnp.repeat(jnp.array([[0, 1], [2, 2]]), ROWS // 2, axis=1)
+
+    def loss(x: Any, w: Any, segments: Any) -> Any:
+        return jnp.sin(model(x, w, segments)).mean()
+
+    program = jax.make_jaxpr(loss)(x, w, segments)
+    called, reasons = with_calls(program, [True, True, False])
+    assert calls_attention(called) and not reasons
+    assert not _whole(called)
+    run = jax.grad(lambda *xs: jaxpr_as_fun(called)(*xs)[0], (0, 1))
+    for one, other in zip(
+        run(x, w, segments), jax.grad(loss, (0, 1))(x, w, segments), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def _whole(jaxpr: Any) -> list[Any]:
+    """Masks that scans and checkpointed regions are handed."""
+    found = []
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        inner = _compat.inner_jaxprs(equation)
+        if _compat.recursion(equation) in ("scan", "remat"):
+            shapes = [atom.aval.shape for atom in equation.invars]
+            found += [shape for shape in shapes if shape.count(ROWS) > 1]
+        found += [shape for one in inner for shape in _whole(one)]
+    return found
