@@ -479,8 +479,9 @@ class Timeline:
         """What the backward pass of attention in blocks holds, and how often.
 
         Sums of the gradients of queries, keys and values in float32, and the gradient
-        of its output. In a loop what was kept is cut out of its stacks besides, and
-        compilers postpone gradients of weights, which nothing else there waits for.
+        of its output. In a loop what was kept is cut out of its stacks besides, or
+        dealt out anew where it is computed again, and compilers postpone gradients of
+        weights, which nothing else there waits for.
 
         Args:
             at: number of the operation.
@@ -491,8 +492,7 @@ class Timeline:
         for t in dict.fromkeys(given):
             elements = math.prod(self.graph.tensors[t].shape)
             sums = 4 * elements * given.count(t) / self._nbytes(t)
-            cut = span.loop and op.remat is None and self._value(t)
-            yield t, sums + cut
+            yield t, sums + (span.loop and self._value(t))
         for t in op.results:
             yield t, 1.0
         for t in self._deferred(at, span) if span.loop else ():
