@@ -89,7 +89,9 @@ def _asked(form: str, masks: str) -> tuple[Any, Any, Any]:
     values = model.init(jax.random.key(0), batch["tokens"], batch["segments"])
 
     def loss(params: Any, batch: Any) -> Any:
-        logits = model.apply({"params": params}, batch["tokens"], batch["segments"])
+        logits: Any = model.apply(
+            {"params": params}, batch["tokens"], batch["segments"]
+        )
         found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
         return found.mean()
 
