@@ -3,6 +3,9 @@
 A step is cut into spans of operations that follow each other: each loop is one. What is
 kept is what fusions cannot rebuild. Loops keep what their differentiation says, as it
 is: compilers do not reach across their turns.
+
+The module is long because what is kept, what is computed again from it and what the
+backward pass holds beside it are all read off the same sources of each value.
 """
 
 from __future__ import annotations

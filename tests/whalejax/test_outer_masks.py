@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Remade(nn.Module):
-    """A layer in a checkpointed region, handed a mask that is made of the mask."""
+    """A layer in a checkpointed region, which reads a mask made of the given one."""
 
     @nn.compact
     def __call__(self, x: Any, mask: Any) -> tuple[Any, None]:

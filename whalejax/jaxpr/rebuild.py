@@ -7,7 +7,7 @@ dimensions apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,24 @@ def run(
                 results = each(item, [read(atom) for atom in item.invars])
             env.update(zip(item.outvars, results, strict=True))
     return [read(atom) for atom in body.outvars]
+
+
+def compute(
+    equations: Sequence[Any], known: Mapping[Any, Any], wanted: Sequence[Any]
+) -> list[Any]:
+    """Values of some variables, by equations outside the scopes of their program.
+
+    Args:
+        equations: in an order in which they can run.
+        known: values of the variables that they read and do not make.
+        wanted: variables that they make, or that are known.
+    """
+    env = dict(known)
+    for equation in equations:
+        operands = [a.val if _compat.is_literal(a) else env[a] for a in equation.invars]
+        results = _compat.bind(equation, operands)
+        env.update(zip(equation.outvars, results, strict=True))
+    return [env[variable] for variable in wanted]
 
 
 def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:

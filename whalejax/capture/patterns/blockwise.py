@@ -81,6 +81,17 @@ def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
     return None
 
 
+def stops_gradient(equation: Any, trained: set[Any]) -> bool:
+    """Whether a gradient goes into an equation, and none through its results.
+
+    Args:
+        equation: such as a comparison.
+        trained: variables through which a gradient flows.
+    """
+    atoms = (a for a in equation.invars if not _compat.is_literal(a))
+    return trained.isdisjoint(equation.outvars) and any(a in trained for a in atoms)
+
+
 def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
     """Tags of an operand, a scalar or of size 1 where the result is longer."""
     return tuple(

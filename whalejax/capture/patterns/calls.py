@@ -236,14 +236,8 @@ def _call(
     """A call by name of some equations."""
 
     def body(*values: Any) -> list[Any]:
-        env = dict(zip(inputs, values, strict=True))
-        for equation in equations:
-            operands = [
-                a.val if _compat.is_literal(a) else env[a] for a in equation.invars
-            ]
-            results = _compat.bind(equation, operands)
-            env.update(zip(equation.outvars, results, strict=True))
-        return [env[v] for v in outputs]
+        known = dict(zip(inputs, values, strict=True))
+        return rebuild.compute(equations, known, outputs)
 
     body.__name__ = name
     return rebuild.Call(

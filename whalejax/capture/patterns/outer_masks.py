@@ -18,7 +18,7 @@ from whalejax.capture.patterns.attention import (
     trained_in,
     trained_in_scan,
 )
-from whalejax.capture.patterns.blockwise import operand_tags
+from whalejax.capture.patterns.blockwise import operand_tags, stops_gradient
 from whalejax.jaxpr import rebuild
 
 
@@ -160,7 +160,11 @@ def _chain(
             return
         seen.add(variable)
         equation = maker.get(variable)
-        if equation is None or not _in_blocks(equation) or _stops(equation, flows):
+        if (
+            equation is None
+            or not _in_blocks(equation)
+            or stops_gradient(equation, flows)
+        ):
             sources.append(variable)
             return
         for atom in equation.invars:
@@ -170,11 +174,6 @@ def _chain(
 
     visit(variable)
     return sources, equations
-
-
-def _stops(equation: Any, flows: set[Any]) -> bool:
-    read = any(not _compat.is_literal(a) and a in flows for a in equation.invars)
-    return read and flows.isdisjoint(equation.outvars)
 
 
 def _in_blocks(equation: Any) -> bool:
@@ -213,7 +212,8 @@ def _call(region: _Region) -> rebuild.Call:
 
     def inside(known: Mapping[Any, Any], xs: list[Any]) -> list[Any]:
         for number, made in makers.items():
-            xs[number] = _again(equation.invars[number], made, known)
+            mask = [equation.invars[number]]
+            (xs[number],) = rebuild.compute(made.equations, known, mask)
         return _made_inside(region.inner, xs, region.trained)
 
     return rebuild.Call(
@@ -222,13 +222,3 @@ def _call(region: _Region) -> rebuild.Call:
         function=function,
         equation=equation,
     )
-
-
-def _again(variable: Any, made: _Maker, known: Mapping[Any, Any]) -> Any:
-    """A mask, made of its sources; in the scopes of the region, as its part."""
-    env = dict(known)
-    for equation in made.equations:
-        operands = [a.val if _compat.is_literal(a) else env[a] for a in equation.invars]
-        results = _compat.bind(equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-    return env[variable]

@@ -17,7 +17,13 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.patterns.blockwise import ScoreNode, Tags, computed, operand_tags
+from whalejax.capture.patterns.blockwise import (
+    ScoreNode,
+    Tags,
+    computed,
+    operand_tags,
+    stops_gradient,
+)
 from whalejax.capture.patterns.score_bounds import ANY, BOOL, Interval, interval
 
 
@@ -244,7 +250,7 @@ class Reader:
             node = ScoreNode(equation=equation, inputs=(), tags=tags)
         else:
             wanted = None
-            if equation is not None and not self._stops(equation, variable):
+            if equation is not None and not stops_gradient(equation, self.trained):
                 wanted = operand_tags(equation, tags)
             if equation is None or wanted is None:
                 node = self._outside(variable, tags)
@@ -260,11 +266,6 @@ class Reader:
             self.scores.product = number
         self._known[variable, tags] = number
         return number
-
-    def _stops(self, equation: Any, variable: Any) -> bool:
-        """A gradient goes into an equation, and none through its result."""
-        atoms = (a for a in equation.invars if not _compat.is_literal(a))
-        return variable not in self.trained and any(a in self.trained for a in atoms)
 
     def _product(self, equation: Any, tags: Tags) -> ScoreNode:
         if self.product is not None:
