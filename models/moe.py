@@ -454,4 +454,6 @@ def job(
         optimizer=warmed_adamw(learning_rate, warmup_steps, b2=0.95),
         batch_size=batch_size,
         name="moe" if size == "small" else f"moe-{size}",
+        # Experts' places and their balance are those of the samples computed at once.
+        per_micro_batch=True,
     )

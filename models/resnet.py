@@ -232,4 +232,5 @@ def job(
         optimizer=optax.sgd(learning_rate, momentum=0.9),
         batch_size=default_batch_size(size, batch_size, 64),
         name=size if size == "resnet50" else f"resnet-{size}",
+        per_micro_batch=True,  # Batch normalisation takes what is computed at once.
     )

@@ -14,6 +14,9 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.step_options import COMBINATIONS, option_counts
 
 
+_COUNTS = ("version", "num_micro_batches", "group_size")
+
+
 def check_plan(plan: Any) -> None:
     """Refuse a plan with fields of other types, or numbers that none can have.
 
@@ -25,7 +28,7 @@ def check_plan(plan: Any) -> None:
     """
     check_fields(plan, "plan", PlanError)
     problems = Arguments("plan", PlanError)
-    counts = {name: getattr(plan, name) for name in ("version", "num_micro_batches")}
+    counts = {name: getattr(plan, name) for name in _COUNTS}
     for name, count in (counts | option_counts(plan)).items():
         problems.whole(name, count, least=1)
     problems.whole("zero", plan.zero, most=2)

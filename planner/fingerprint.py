@@ -28,6 +28,7 @@ _NOT_THE_PROGRAM = (
     "paces",
     "handed_seconds",
     "swarm",
+    "per_micro_batch",
 )
 """Fields of a plan that its program does not depend on; ``common`` of roles, too."""
 
@@ -37,6 +38,7 @@ _NAMES: Final = {
     "axes": "mesh axes",
     "device_order": "device order",
     "num_micro_batches": "micro-batches",
+    "group_size": "samples that stay together",
     "zero": "ZeRO level",
     **OPTION_NAMES,
     "precision": "precision",

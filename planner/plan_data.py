@@ -144,6 +144,10 @@ class PlanData(StepOptions):
     stages: StagesData | None = None
     shares: tuple[int, ...] = ()
     pipelines: tuple[PlanData, ...] = ()
+    group_size: int = dataclasses.field(default=1, metadata={"unless_default": True})
+    per_micro_batch: bool = dataclasses.field(
+        default=False, metadata={"unless_default": True}
+    )
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()

@@ -85,6 +85,7 @@ def planned(model: Model, topology: str, **fixed: Any) -> wh.Plan:
         optimizer=job.optimizer,
         cluster=cluster,
         precision="bf16",
+        **jobs.split_settings(job),
         **fixed,
     )
 

@@ -348,6 +348,7 @@ def chosen_plan(choice: Choice, **options: Any) -> wh.Plan:
         optimizer=job.optimizer,
         cluster=choice.topology,
         precision=choice.precision,
+        **jobs.split_settings(job),
         **options,
     )
 

@@ -29,6 +29,7 @@ from tests.cases import Case, Dtype, Precision
 from tests.compilations import count_compilations
 from whalejax.adapters.base import adapt
 from whalejax.api.losses import Job
+from whalejax.jobs import split_settings
 from whalejax.lowering.spmd import optimizer_offload
 from whalejax.runtime.mixed_precision import FIRST_SCALE
 from whalejax.runtime.train_step import TrainStep
@@ -320,7 +321,12 @@ def compiled(
         model,
         job.batch_at(0),
         optimizer=optimizer,
-        **{"cluster": free_links(devices), "num_micro_batches": 1, **options},
+        **{
+            "cluster": free_links(devices),
+            "num_micro_batches": 1,
+            **split_settings(job),
+            **options,
+        },
     )
     return wh.compile(
         plan,

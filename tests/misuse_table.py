@@ -43,6 +43,8 @@ def _plan_arguments(w: World) -> dict[str, Any]:
         "num_micro_batches": None,
         "allow_idle": False,
         "sync_batch_stats": False,
+        "group_size": None,
+        "per_micro_batch": False,
         "axis_names": None,
         "trainable": None,
         "batch_axes": 0,
@@ -75,6 +77,8 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "num_micro_batches": ("none", "the planner chooses"),
     "allow_idle": SWITCH,
     "sync_batch_stats": SWITCH,
+    "group_size": ("none", "no samples belong together"),
+    "per_micro_batch": ("true?", "a loss may need no consent"),
     "axis_names": ("none dict", "no names to map"),
     "trainable": ("none", "everything that can be"),
     "batch_axes": ("zero minus", "the first dimension, or the last"),
@@ -140,6 +144,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "optimizer": OPTIMIZER,
             "batch_size": 4,
             "name": "job",
+            "group_size": None,
+            "per_micro_batch": False,
         },
         legal={
             "loss_fn": ("function class", "its parameters are looked at when planning"),
@@ -151,6 +157,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "optimizer": ("none", "evaluation needs none"),
             "batch_size": ("none", "the command line may say it"),
             "name": ("text", "any words"),
+            "group_size": ("none", "no samples belong together"),
+            "per_micro_batch": SWITCH,
         },
     ),
     "Job.batch_at": Entry(
@@ -269,6 +277,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         given=lambda w: fields_of(w.plan),
         legal={
             "model_hash": ("empty text", "any words"),
+            "per_micro_batch": SWITCH,
             "zero": ("zero", "level 0"),
             "sequence_parallel": SWITCH,
             "default": ("empty text", "any words"),

@@ -79,6 +79,27 @@ def differentiable_operands(equation: Any) -> list[int]:
     ]
 
 
+def is_ruled_by_jax(equation: Any) -> bool:
+    """Whether a call with a derivative rule of its own is JAX's, as ``jax.nn.relu``."""
+    (inner,) = inner_jaxprs(equation)
+    body, _ = open_jaxpr(inner)
+    source = str(getattr(body.debug_info, "func_src_info", ""))
+    return f"at {os.path.dirname(jax.__file__)}{os.sep}" in source
+
+
+def solve_parts(equation: Any) -> tuple[int, int, int]:
+    """Operands of a linear solve: first and last constant of what solves it, and where
+    the right-hand sides begin."""
+    lengths = equation.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return first, first + lengths.solve, sum(lengths)
+
+
+def solve_jaxpr(equation: Any) -> Any:
+    """The jaxpr that solves a linear solve."""
+    return equation.params["jaxprs"].solve
+
+
 def instantiated(cotangent: Any) -> Any:
     """A cotangent as an array, where JAX knows only that it is zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
@@ -375,10 +396,15 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
         jaxpr: as traced.
         places: of the results, in their order.
     """
-    _, constants = open_jaxpr(jaxpr)
-    closed = jax.extend.core.ClosedJaxpr(needed_jaxpr(jaxpr, places), constants)
+    closed = needed_closed(jaxpr, places)
     function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(closed)
     return function
+
+
+def needed_closed(jaxpr: Any, places: Sequence[int]) -> Any:
+    """The closed jaxpr of some of a jaxpr's results, of all its inputs."""
+    _, constants = open_jaxpr(jaxpr)
+    return jax.extend.core.ClosedJaxpr(needed_jaxpr(jaxpr, places), constants)
 
 
 def needed_jaxpr(jaxpr: Any, places: Sequence[int]) -> Any:

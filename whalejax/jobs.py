@@ -83,9 +83,15 @@ def make_plan(
         source: how the command line named the job, for the plan to remember.
         settings: others of ``wh.plan``.
     """
+    settings = {**split_settings(job), **settings}
     request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
     found = request.plan(job.loss_fn, model, batch)
     return dataclasses.replace(found, source=source)
+
+
+def split_settings(job: Job) -> dict[str, Any]:
+    """What a job says of the parts that its batch may be split into."""
+    return {"group_size": job.group_size, "per_micro_batch": job.per_micro_batch}
 
 
 def search_plans(
@@ -114,7 +120,7 @@ def search_plans(
         clusters=list(clusters),
         prices=prices,
         each=each,
-        **settings,
+        **{**split_settings(job), **settings},
     )
 
 
@@ -130,6 +136,7 @@ def question_of(job: Job, plan: Plan) -> Question:
         cluster=plan.cluster,
         precision=plan.asked_precision,
         compiler_options=dict(plan.compiler_options),
+        **split_settings(job),
     )
     batch = job.batch_at(0, plan.batch[0].shape[0])
     return question_about(request, job.loss_fn, abstract_model(job), batch)

@@ -268,21 +268,6 @@ class TaskGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchReduction:
-    """A reduction over the batch that is not the loss's own final mean.
-
-    Attributes:
-        scope: where in the model.
-        what: ``"statistic"`` (batch normalisation), ``"auxiliary"`` (a term of the
-            loss that is not linear in the samples), ``"weight"``, or ``"sum"`` (the
-            loss adds samples up and divides by no number of them).
-    """
-
-    scope: str
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked:
     """A value that every turn of a loop keeps for the backward pass.
 

@@ -6,7 +6,6 @@ It decides nothing: it makes the plain data that is shown, saved and run.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
@@ -21,7 +20,7 @@ from whalejax.planner.entries import (
 )
 from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.graph import BatchReduction, Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.sequence import whole_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import leaf_note
@@ -222,10 +221,6 @@ def _notes(
             f"not expressible as a PartitionSpec (minor part of a fused dimension): "
             f"{', '.join(minor)}"
         )
-    if best.num_micro_batches > 1:
-        notes.extend(
-            _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
-        )
     notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
     notes += whole_notes(graph, dims, _sharded(best))
     notes += _torus_notes(search, best)
@@ -332,44 +327,3 @@ def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:
         for role in search.options.minor & set(atoms[1:])
         if cut.isdisjoint(atoms)
     }
-
-
-_PER_PART = {
-    "statistic": "its statistics over the batch are",
-    "auxiliary": "this term of the loss is not linear in the samples and is",
-    "weight": "this division by a sum over the batch is",
-}
-
-
-def _place(scope: str) -> str:
-    """A scope as its author knows it: without the axis that we bind to the samples.
-
-    >>> _place("vmap()"), _place("vmap(Net)/vmap(norm)")
-    ('the loss', 'Net/norm')
-    """
-    return re.sub(r"vmap\(([^()]*)\)", r"\1", scope).strip("/") or "the loss"
-
-
-def _micro_batch_notes(
-    graph: Graph, reductions: Sequence[BatchReduction], count: int
-) -> list[str]:
-    """What accumulation computes per micro-batch and not over the global batch."""
-    size = graph.batch_size * graph.num_micro_batches // count
-    found: dict[str, None] = {}
-    for r in reductions:
-        remedy = "num_micro_batches=1 takes the global batch"
-        if r.what == "sum":
-            found[
-                f"the loss adds its samples up: what a step computes is the mean of "
-                f"{count} micro-batches of {size}, 1/{count} of the sum over the "
-                "global batch, and so are the gradients; return the mean over the "
-                "samples, or wh.WeightedLoss(total, weight)"
-            ] = None
-            continue
-        if r.what == "weight":
-            remedy = "return wh.WeightedLoss(total, weight) for the global mean"
-        found[
-            f"{_place(r.scope)}: {_PER_PART[r.what]} per micro-batch of {size} "
-            f"({count} per step), as on one device with as much accumulation; {remedy}"
-        ] = None
-    return list(found)

@@ -72,6 +72,9 @@ class Plan(Pictured):
             takes whole micro-batches; empty where every rank has a part of each.
         pipelines: where such ranks are pipelines, the plan of each, with all
             micro-batches; ``stages`` are then those of the first.
+        group_size: Number of neighbouring samples that micro-batches keep together.
+        per_micro_batch: The user means each micro-batch's own loss, where the samples
+            of a batch are not independent.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: (name, value) pairs that the step is compiled with.

@@ -115,6 +115,7 @@ def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
     for name, number, most in (
         ("zero", plan.zero, 3),
         ("num_micro_batches", plan.num_micro_batches, 2**40),
+        ("group_size", plan.group_size, 2**40),
         *((name, count, 2**40) for name, count in option_counts(plan).items()),
     ):
         least = 0 if name == "zero" else 1

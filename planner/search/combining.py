@@ -38,7 +38,6 @@ def check_combine(
     cluster: Cluster,
     *,
     shares: object,
-    synced: bool = False,
     others: Iterable[str] = (),
 ) -> None:
     """Refuse what ranks cannot combine.
@@ -48,7 +47,6 @@ def check_combine(
         graph: the captured loss.
         cluster: the machine.
         shares: of micro-batches that replicas are asked to take.
-        synced: statistics are asked to be those of the global batch.
         others: problems of the same request that are known besides.
 
     Raises:
@@ -61,7 +59,6 @@ def check_combine(
         *_of_ranks(request, cluster),
         *_of_shares(request, cluster, shares),
         *_of_storage(request),
-        *(_SYNCED.format(request.combine) for _ in range(synced)),
         *(request.refused_by_stages() if "stage" in (request.mesh or {}) else ()),
         *_of_parameters(graph),
         *others,
@@ -69,13 +66,6 @@ def check_combine(
     for text in texts:
         problems.add(text)
     problems.raise_if_any()
-
-
-_SYNCED = (
-    'combine is "{}", and sync_batch_stats=True asks for statistics of the global '
-    "batch: each rank then has a gradient of its own samples, and statistics of them. "
-    "Leave one of the two out"
-)
 
 
 def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from whalejax.planner.entries import Collective, LeafPlan
-from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
@@ -47,7 +46,6 @@ class Request(FixedOptions):
         num_devices: devices to use.
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
-        reductions: what is computed per micro-batch where there are several.
         policies: of remat that it chooses from, the one that keeps most first.
         hosted: what the optimizer can update in pieces, so that it may lie in host
             memory; asked for where it matters.
@@ -70,7 +68,6 @@ class Request(FixedOptions):
     num_devices: int
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
-    reductions: tuple[BatchReduction, ...] = ()
     policies: tuple[str, ...] = ("none",)
     hosted: Callable[[], Hosted] | None = None
     sliced: Callable[[], frozenset[str]] | None = None

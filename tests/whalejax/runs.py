@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import whalejax as wh
+from whalejax.jobs import split_settings
 from whalejax.runtime.train_step import TrainState, TrainStep
 
 
@@ -74,7 +75,7 @@ def step_of(job: wh.Job, num_devices: int = 8, **options: Any) -> TrainStep:
         job.batch_at(0),
         optimizer=job.optimizer,
         cluster=described_cluster(num_devices),
-        **options,
+        **{**split_settings(job), **options},
     )
     devices = jax.devices()[:num_devices]
     return wh.compile(

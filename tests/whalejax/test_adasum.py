@@ -541,8 +541,9 @@ def test_statistics_of_the_global_batch_are_none_of_a_rank() -> None:
         return (((h - h.mean(0, keepdims=True)) @ params["out"]) ** 2).mean()
 
     ends = {name: x for name, x in _model().items() if name != "layers"}
-    text = _refusal(loss=loss, model=ends, sync_batch_stats=True)
-    assert "sync_batch_stats=True asks for statistics of the global batch" in text
+    text = _refusal(loss=loss, model=ends)
+    assert 'parts of ranks that combine by "adasum", of' in text
+    assert "combines each sample with a sum over all of them" in text
 
 
 def test_what_ranks_report_must_be_told_how_to_be_put_together() -> None:

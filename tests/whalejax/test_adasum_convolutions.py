@@ -62,6 +62,7 @@ def stepping(mesh: dict[str, int], combine: str = "adasum") -> tuple[wh.Plan, An
         optimizer=KEEPS,
         combine=combine,
         num_micro_batches=1,
+        per_micro_batch=combine != "mean",
     )
     given = {"optimizer": KEEPS, "devices": jax.devices()[:devices]}
     return plan, wh.compile(plan, loss, params, **given)

@@ -280,7 +280,8 @@ def test_a_newer_format_is_named(copy: Path) -> None:
 def without_hashes(path: Path) -> None:
     """Make a checkpoint one of a version that wrote no hashes."""
     record = json.loads((path / "whalejax.json").read_text())
-    for name in ("record_sha256", "file_sha256", "samples", "batch_size"):
+    newer = ("record_sha256", "file_sha256", "samples", "batch_size")
+    for name in (*newer, "num_micro_batches"):
         del record[name]
     (path / "whalejax.json").write_text(json.dumps(record, indent=1))
 

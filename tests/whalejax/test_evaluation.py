@@ -75,6 +75,9 @@ def weighted(model: Any, batch: Any) -> Any:
 
 def step_of(model: Any, loss_fn: Any = loss, **options: Any) -> wh.TrainStep:
     options = {"optimizer": TX, "cluster": "cpu:2", **options}
+    if type(model) is Net and options["optimizer"] is not None:
+        # Batch normalisation of each micro-batch, where there are several.
+        options.setdefault("per_micro_batch", True)
     plan = wh.plan(loss_fn, model, BATCH, **options)
     return wh.compile(
         plan,
@@ -171,7 +174,7 @@ def test_a_smaller_batch_of_more_than_a_mean_is_refused() -> None:
     step = step_of(model, mesh={"data": 2})
     state = step.init_from(model)
     small = {name: x[:5] for name, x in BATCH.items()}
-    with pytest.raises(wh.WhaleError, match="takes statistics of the samples") as told:
+    with pytest.raises(wh.WhaleError, match="with a sum over all of them") as told:
         step.eval(state, small, training=True)
     assert "the batch has 5 samples, the plan is for 16" in str(told.value)
     with pytest.raises(wh.WhaleError, match=r"shape \(5, 8\); the plan is for"):

@@ -150,9 +150,8 @@ def test_micro_batches_have_a_load_and_a_balance_of_their_own(routing: str) -> N
 
 def noted(plan: wh.Plan) -> None:
     """Two micro-batches have a balance each, and the plan says so."""
-    (note,) = [text for text in plan.notes if "not linear" in text]
-    assert note.startswith("balance: this term of the loss is not linear")
-    assert f"per micro-batch of {BATCH // 2} (2 per step)" in note
+    (note,) = [text for text in plan.notes if "per_micro_batch=True" in text]
+    assert f"each of the micro-batches of {BATCH // 2} of the batch's {BATCH}" in note
 
 
 def test_a_balance_for_each_micro_batch_is_noted() -> None:

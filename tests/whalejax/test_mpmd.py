@@ -89,7 +89,14 @@ class Marked:
         return {"tokens": tokens, "weights": np.arange(count) % 3}
 
     def job(self) -> wh.Job:
-        return wh.Job(self.loss, self.make, self.batch, optax.sgd(0.1), batch_size=24)
+        return wh.Job(
+            self.loss,
+            self.make,
+            self.batch,
+            optax.sgd(0.1),
+            batch_size=24,
+            per_micro_batch=True,
+        )
 
 
 def job_of(name: str, **options: Any) -> wh.Job:

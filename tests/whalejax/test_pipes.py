@@ -44,7 +44,7 @@ def planned(job: Job, cluster: str, **options: Any) -> wh.Plan:
         job.batch_at(0),
         optimizer=job.optimizer,
         cluster=cluster,
-        **{"mesh": {"stage": 2}, **options},
+        **{"mesh": {"stage": 2}, **jobs.split_settings(job), **options},
     )
 
 

@@ -229,16 +229,19 @@ def test_the_fewest_micro_batches_that_fit_are_taken() -> None:
         )
 
 
-NORM = "per micro-batch of 8 (2 per step)"
+NORM = "per_micro_batch=True: each of the micro-batches of 8 of the batch's 16 samples"
 
 
-def test_statistics_per_micro_batch_are_said_so() -> None:
-    plan = planned("resnet-test", num_micro_batches=2, default=wh.replicate())
-    notes = [note for note in plan.notes if NORM in note]
-    assert notes
-    assert all("num_micro_batches=1" in note for note in notes)
-    whole = planned("resnet-test", num_micro_batches=1, default=wh.replicate())
-    assert not any("per micro-batch" in note for note in whole.notes)
+def test_statistics_per_micro_batch_are_taken_with_consent_and_said_so() -> None:
+    options: dict[str, Any] = {"default": wh.replicate(), "per_micro_batch": True}
+    plan = planned("resnet-test", num_micro_batches=2, **options)
+    assert any(NORM in note for note in plan.notes) and plan.per_micro_batch
+    whole = planned("resnet-test", num_micro_batches=1, **options)
+    assert not any("per_micro_batch" in note for note in whole.notes)
+    assert not whole.per_micro_batch
+    with pytest.raises(wh.PlanError, match="would train something else") as caught:
+        planned("resnet-test", num_micro_batches=2, default=wh.replicate())
+    assert "combines each sample with a sum over all of them" in str(caught.value)
 
 
 @pytest.mark.full
@@ -260,20 +263,22 @@ def test_linen_statistics_are_found_too() -> None:
         y, changed = module.apply(v, x, mutable=["batch_stats"])
         return jnp.mean(y**2), wh.Aux(variables=changed)
 
-    plan = wh.plan(loss, variables, leaf(16, 24), cluster="h100:2", num_micro_batches=2)
-    assert any("BatchNorm_0" in note and NORM in note for note in plan.notes)
+    options: Any = {"cluster": "h100:2", "num_micro_batches": 2}
+    with pytest.raises(wh.PlanError, match=r"sub \(normalization.py:"):
+        wh.plan(loss, variables, leaf(16, 24), **options)
+    plan = wh.plan(loss, variables, leaf(16, 24), per_micro_batch=True, **options)
+    assert any(NORM in note for note in plan.notes)
 
 
 @pytest.mark.full
 def test_synchronised_statistics_take_one_micro_batch() -> None:
     plan = planned("resnet-test", sync_batch_stats=True)
     assert plan.num_micro_batches == 1
-    with pytest.raises(wh.WhaleError) as caught:
-        planned("resnet-test", sync_batch_stats=True, num_micro_batches=2)
-    assert "sync_batch_stats" in str(caught.value)
-    assert "num_micro_batches" in str(caught.value)
-    with pytest.raises(wh.WhaleError, match="sync_batch_stats=True takes"):
-        planned("resnet-test", sync_batch_stats=True, shares=[3, 1])
+    for parts in ({"num_micro_batches": 2}, {"shares": [3, 1]}):
+        with pytest.raises(wh.PlanError, match="would train something else"):
+            planned("resnet-test", sync_batch_stats=True, **parts)
+    with pytest.raises(wh.PlanError, match="Drop one of the two"):
+        planned("resnet-test", sync_batch_stats=True, per_micro_batch=True)
 
 
 def test_models_without_statistics_do_not_mind_synchronising_them() -> None:
@@ -518,22 +523,6 @@ def test_arguments_of_another_type(call: Any, text: str) -> None:
     with pytest.raises(wh.WhaleError) as caught:
         call(plan)
     assert text in str(caught.value)
-
-
-def test_a_loss_that_adds_samples_up_is_noted() -> None:
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    options: Any = {"optimizer": optax.sgd(0.1), "cluster": "h100:2"}
-    for count, said in ((4, True), (1, False)):
-        plan = wh.plan(
-            lambda m, x: jnp.square(x @ m["a"]).sum(),
-            {"a": w},
-            x,
-            num_micro_batches=count,
-            **options,
-        )
-        noted = any("1/4 of the sum over the global batch" in n for n in plan.notes)
-        assert noted == said
 
 
 def test_masks_that_are_drawn_are_kept_on_gpu() -> None:

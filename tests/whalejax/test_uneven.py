@@ -19,6 +19,7 @@ from tests import cases
 from whalejax import jobs, models
 from whalejax.api import executor_choice
 from whalejax.api.losses import Job
+from whalejax.jobs import split_settings
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.plan import uneven_replicas
 from whalejax.planner.search.uneven_replicas import most_shares
@@ -49,7 +50,7 @@ def both(
             optimizer=job.optimizer,
             cluster=f"cpu:{count}",
             num_micro_batches=sum(shares),
-            **{**kind, **options},
+            **{**split_settings(job), **kind, **options},
         )
         step = wh.compile(
             plan,
@@ -162,6 +163,7 @@ def dropping() -> Job:
         batch=batch_at,
         batch_size=16,
         optimizer=optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+        per_micro_batch=True,
     )
 
 

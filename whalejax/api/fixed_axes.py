@@ -11,7 +11,6 @@ import numpy as np
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import MESH_AXES
 
@@ -106,7 +105,7 @@ def uneven_shares(
     mixed: bool,
     runnable: bool,
     allow_idle: bool,
-    synced: bool,
+    whole: bool,
 ) -> Uneven:
     """Whether replicas take shares of their own, and which.
 
@@ -115,25 +114,20 @@ def uneven_shares(
         mixed: devices are of several kinds.
         runnable: what cannot run is not wanted.
         allow_idle: some devices may be left without work.
-        synced: the whole batch is one micro-batch, for statistics that are its own.
+        whole: the batch is one micro-batch, because its samples are not independent.
 
     Raises:
         PlanError: shares that are none, or that something else rules out.
     """
     # One program runs on one kind; estimates are set beside what runs.
     if shares is None:
-        return mixed
+        return mixed and not whole
     if isinstance(shares, str):
         return EVEN if mixed else False
     if not runnable or allow_idle:
         other = "allow_idle=True" if allow_idle else "runnable=False"
         raise PlanError(f"shares cannot be given with {other}. Drop one of them")
     asked = tuple(k.item() if isinstance(k, np.integer) else k for k in shares)
-    if synced and len(asked) > 1:
-        raise PlanError(
-            "sync_batch_stats=True takes the global batch as one micro-batch, and "
-            f"shares={list(asked)!r:.60} deals several out. Drop one of them"
-        )
     return asked
 
 
@@ -143,27 +137,3 @@ def _products(number: int, parts: int) -> str:
 
     ways = factorizations(number, max(2, parts))[:4]
     return ", ".join("×".join(map(str, way)) for way in ways)
-
-
-def synced(
-    given: int | None, reductions: Sequence[BatchReduction], *marked: str
-) -> int:
-    """The one micro-batch of which all statistics are those of the global batch.
-
-    Args:
-        given: micro-batches that the user fixes, or None.
-        reductions: what is computed per micro-batch.
-        marked: micro-batches that marks fix, as text.
-
-    Raises:
-        PlanError: some of them fix another number.
-    """
-    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
-    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
-        if count not in (None, 1):
-            raise PlanError(
-                "sync_batch_stats=True asks for statistics of the global batch, and "
-                f"num_micro_batches={count}{where} computes them in parts ({places}). "
-                "Drop one of the two"
-            )
-    return 1

@@ -18,9 +18,8 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
         found: its plan.
     """
     changing = _changing_note(captured.changing, found.num_micro_batches)
-    numbering = _numbering_note(captured.numbering, found.num_micro_batches)
     axes = _axes_note(captured.axes)
-    return [*changing, *numbering, *axes, *_averaged_note(captured, found)]
+    return [*changing, *axes, *_averaged_note(captured, found)]
 
 
 def _changing_note(paths: Sequence[str], count: int) -> list[str]:
@@ -32,23 +31,6 @@ def _changing_note(paths: Sequence[str], count: int) -> list[str]:
         f"{', '.join(paths[:3])}{more}: not trained, and changed by the batch or by "
         f"random numbers, so {count} times a step, with every micro-batch, as on one "
         "device with as much accumulation; num_micro_batches=1 changes it once"
-    ]
-
-
-def _numbering_note(paths: Sequence[str], count: int) -> list[str]:
-    """What a micro-batch makes of arrays whose numbers are of samples."""
-    if not paths:
-        return []
-    who = f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no samples"
-    if count == 1:
-        return [
-            f"{who}, and the loss looks samples up by number: one micro-batch is "
-            "taken, for a part of the samples would be given all numbers"
-        ]
-    return [
-        f"{who}, and the loss looks samples up by number: each of the {count} "
-        f"micro-batches is given all numbers and 1/{count} of the samples, so that "
-        "what is looked up elsewhere is missing; num_micro_batches=1 has all of it"
     ]
 
 

@@ -171,6 +171,7 @@ class Job:
         optimizer: an optax gradient transformation.
         batch_size: samples in a global batch, unless the command line says otherwise.
         name: what reports call it.
+        group_size, per_micro_batch: as for ``wh.plan``, of every plan for this job.
     """
 
     loss_fn: Callable[..., Any]
@@ -179,6 +180,8 @@ class Job:
     optimizer: Any
     batch_size: int | None = None
     name: str = "job"
+    group_size: int | None = None
+    per_micro_batch: bool = False
 
     def __post_init__(self) -> None:
         problems = Arguments("wh.Job")
@@ -196,6 +199,8 @@ class Job:
         check_optimizer(problems, self.optimizer)
         problems.whole("batch_size", self.batch_size, least=1, none=True)
         problems.words("name", self.name)
+        problems.whole("group_size", self.group_size, least=1, none=True)
+        problems.switch("per_micro_batch", self.per_micro_batch)
         problems.raise_if_any()
         object.__setattr__(self, "batch_size", plain(self.batch_size))
 

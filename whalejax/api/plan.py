@@ -27,6 +27,8 @@ def plan(
     num_micro_batches: int | None = None,
     allow_idle: bool = False,
     sync_batch_stats: bool = False,
+    group_size: int | None = None,
+    per_micro_batch: bool = False,
     axis_names: Mapping[str, str] | None = None,
     trainable: Any = None,
     batch_axes: Any = 0,
@@ -71,10 +73,18 @@ def plan(
             that are no scan, functions with derivatives of their own and what other
             TaskGraphs read keep the model's own types, and no batch is cast.
         num_micro_batches: parts M of the global batch, one after the other; part m
-            has the samples m, m + M, … None takes the fewest that fit.
+            has the samples m, m + M, … None takes the fewest that fit, and one where
+            the loss is not proven to be a mean of independent samples.
         allow_idle: accept plans that leave devices idle where none uses all.
-        sync_batch_stats: statistics must be those of the global batch: only plans with
-            one micro-batch are taken for models that have any.
+        sync_batch_stats: statistics must be those of the global batch: never with
+            ``per_micro_batch``.
+        group_size: Number of neighbouring samples that stay together in a micro-batch
+            and in a share, as answers to one prompt do. None takes 1, or what the loss
+            shows to be needed where it reshapes its batch into groups.
+        per_micro_batch: Several micro-batches, unequal shares and ranks that combine by
+            Adasum are taken though samples are not independent, as under batch
+            normalisation or in a contrastive loss: each part's own loss is meant, as on
+            one device with as much accumulation. Without it such parts are refused.
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
         trainable: what to train, where that is not every parameter: a glob pattern of
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes

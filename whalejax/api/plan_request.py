@@ -26,8 +26,9 @@ import optax
 
 from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.ambient_mesh import without_mesh
+from whalejax.api.batch_splits import SplitRules
 from whalejax.api.executor_choice import decider, space_problems
-from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneven_shares
+from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, uneven_shares
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.memory_margin import (
@@ -39,9 +40,12 @@ from whalejax.api.memory_margin import (
     without_margin,
 )
 from whalejax.api.plan_settings import PlanSettings, changeable, parsed_cluster
+from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, check_batch, resized
+from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.options import fixed_options
 from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
+from whalejax.capture.split_checks import split_note
 from whalejax.lowering.pipeline_mpmd.update_split import check_update
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.lowering.uneven.zero1_update import elementwise
@@ -99,7 +103,8 @@ class PlanRequest(PlanSettings):
         mesh, num_micro_batches, zero, shares, precision, default: choices that are
             fixed; what is None is left to the planner. So are options of how a step is
             computed, such as what is computed again: the fields of ``UserOptions``.
-        allow_idle, sync_batch_stats, runnable: which plans are taken.
+        allow_idle, runnable: which plans are taken.
+        group_size, per_micro_batch, sync_batch_stats: how the batch may be split.
         axis_names, trainable, batch_axes: how the model and its batch are read.
         compiler_options: options of XLA that the step is compiled with.
         margin: part of the predicted memory that plans leave free.
@@ -174,8 +179,17 @@ class PlanQuestion:
             return dataclasses.replace(found, question=self)
         question, notes = self._with_precision()
         programs = question.programs()
+        rules = question.split_rules(programs)
+        rules.check()
         wanted = question.search_request(programs)
-        found = question.searched(programs, wanted)
+        found = rules.allowed(
+            lambda count: question.searched(
+                programs,
+                wanted
+                if count is None
+                else dataclasses.replace(wanted, num_micro_batches=count),
+            )
+        )
         found = question.finished(found, programs, wanted)
         if self.beside_swarm and slow_link(self.cluster) is not None:
             from whalejax.swarm.planning import swarm_note
@@ -345,14 +359,13 @@ class PlanQuestion:
             optimizer=state,
             state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
             batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
-            num_micro_batches=self._count(programs),
+            num_micro_batches=self._count,
             default=request.default_kind,
             cast_bytes=CAST_BYTES[self.precision],
             narrowed=self.precision != request.precision,
             num_devices=self.cluster.num_devices,
             mesh=request.mesh,
             zero=request.zero,
-            reductions=traced.reductions,
             policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
             hosted=hosts,
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
@@ -362,7 +375,6 @@ class PlanQuestion:
             graph,
             self.cluster,
             shares=request.shares,
-            synced=request.sync_batch_stats and bool(traced.reductions),
             others=space_problems(
                 request.mesh or {},
                 stages=STAGE in (request.mesh or {}),
@@ -371,15 +383,42 @@ class PlanQuestion:
         )
         return found
 
-    def _count(self, programs: Programs) -> int | None:
-        """Micro-batches, if the user says how many, or what else is asked for does."""
-        traced, count = programs.traced, self.request.num_micro_batches
+    def split_rules(self, programs: Programs) -> SplitRules:
+        """What is asked of the parts of the batch.
+
+        Args:
+            programs: the loss.
+        """
+        request = self.request
+        leaves, _ = micro_leaves(self.batch, request.batch_axes, 1)
         marks = {m for g in programs.graph.task_graphs for m in g.marks}
-        several = [*filter(None, (m.get("num_micro_batches") for m in marks))]
-        if self.request.sync_batch_stats and traced.reductions:
-            return synced(count, traced.reductions, *several)
-        if count is None and traced.captured.numbering:
-            return None if several else 1
+        texts = [*filter(None, (m.get("num_micro_batches") for m in marks))]
+        asked = [(int(text), f"num_micro_batches={text} of a mark") for text in texts]
+        if request.num_micro_batches is not None:
+            count = int(request.num_micro_batches)
+            asked.insert(0, (count, f"num_micro_batches={count}"))
+        if request.shares is not None and not isinstance(request.shares, str):
+            shares = [int(k) for k in request.shares]
+            asked.append((max(1, sum(shares)), f"shares={shares!r:.60}"))
+        return SplitRules(
+            loss=functools.cache(lambda: self._judged(programs)),
+            whole=next(x.shape[x.axis] for x in leaves if x.axis is not None),
+            group_size=request.group_size,
+            per_micro_batch=request.per_micro_batch,
+            asked=asked,
+        )
+
+    def _judged(self, programs: Programs) -> Captured:
+        """The loss as it is run: in evaluation mode where nothing is trained."""
+        evaluating = programs.adapter.evaluating()
+        if self.request.optimizer is not None or evaluating is None:
+            return programs.traced.captured
+        return capture(evaluating, self.batch, batch_axes=self.request.batch_axes)
+
+    @property
+    def _count(self) -> int | None:
+        """Micro-batches, if the user says how many."""
+        count = self.request.num_micro_batches
         return None if count is None else int(count)
 
     def searched(self, programs: Programs, wanted: Request) -> Plan:
@@ -400,8 +439,7 @@ class PlanQuestion:
             mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
             runnable=request.runnable,
             allow_idle=idle,
-            synced=wanted.num_micro_batches is not None
-            and request.num_micro_batches is None,
+            whole=wanted.num_micro_batches == 1 and request.num_micro_batches is None,
         )
         search, wanted = decider(
             programs, wanted, runnable=request.runnable, uneven=uneven, allow_idle=idle
@@ -456,6 +494,7 @@ class PlanQuestion:
             *bf16_note(found, graph),
             *efficiency_notes(self.cluster.kinds, widest_work(graph)),
             *loss_notes(captured, found),
+            *split_note(captured, found),
             *combine_notes(found),
         )
         found = dataclasses.replace(

@@ -32,6 +32,7 @@ MOST_MARGIN: Final = 10.0
 _NUMBERS: Final = (
     *(f.name for f in fields(UserOptions)),
     "num_micro_batches",
+    "group_size",
     "batch_axes",
     "mesh",
     "zero",
@@ -41,6 +42,10 @@ _NUMBERS: Final = (
     "bandwidth",
 )
 """Settings that are whole numbers or hold some, which may be NumPy's."""
+
+_SWITCHES: Final = (
+    "runnable allow_idle sync_batch_stats per_micro_batch verified swarm".split()
+)
 
 _KEPT: Final = frozenset(
     "optimizer default sync_batch_stats axis_names trainable batch_axes".split()
@@ -59,6 +64,8 @@ class PlanSettings(UserOptions):
     num_micro_batches: int | None = None
     allow_idle: bool = False
     sync_batch_stats: bool = False
+    group_size: int | None = None
+    per_micro_batch: bool = False
     axis_names: Mapping[str, str] | None = None
     trainable: Any = None
     batch_axes: Any = 0
@@ -79,7 +86,7 @@ class PlanSettings(UserOptions):
             object.__setattr__(self, name, plain(getattr(self, name)))
         problems = Arguments("wh.plan", PlanError)
         check_optimizer(problems, self.optimizer)
-        for name in ("runnable", "allow_idle", "sync_batch_stats", "verified", "swarm"):
+        for name in _SWITCHES:
             problems.switch(name, getattr(self, name))
         check_user_options(self, problems)
         _check_margin(self, problems)
@@ -168,6 +175,14 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
     count, zero = settings.num_micro_batches, settings.zero
     if count is not None and not is_whole(count, 1):
         problems.refuse("num_micro_batches", count, "1 or more, or None")
+    group = settings.group_size
+    if group is not None and not is_whole(group, 1):
+        problems.refuse("group_size", group, "1 or more samples, or None")
+    if settings.sync_batch_stats is True and settings.per_micro_batch is True:
+        problems.add(
+            "sync_batch_stats=True asks for statistics of the global batch, and "
+            "per_micro_batch=True for those of each micro-batch. Drop one of the two"
+        )
     if zero is not None and not is_whole(zero, 0, 2):
         problems.refuse(
             "zero",

@@ -4,6 +4,5 @@ The one place where a jaxpr is read. What leaves it is ``planner.model.graph.Gra
 which holds no JAX type, and the jaxpr itself for lowering.
 """
 
-from whalejax.capture.batch_reductions import batch_reductions as batch_reductions
 from whalejax.capture.trace import Captured as Captured
 from whalejax.capture.trace import capture as capture

@@ -13,11 +13,10 @@ from whalejax.adapters.base import Adapter
 from whalejax.capture import Captured, capture
 from whalejax.capture.assemble import model_hash
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
-from whalejax.capture.batch_reductions import batch_reductions
 from whalejax.capture.passes.remat import checkpoint_names
 from whalejax.capture.reported.values import check_clear
 from whalejax.meshes.progress_events import tell
-from whalejax.planner.model.graph import BatchReduction, Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.space import Spaces
@@ -79,11 +78,6 @@ class Programs:
     def names(self) -> tuple[str, ...]:
         """What the model names for checkpointing."""
         return checkpoint_names(self.captured.jaxpr)
-
-    @functools.cached_property
-    def reductions(self) -> tuple[BatchReduction, ...]:
-        """What a part of the batch would compute differently from the whole."""
-        return batch_reductions(self.captured)
 
     def _blocks(self, attention: Chosen) -> Captured:
         return self.captured.with_attention(attention)

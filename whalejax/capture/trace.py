@@ -26,7 +26,6 @@ from whalejax.capture.batch_independent_state import Steady, held_back
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.named_axes import bound, traced_with_axes
-from whalejax.capture.numbering import numbering_leaves
 from whalejax.capture.partial_metadata import aligned
 from whalejax.capture.passes.mixed_precision import left_wide, narrowed, wide_products
 from whalejax.capture.passes.remat import applicable, recomputed
@@ -44,6 +43,12 @@ from whalejax.capture.reported.values import (
     check_keys,
     reports,
     undivided,
+)
+from whalejax.capture.separability.proof import (
+    LossInput,
+    LossPrograms,
+    Separability,
+    prove,
 )
 from whalejax.capture.sharding_constraints import constraint_notes
 from whalejax.capture.split_dims.rewrite import taken_apart
@@ -90,6 +95,9 @@ class Captured:
         steady: what the program leaves alone because it changes once a step.
         changing: paths of what else is not trained and changes, with every micro-batch.
         whole: of attention that cannot be, where it stands and why.
+        independence: proves that parts of a batch compute what the whole does, from
+            their samples and the whole's, and the group that stays together (None for
+            whatever the program asks for).
     """
 
     graph: Graph
@@ -112,6 +120,7 @@ class Captured:
     axes: tuple[str, ...] = ()
     steady: Steady = Steady()
     changing: tuple[str, ...] = ()
+    independence: Callable[[int, int, int | None], Separability]
 
     @property
     def weights(self) -> tuple[bool, ...]:
@@ -124,11 +133,6 @@ class Captured:
         """Numbers of the leaves that are not trained, and are weights."""
         first = len(self.adapter.param_paths)
         return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
-
-    @property
-    def numbering(self) -> tuple[str, ...]:
-        """Batch arrays without samples whose numbers are of samples."""
-        return numbering_leaves(self.jaxpr, self.reader.leaves)
 
     @property
     def wide_products(self) -> Counter[str]:
@@ -422,7 +426,70 @@ def capture(
         axes=axes,
         steady=steady,
         changing=tuple(adapter.rest_paths[i] for i in changing),
+        independence=functools.cache(
+            functools.partial(
+                prove, _loss_programs(flat, reader, arguments, axes, changing)
+            )
+        ),
     )
+
+
+def _loss_programs(
+    flat: _FlatLoss,
+    reader: _Reader,
+    arguments: Sequence[Any],
+    axes: Sequence[str],
+    changing: Sequence[int],
+) -> LossPrograms:
+    """What a proof is made from that samples are independent."""
+    adapter, leaves = flat.adapter, reader.leaves
+    first = len(jax.tree.leaves(flat.out_tree.unflatten(range(flat.num_results))[:3]))
+    places = [0, 1, *(first + i for i in changing)]
+
+    @functools.cache
+    def at(size: int) -> Any:
+        program = _program_of(flat, leaves, arguments, axes, size)
+        return _compat.needed_closed(program, places)
+
+    rest = [
+        # Keys of the model fold in step and micro-batch as the loss's own rng does.
+        LossInput(
+            key="rng" if is_key(leaf) else "",
+            state=adapter.rest_paths[i] if i in changing else "",
+        )
+        for i, leaf in enumerate(jax.tree.leaves(adapter.rest))
+    ]
+    batch = [
+        LossInput(axis=leaf.axis)
+        if leaf.axis is not None or not _compat.is_key_dtype(leaf.dtype)
+        else LossInput(key="foreign")
+        for leaf in leaves
+    ]
+    params = [LossInput()] * len(adapter.param_paths)
+    rng = [LossInput(key="rng")] * adapter.takes_rng
+    return LossPrograms(
+        at=at,
+        inputs=(*params, *rest, *batch, *rng),
+        state=tuple(adapter.rest_paths[i] for i in changing),
+        weighted=reader.weighted,
+    )
+
+
+def _program_of(
+    flat: _FlatLoss,
+    leaves: Sequence[TracedLeaf],
+    arguments: Sequence[Any],
+    axes: Sequence[str],
+    size: int,
+) -> Any:
+    """The jaxpr of the loss with another number of samples in a micro-batch."""
+    other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in leaves]
+    first = len(flat.model_avals)
+    given = [*flat.model_avals, *(leaf.aval for leaf in other)]
+    given += arguments[first + len(other) :]
+    with recording():
+        again = bound(_FlatLoss(flat.adapter, flat.batch_tree, size), axes)
+        return tracing(_compat.trace)(again, given)
 
 
 def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
@@ -472,12 +539,7 @@ def _with_samples(
 ) -> Trace:
     """The loss as it is with another number of samples in a micro-batch."""
     other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in reader.leaves]
-    first = len(flat.model_avals)
-    behind = arguments[first + len(other) :]
-    given = [*flat.model_avals, *(leaf.aval for leaf in other), *behind]
-    with recording():
-        again = bound(_FlatLoss(flat.adapter, flat.batch_tree, size), axes)
-        program = tracing(_compat.trace)(again, given)
+    program = _program_of(flat, reader.leaves, arguments, axes, size)
     return _traced_as(program, replace(reader, leaves=other).read(program))
 
 
@@ -566,6 +628,7 @@ class _FlatLoss:
         self.batch_tree = batch_tree
         self.out_tree: Any = None
         self.weighted = False
+        self.num_results = 0
         self._params_tree: Any
         self._rest_tree: Any
         params, self._params_tree = jax.tree.flatten(adapter.params)
@@ -587,6 +650,7 @@ class _FlatLoss:
         results, self.out_tree = jax.tree.flatten(
             (result.total, result.weight, dict(result.metrics), result.rest)
         )
+        self.num_results = len(results)
         return results
 
 

@@ -121,6 +121,10 @@ class TrainCommand:
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    per_micro_batch: bool = False
+    """each part's own loss is meant, where samples of a batch are not independent"""
+    group_size: OptionalNumber = None
+    """neighbouring samples that stay together in every part of a batch"""
     shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
@@ -170,6 +174,10 @@ class PlanCommand:
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    per_micro_batch: bool = False
+    """each part's own loss is meant, where samples of a batch are not independent"""
+    group_size: OptionalNumber = None
+    """neighbouring samples that stay together in every part of a batch"""
     shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
@@ -275,6 +283,10 @@ class SearchCommand:
     attention: Attention = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    per_micro_batch: bool = False
+    """each part's own loss is meant, where samples of a batch are not independent"""
+    group_size: OptionalNumber = None
+    """neighbouring samples that stay together in every part of a batch"""
     estimate: bool = False
     """weigh what cannot be run, too; a plan that does not run says so"""
     json: bool = False
@@ -562,6 +574,8 @@ _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "mesh": ("mesh", mesh_sizes),
     "precision": ("precision", _by_task_graph("precision", "bf16")),
     "micro_batches": ("num_micro_batches", int),
+    "per_micro_batch": ("per_micro_batch", lambda given: given or None),
+    "group_size": ("group_size", int),
     "shares": ("shares", share_counts),
     "remat": ("remat", _by_task_graph("remat", "full")),
     "offload": ("offload", _offload),
@@ -574,6 +588,7 @@ _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
 
 PLAN_NUMBERS: Final = {
     "loss_chunks": (1, LARGEST),
+    "group_size": (1, MOST_SAMPLES),
     "micro_batches": (1, MOST_SAMPLES),
 }
 """Those that are whole numbers: the least and the most."""
@@ -625,7 +640,7 @@ def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
     found = []
     for option in ("cluster", "batch", *_PLAN_OPTIONS):
         value = getattr(command, option)
-        if value not in (None, ()):
+        if value not in (None, ()) and value is not False:
             words = " ".join(value) if isinstance(value, tuple) else str(value)
             found.append((f"--{option.replace('_', '-')}", words))
     return found

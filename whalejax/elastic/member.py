@@ -361,7 +361,7 @@ class Member:
         given = self._first if step == self._began_at else self._later
         control.phase = COMPUTING
         if self._batch[0] != step:
-            self._batch = step, programs.batch(step)
+            self._batch = step, programs.batch(step, self._state.samples)
         self._add_up(given[control.name])
         control.phase = WAITING
         sums, came = self._exchanged(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import platform
@@ -20,7 +21,9 @@ from whalejax import jobs
 from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Job
+from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.cli import train_loop
+from whalejax.distributed.standard_streams import say
 from whalejax.elastic.assignment import Node, halves
 from whalejax.elastic.wire.framing import Message
 from whalejax.lowering.global_arrays import impl_of
@@ -33,7 +36,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import resumed
+from whalejax.runtime.resume import batches_by_samples, resumed
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import compile as compile_step
 
@@ -91,17 +94,26 @@ def planned_replica(
     make = _shapes_of_batch if by_shapes else jobs.first_batch
     first = make(job, batch)
     size = batch or job.batch_size or 0
-    count = micro_batches or most_micro_batches(size)
     model = jobs.abstract_model(job)
-    plan = jobs.make_plan(
-        job,
-        model,
-        first,
-        cluster,
-        precision=precision,
-        num_micro_batches=count,
-        shares=[count],
-    )
+
+    def planned(count: int) -> Plan:
+        return jobs.make_plan(
+            job,
+            model,
+            first,
+            cluster,
+            precision=precision,
+            num_micro_batches=count,
+            shares=[count],
+        )
+
+    count = micro_batches or most_micro_batches(size, job.group_size or 1)
+    try:
+        plan = planned(count)
+    except DependentSamplesError as error:
+        if micro_batches is not None:
+            raise
+        plan, count = _with_fewer(planned, size, error)
     return PlannedReplica(plan=plan, model=model, first=first, size=size, count=count)
 
 
@@ -199,7 +211,11 @@ class ReplicaPrograms:
     def newest(self, save: Path | None) -> TrainState:
         """The newest whole checkpoint of a folder, or a fresh state."""
         found = resumed(self.step, train_loop.checkpoints(save) if save else [])
-        return self.born() if found is None else found.state
+        if found is None:
+            return self.born()
+        for note in found.notes:
+            say(f"whalejax: {note}")
+        return found.state
 
     def pieces(self, state: TrainState) -> Iterator[Message]:
         """A state as messages, with a hash of all in the last.
@@ -294,9 +310,22 @@ class ReplicaPrograms:
 
     # A step.
 
-    def batch(self, step: int) -> list[Any]:
-        """Flat leaves of the global batch of a step, counted from 0."""
-        return jax.tree.leaves(self.job.batch_at(step, self.size))
+    def batch(self, step: int, samples: int | None = None) -> list[Any]:
+        """Flat leaves of the global batch of a step.
+
+        Args:
+            step: its number, counted from 0.
+            samples: that the steps before it took; as many batches as there were steps
+                if left out.
+        """
+        return jax.tree.leaves(
+            self._batches(step * self.size if samples is None else samples)
+        )
+
+    @functools.cached_property
+    def _batches(self) -> Callable[[int], Any]:
+        """What gives a global batch by the number of samples before it."""
+        return batches_by_samples(self.job, self.size)
 
     def add_up(
         self,
@@ -350,19 +379,45 @@ class ReplicaPrograms:
         The state that it takes for that is thrown away.
         """
         # A member may come to save, or to fetch a state, in the middle of the run.
-        state, batch = self.copied(self.born()), self.batch(0)
+        state = self.copied(self.born())
+        batch = self.batch(0)
         sums = self._contributing.part(state, batch, 0)
         state, metrics = self.finish(state, sums)
         jax.block_until_ready((state, metrics))
 
 
-def most_micro_batches(size: int) -> int:
-    """The largest number up to ``MICRO_BATCHES`` that divides a batch.
+def most_micro_batches(size: int, group: int = 1) -> int:
+    """The largest number up to ``MICRO_BATCHES`` that divides a batch into groups.
 
-    >>> most_micro_batches(40), most_micro_batches(7)
-    (10, 7)
+    Args:
+        size: samples of the batch.
+        group: samples that stay together.
+
+    >>> most_micro_batches(40), most_micro_batches(7), most_micro_batches(40, 8)
+    (10, 7, 5)
     """
-    return max(n for n in range(1, MICRO_BATCHES + 1) if size % n == 0)
+    counts = range(1, MICRO_BATCHES + 1)
+    return max((n for n in counts if size % (n * group) == 0), default=1)
+
+
+def _with_fewer(
+    planned: Callable[[int], Plan], size: int, error: DependentSamplesError
+) -> tuple[Plan, int]:
+    """A replica with as many micro-batches as a loss allows that was not asked for any.
+
+    Args:
+        planned: plans with a number of them.
+        size: samples of the batch.
+        error: why the usual number is not allowed.
+    """
+    whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []
+    for count in reversed(whole):
+        try:
+            return planned(count), count
+        except DependentSamplesError:
+            continue
+    say(f"whalejax: one micro-batch is taken, so one member computes: {error}")
+    return planned(1), 1
 
 
 def local_cluster() -> Cluster:

@@ -115,7 +115,9 @@ class SpreadMember:
                 self._phase(WAITING)  # Steps are between the processes.
                 self._agree(state, done)
             began = time.monotonic()
-            state, metrics = self._programs.step(state, self._programs.batch(done))
+            state, metrics = self._programs.step(
+                state, self._programs.batch(done, state.samples)
+            )
             loss = float(metrics["loss"])
             done += 1
             if self._copying is not None:

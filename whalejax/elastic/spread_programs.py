@@ -13,6 +13,7 @@ import numpy as np
 from whalejax import jobs
 from whalejax.api.losses import Job
 from whalejax.capture.batch import aval_of
+from whalejax.distributed.standard_streams import say
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.programs import most_micro_batches
 from whalejax.meshes import Cluster
@@ -21,7 +22,11 @@ from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import agreed_checkpoints, resumed
+from whalejax.runtime.resume import (
+    agreed_checkpoints,
+    batches_by_samples,
+    resumed,
+)
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import compile as compile_step
 
@@ -127,13 +132,21 @@ class SpreadPrograms:
         """
         found = resumed(self.step, agreed_checkpoints(folder)) if folder else None
         if found is not None:
+            for note in found.notes:
+                say(f"whalejax: {note}")
             return found.state, found.checkpoint.name
         key = jax.random.key(self._seed)
         return self.step.init(self._job.make_model, rng=key), "a new state"
 
-    def batch(self, step: int) -> Any:
-        """This process's part of the global batch of a step, counted from 0."""
-        batch = self._job.batch_at(step, self.size)
+    def batch(self, step: int, samples: int | None = None) -> Any:
+        """This process's part of the global batch of a step.
+
+        Args:
+            step: its number, counted from 0.
+            samples: that the steps before it took; as many batches as there were steps
+                if left out.
+        """
+        batch = self._batches(step * self.size if samples is None else samples)
         if jax.process_count() == 1:
             return batch
         leaves = jax.tree.leaves(batch)
@@ -143,6 +156,11 @@ class SpreadPrograms:
             leaf if axis is None else np.take(np.asarray(leaf), rows, axis)
             for leaf, axis in zip(leaves, self.step.batch_axes, strict=True)
         )
+
+    @functools.cached_property
+    def _batches(self) -> Callable[[int], Any]:
+        """What gives a global batch by the number of samples before it."""
+        return batches_by_samples(self._job, self.size)
 
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]

@@ -241,7 +241,13 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
             for done in range(int(state.step), training.steps):
                 parts: dict[Any, Any] = {}
                 nodes = [(0, programs.count)]
-                programs.add_up(state, programs.batch(done), nodes, parts, lambda: None)
+                programs.add_up(
+                    state,
+                    programs.batch(done, state.samples),
+                    nodes,
+                    parts,
+                    lambda: None,
+                )
                 state, metrics = programs.finish(state, parts[nodes[0]])
                 if saver.is_due(done + 1, training.steps):
                     saver.save(state, done + 1)

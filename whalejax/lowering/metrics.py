@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.api.losses import Merged, is_merged
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 
 
 def wide(x: Any) -> Any:
@@ -23,15 +24,16 @@ def wide(x: Any) -> Any:
     return x.astype(jnp.float32) if narrow else x
 
 
-def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
+def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any:
     """One micro-batch's part of the sums.
 
     Args:
         metrics: as the loss reports them.
         weight: what means are weighed with; None if the loss has none.
         number: of the micro-batch.
-        count: micro-batches of a step.
+        cut: how the batch is cut into micro-batches.
     """
+    count = cut.count
 
     def summand(metric: Any) -> Any:
         if not isinstance(metric, Merged):
@@ -56,7 +58,7 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
         if metric.how in ("max", "min"):
             each = jax.tree.map(lambda x: jnp.asarray(x)[None], metric.value)
             metric = replace(metric, value=each)
-        rows = jax.tree.map(lambda x: _spread(metric, x, number, count), metric.value)
+        rows = jax.tree.map(lambda x: _spread(metric, x, number, cut), metric.value)
         return _counted(metric, rows)
 
     return jax.tree.map(summand, metrics, is_leaf=is_merged)
@@ -128,21 +130,17 @@ def _weighed(metric: Any, weight: Any) -> Any:
     return jnp.where(weight != 0, part, jnp.zeros_like(part))
 
 
-def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
-    """Rows of the micro-batch's samples in their places in the global batch.
-
-    Micro-batch ``m`` has samples ``m, m + count, m + 2 count …``.
-    """
+def _spread(metric: Merged, rows: Any, number: Any, cut: MicroBatchRows) -> Any:
+    """Rows of the micro-batch's samples in their places in the global batch."""
     rows = jnp.asarray(rows)
     if metric.how != "concat":
         rows = _summable(rows)
     rows = rows.astype(jnp.int32) if rows.dtype == jnp.bool_ else rows
-    if count == 1:
+    if cut.count == 1:
         return rows
     axis, outer, inner = metric.axis, metric.outer, metric.inner
     front, behind = rows.shape[:axis], rows.shape[axis + 1 :]
     size = rows.shape[axis] // (outer * inner)
     each = rows.reshape(*front, outer, size, inner, *behind)
-    whole = jnp.zeros((*front, outer, size, count, inner, *behind), rows.dtype)
-    whole = jax.lax.dynamic_update_index_in_dim(whole, each, number, axis=axis + 2)
-    return whole.reshape(*front, outer * size * count * inner, *behind)
+    whole = cut.place(each, axis + 1, number)
+    return whole.reshape(*front, outer * size * cut.count * inner, *behind)

@@ -99,6 +99,7 @@ class Record:
         samples: that the steps before took, or None where it was not known.
         batch_size: samples of the global batch of the plan that it was saved under,
             or None where it was not known.
+        num_micro_batches: of each step of that plan, or None where it was not known.
     """
 
     leaves: tuple[Leaf, ...]
@@ -106,6 +107,7 @@ class Record:
     file_sha256: Mapping[str, str] | None = None
     samples: int | None = None
     batch_size: int | None = None
+    num_micro_batches: int | None = None
 
 
 def unfinished(path: Path) -> Path:
@@ -151,6 +153,7 @@ def write_record(
         "plan_hash": plan.hash,
         "samples": samples,
         "batch_size": batch_size,
+        "num_micro_batches": plan.num_micro_batches,
         "leaves": [dataclasses.asdict(leaf) for leaf in leaves],
         "file_bytes": {
             name: (building / name).stat().st_size for name in files_of(building)
@@ -266,7 +269,8 @@ def _record_of(record: Mapping[str, Any]) -> Record:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{name!r:.60} is no file in it")
-    counts = [record.get(name) for name in ("samples", "batch_size")]
+    names = ("samples", "batch_size", "num_micro_batches")
+    counts = [record.get(name) for name in names]
     for count in counts:
         if count is not None and (type(count) is not int or count < 0):
             raise ValueError(f"{count!r:.40} is no number of samples")
@@ -276,6 +280,7 @@ def _record_of(record: Mapping[str, Any]) -> Record:
         file_sha256=None if hashes is None else dict(hashes),
         samples=counts[0],
         batch_size=counts[1],
+        num_micro_batches=counts[2],
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Merged
 from whalejax.capture import Captured
-from whalejax.capture.batch_reductions import batch_reductions
+from whalejax.capture.split_checks import reason_text
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
@@ -105,8 +105,12 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
         PlanError: what is more, or what cannot be put together.
     """
     problems = Problems(kind=PlanError)
-    for found in batch_reductions(captured):
-        problems.add(f"{found.scope or 'the loss'} {_WHAT[found.what]}")
+    for _, count in passes(samples, whole):
+        found = captured.independence(count, whole, None)
+        if found.reason is not None:
+            problems.add(reason_text(found.reason))
+        elif found.runs > 1:
+            problems.add(f"the loss parts the batch into {found.runs} runs")
     for text in captured.apart().told():
         problems.add(text)
     problems.raise_if_any(
@@ -115,14 +119,6 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
         "plan without an optimizer for batches of this size, or say how reported "
         "values are put together, with wh.Aux(means=..., sums=..., samples=...)"
     )
-
-
-_WHAT = {
-    "statistic": "takes statistics of the samples, which others would change",
-    "auxiliary": "has a term that is not linear in the samples",
-    "weight": "divides by a number of its own: return wh.WeightedLoss(total, weight)",
-    "sum": "adds samples up and divides by no number of them",
-}
 
 
 def together(

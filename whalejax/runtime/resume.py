@@ -21,11 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Job
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
-from whalejax.runtime.checkpoint_record import DamagedCheckpoint, read_record
+from whalejax.runtime.checkpoint_record import DamagedCheckpoint, Record, read_record
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.runtime.state import TrainState
 
@@ -74,8 +77,32 @@ class Resumed:
     notes: tuple[str, ...]
 
 
+def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
+    """Whether a step depends on how its batch is cut into micro-batches.
+
+    It does where each micro-batch's own loss is meant, and where it draws random
+    numbers.
+
+    Args:
+        plan: of the step.
+        adapter: the model and its loss.
+    """
+    keys = any(is_key(leaf) for leaf in jax.tree.leaves(adapter.rest))
+    return plan.per_micro_batch or adapter.takes_rng or keys
+
+
 class Restoring(Protocol):
     """What restores a checkpoint: a ``TrainStep``."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it runs."""
+        ...
+
+    @property
+    def parts_matter(self) -> bool:
+        """Whether another number of micro-batches computes something else."""
+        ...
 
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
         """The state of a checkpoint."""
@@ -105,8 +132,10 @@ def resumed(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
             damaged.append((path, str(error)))
             continue
         notes = _set_aside(damaged, path)
-        if read_record(path).file_sha256 is None:
+        record = read_record(path)
+        if record.file_sha256 is None:
             notes.append(unchecked(path))
+        notes += _other_parts(record, step, path)
         return Resumed(state=state, checkpoint=path, notes=tuple(notes))
     if damaged:
         problems = Problems("no whole checkpoint to resume from", WhaleError)
@@ -117,6 +146,18 @@ def resumed(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
             "with another directory"
         )
     return None
+
+
+def _other_parts(record: Record, step: Restoring, path: Path) -> list[str]:
+    """What is said where steps were made of other micro-batches, and that matters."""
+    before, now = record.num_micro_batches, step.plan.num_micro_batches
+    if before in (None, now) or not step.parts_matter:
+        return []
+    return [
+        f"{path.name} was trained with {before} micro-batches per step, and this run "
+        f"takes {now}: random numbers and statistics are of each micro-batch, so it "
+        f"goes on otherwise than with num_micro_batches={before}"
+    ]
 
 
 def agreed_checkpoints(folder: Path) -> list[Path]:
@@ -205,10 +246,21 @@ def batches_from(
     >>> batches_from(job, 4, step=3, samples=6)(4)["x"].tolist()
     [10, 11, 12, 13]
     """
+    given = batches_by_samples(job, size)
+    return lambda index: given(samples + (index - step) * size)
+
+
+def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
+    """What gives a global batch by the number of samples before it.
+
+    Args:
+        job: gives batches by their number.
+        size: samples of a global batch.
+    """
     numbered = functools.lru_cache(maxsize=2)(lambda number: job.batch_at(number, size))
 
-    def batch(index: int) -> Any:
-        number, rest = divmod(samples + (index - step) * size, size)
+    def batch(samples: int) -> Any:
+        number, rest = divmod(samples, size)
         if not rest:
             return job.batch_at(number, size)
         return jax.tree.map(

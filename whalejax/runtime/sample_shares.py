@@ -1,8 +1,8 @@
 """Which samples of a global batch go where, when replicas take unlike shares of it.
 
-A global batch is cut into micro-batches as on one device: micro-batch ``m`` of ``M``
-holds the samples ``m, m + M, m + 2·M …``. Replicas take whole micro-batches, one after
-the other; so what is computed does not depend on who takes how many.
+A global batch is cut into micro-batches as on one device. Replicas take whole
+micro-batches, one after the other; so what is computed does not depend on who takes how
+many.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.validate import BatchLayout
 
 
@@ -63,12 +64,12 @@ class PortionLayout(BatchLayout):
 
     Attributes:
         axes: the batch dimension of each leaf, or None.
-        count: micro-batches of a global batch.
+        cut: how a global batch is cut into micro-batches.
         mine: gives the numbers of those that this process runs, as shares are now.
     """
 
     axes: tuple[int | None, ...]
-    count: int
+    cut: MicroBatchRows
     mine: Callable[[], Sequence[int]]
 
     def place(self, batch: Any) -> Any:
@@ -113,7 +114,7 @@ class PortionLayout(BatchLayout):
         if axis is None:
             return planned.shape
         shape = list(planned.shape)
-        shape[axis] = shape[axis] // self.count * mine
+        shape[axis] = shape[axis] // self.cut.count * mine
         return tuple(shape)
 
     def _cut(
@@ -126,10 +127,11 @@ class PortionLayout(BatchLayout):
             array = np.asarray(leaf).astype(jnp.dtype(planned.dtype), copy=False)
         if axis is None:
             return [array] * len(mine)
-        size = planned.shape[axis] // self.count
-        before = (slice(None),) * (axis % len(planned.shape))
+        axis %= len(planned.shape)
+        size = planned.shape[axis] // self.cut.count
         if array.shape == planned.shape:
-            cuts = [slice(m, None, self.count) for m in mine]
-        else:
-            cuts = [slice(i * size, (i + 1) * size) for i in range(len(mine))]
+            whole = planned.shape[axis]
+            return [array[self.cut.index(whole, axis, m)] for m in mine]
+        before = (slice(None),) * axis
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(mine))]
         return [array[(*before, cut)] for cut in cuts]

@@ -27,6 +27,7 @@ from whalejax.api.losses import Job as Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
+from whalejax.capture.split_checks import check_split
 from whalejax.lowering.global_arrays import is_here, stages_mesh
 from whalejax.lowering.uneven.adaptive_shares import Following
 from whalejax.meshes.checks import Arguments, shown
@@ -34,6 +35,7 @@ from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.ragged_batch import (
     check_mean,
@@ -42,7 +44,7 @@ from whalejax.runtime.ragged_batch import (
     repeated,
     together,
 )
-from whalejax.runtime.resume import agreed_checkpoints, resumed
+from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, resumed
 from whalejax.runtime.runner import OneProgram, Runner, abstract_state
 from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
 from whalejax.runtime.state import Origin, following, host_copy, typed_key
@@ -120,7 +122,9 @@ class TrainStep:
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self._runner
-        plan, given = self.plan, (self._traced(adapter), *self._made_with)
+        plan, captured = self.plan, self._traced(adapter)
+        check_split(captured, plan)
+        given = captured, *self._made_with
         try:
             return evaluator_of(plan, self._runner, *given)
         except PlanError as error:
@@ -253,6 +257,8 @@ class TrainStep:
         problems.raise_if_any()
         own = self._own.checked(state, self.abstract_state, trains=False)
         runner = self._runner if training else self._evaluator
+        if training and not self._trains:
+            check_split(runner.program.captured, self.plan)
         if isinstance(runner, Following) and runner is not self._runner:
             runner.shares = self.shares
         leaves = self._layout.flat(batch)
@@ -295,6 +301,15 @@ class TrainStep:
     def shares(self, shares: Sequence[int]) -> None:
         self._uneven.shares = shares
 
+    @property
+    def parts_matter(self) -> bool:
+        """Whether another number of micro-batches computes something else.
+
+        It does where the loss draws random numbers, and where each micro-batch's own
+        loss is meant.
+        """
+        return depends_on_parts(self.plan, self.adapter)
+
     def batch_rows(self) -> np.ndarray:
         """The samples of the next global batch that this process gives, in order.
 
@@ -313,9 +328,9 @@ class TrainStep:
             return np.arange(0)
         rows = np.arange(sizes[0][2])
         if isinstance(runner, Following):
-            count = plan.num_micro_batches
+            cut, size = MicroBatchRows.of(plan), len(rows)
             return np.concatenate(
-                [rows[m::count] for m in runner.numbers()] or [rows[:0]]
+                [cut.rows(size, m) for m in runner.numbers()] or [rows[:0]]
             )
         for number, axis, _ in sizes:
             sharding = runner.batch_shardings[number]
@@ -625,6 +640,9 @@ def step_of(
         check_same_shapes(plan, adapter)  # on which the loss may have failed
         raise
     check_same_model(plan, captured, example)
+    evaluating = adapter.evaluating() if optimizer is None else None
+    if evaluating is None:
+        check_split(captured, plan)
     check_planned_state(plan, adapter, optimizer)
     # Ranks that combine what each has of its own run the loss each on its own samples.
     apart = 1 if plan.combine == "mean" else plan.axis_sizes["data"]

@@ -16,8 +16,10 @@ from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
 from whalejax.cli import train_loop
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import restore, save
-from whalejax.runtime.resume import resumed
+from whalejax.runtime.resume import depends_on_parts, resumed
 from whalejax.runtime.state import TrainState
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.state import Snapshot
@@ -85,7 +87,38 @@ class Checkpoints:
             folder: of checkpoints.
         """
         found = resumed(self, train_loop.checkpoints(folder))
-        return None if found is None else (self.snapshot_of(found.state), found.notes)
+        if found is None:
+            return None
+        self._check_samples(found.state, found.checkpoint)
+        return self.snapshot_of(found.state), found.notes
+
+    def _check_samples(self, state: TrainState, path: Path) -> None:
+        """Refuse a checkpoint of batches of another size.
+
+        Peers know a batch by the number of its step, so samples would be left out or
+        taken twice.
+
+        Raises:
+            WhaleError: the samples that it saw are not those of such batches.
+        """
+        step, size = int(np.asarray(state.step)), self._cut.size
+        if state.samples in (None, step * size):
+            return
+        raise WhaleError(
+            f"{path.name} saw {state.samples} samples in {step} steps, and batches of "
+            f"{size} would be {step * size}: a swarm goes on with batches of the same "
+            "size. Give the batch size that it was trained with, or another directory"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the swarm."""
+        return self._cut.plan
+
+    @property
+    def parts_matter(self) -> bool:
+        """Whether another number of micro-batches computes something else."""
+        return depends_on_parts(self._cut.plan, self._cut.adapter)
 
     def copied(self, state: TrainState) -> TrainState:
         """The state itself: a snapshot's arrays are its own."""

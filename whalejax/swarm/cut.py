@@ -57,6 +57,7 @@ from whalejax.planner.pipeline.program_cut import (
     divided_by_marks,
 )
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.runner import (
     abstract_state,
@@ -401,18 +402,17 @@ class Cut:
     # Data.
 
     def micro_batch(self, step: int, number: int) -> list[np.ndarray]:
-        """Flat leaves of a micro-batch: every ``count``-th sample, as everywhere.
+        """Flat leaves of a micro-batch.
 
         Args:
             step: counted from 0.
             number: of the micro-batch.
         """
-        found = []
+        found, rows = [], MicroBatchRows.of(self.program.plan)
         for leaf, axis in zip(self._batch(step), self.program.batch_axes, strict=True):
             array = np.asarray(leaf)
             if axis is not None:
-                place = [slice(None)] * axis + [slice(number, None, self.count)]
-                array = array[tuple(place)]
+                array = array[rows.index(array.shape[axis], axis, number)]
             found.append(array)
         return found
 

@@ -23,6 +23,7 @@ from whalejax.lowering.spmd.evaluate import evaluate, named
 from whalejax.lowering.spmd.executor import Program, sums_of
 from whalejax.planner.pipeline.program_cut import PlacePart, Position, Units, Value
 from whalejax.planner.sharding.layout import Spec
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 
 
 class _Absent:
@@ -383,12 +384,8 @@ class _Tracer:
         ]
 
     def _micro_batch(self, number: int, leaf: Any, index: Any) -> Any:
-        """Samples ``index, index + count, …`` of a leaf of the batch."""
+        """One micro-batch of a leaf of the batch."""
         axis = self.program.batch_axes[number - self.first_batch]
         if axis is None or not self.cuts_batch:
             return leaf
-        count, shape = self.program.plan.num_micro_batches, leaf.shape
-        cut = (*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])
-        return jax.lax.dynamic_index_in_dim(
-            leaf.reshape(cut), index, axis + 1, keepdims=False
-        )
+        return MicroBatchRows.of(self.program.plan).take(leaf, axis, index)

@@ -29,6 +29,7 @@ from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
+from whalejax.lowering.spmd.strided_slices import is_strided, strided
 from whalejax.meshes.jax_mesh import has_manual_axes, partition_spec
 from whalejax.planner.sharding.layout import Spec
 
@@ -333,6 +334,8 @@ def _as_it_is(
             return found
     if equation.primitive.name == "gather" and picks_from_rows(equation):
         return picked(equation, values)
+    if scope.mesh.size > 1 and is_strided(equation):
+        return [strided(equation, *values)]
     return _compat.bind(equation, values)
 
 

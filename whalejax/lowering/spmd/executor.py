@@ -36,6 +36,7 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.terms import moves_to_host
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.optimizer_state import owners_of, updates
 
 
@@ -177,10 +178,6 @@ def micro_batches(
 ) -> tuple[list[Any], Callable[..., list[Any]]]:
     """Cut a global batch into micro-batches along a new leading dimension.
 
-    Micro-batch ``m`` takes samples ``m, m + count, m + 2·count …``: which samples meet
-    in a micro-batch then depends on ``count`` alone, and a batch dimension that is
-    sharded over devices stays sharded, with no communication.
-
     Args:
         program: what will run.
         batch: flat leaves of the global batch.
@@ -190,15 +187,10 @@ def micro_batches(
         flat batch, if another) and gives the flat micro-batch; a leaf without a batch
         dimension is the same in all.
     """
-    count = program.plan.num_micro_batches
-    places = [i for i, axis in enumerate(program.batch_axes) if axis is not None]
-    found = []
-    for place in places:
-        leaf, axis = batch[place], program.batch_axes[place]
-        assert axis is not None
-        shape = leaf.shape
-        cut = (*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])
-        found.append(jnp.moveaxis(leaf.reshape(cut), axis + 1, 0))
+    rows = MicroBatchRows.of(program.plan)
+    axes = {i: axis for i, axis in enumerate(program.batch_axes) if axis is not None}
+    places = list(axes)
+    found = [rows.stack(batch[place], axis) for place, axis in axes.items()]
     specs = [((), *program.plan.batch[place].spec) for place in places]
 
     def whole(parts: Sequence[Any], others: Sequence[Any] = batch) -> list[Any]:
@@ -319,7 +311,8 @@ def sums_of(
     total, weight = wide(total), wide(jnp.asarray(weight))
     count = program.plan.num_micro_batches
     weighted = program.captured.graph.weighted
-    metrics = summands(metrics, weight if weighted else None, number, count)
+    rows = MicroBatchRows.of(program.plan)
+    metrics = summands(metrics, weight if weighted else None, number, rows)
     if count > 1:
         gradients = tuple(wide(g) for g in gradients)
     return Sums(total=total, weight=weight, metrics=metrics, gradients=gradients)

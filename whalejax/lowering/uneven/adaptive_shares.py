@@ -23,6 +23,7 @@ from whalejax.planner.balance.shares import dealt
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.uneven_replicas import most_shares
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.sample_shares import PortionLayout, checked_shares
 
 
@@ -87,7 +88,7 @@ class Following(StepRunner):
             leaves=self._plan.batch,
             shardings=self.batch_shardings,
             axes=self.program.batch_axes,
-            count=self._plan.num_micro_batches,
+            cut=MicroBatchRows.of(self._plan),
             mine=self.numbers,
         )
 

@@ -19,6 +19,7 @@ from whalejax.lowering.global_arrays import placed
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.replica import inputs_of
 from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.runner import Metrics
 from whalejax.runtime.state import TrainState, consuming
 
@@ -81,12 +82,11 @@ class Contributing:
         return buffers
 
     def _cut(self, batch: Sequence[Any], number: int) -> list[Any]:
-        """The samples of a micro-batch: every ``count``-th, as in all executors."""
-        found = []
+        """The samples of a micro-batch."""
+        found, rows = [], MicroBatchRows.of(self._runner.program.plan)
         for leaf, axis in zip(batch, self._runner.program.batch_axes, strict=True):
             if axis is not None:
-                place = [slice(None)] * axis + [slice(number, None, self.count)]
-                leaf = leaf[tuple(place)]
+                leaf = leaf[rows.index(leaf.shape[axis], axis, number)]
             found.append(leaf)
         return found
 

@@ -47,6 +47,7 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import ScheduleRow, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.runner import Evaluation, Metrics
 from whalejax.runtime.state import Origin, TrainState, bare, consuming
 
@@ -258,9 +259,10 @@ class Pipes(Following):
         """A leaf of the global batch with the samples of some micro-batches."""
         raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
         whole = np.zeros(raw.shape, raw.dtype)
+        cut = MicroBatchRows.of(self._plan)
         for m, part in zip(numbers, parts, strict=True):
-            rows = slice(m, None, self._plan.num_micro_batches)
-            whole[(*before, rows)] = jax.random.key_data(part) if is_key(part) else part
+            here = cut.index(raw.shape[len(before)], len(before), m)
+            whole[here] = jax.random.key_data(part) if is_key(part) else part
         return wrapped(placed(whole, sharding), impl_of(aval))
 
     @functools.cached_property

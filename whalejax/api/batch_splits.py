@@ -1,0 +1,240 @@
+"""Which micro-batches, shares and ranks a plan may split its batch into.
+
+The planner splits a batch by itself only where the loss is proven to be a mean of
+independent samples. What a user asks for is refused where it is not, unless
+``per_micro_batch=True`` says that each part's own loss is meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.capture.split_checks import (
+    SplitBatch,
+    largest_part,
+    reason_text,
+    refusal,
+    split_of,
+    unit_of,
+)
+from whalejax.capture.trace import Captured
+from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.sharding.layout import divisors
+
+
+Search = Callable[[int | None], Plan]
+"""The best plan with a fixed number of micro-batches, or (None) with any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRules:
+    """What is asked of the parts of a batch.
+
+    Attributes:
+        loss: Gives the loss, as its samples are asked about.
+        whole: Samples of the global batch.
+        group_size: Neighbours that the user keeps together, or None.
+        per_micro_batch: Each part's own loss is meant.
+        asked: Numbers of micro-batches that something fixes, and what does.
+    """
+
+    loss: Callable[[], Captured]
+    whole: int
+    group_size: int | None
+    per_micro_batch: bool
+    asked: Sequence[tuple[int, str]] = ()
+
+    def check(self) -> None:
+        """Refuse what cannot be, before anything is searched.
+
+        Raises:
+            PlanError: an option without effect, or that nothing can have.
+            DependentSamplesError: parts are asked for that the loss does not allow.
+        """
+        problems = Problems("the batch", PlanError)
+        for text in self._problems():
+            problems.add(text)
+        problems.raise_if_any()
+        for count, text in self.asked:
+            if count > 1 and self.whole % count == 0 and not self.per_micro_batch:
+                part = self.whole // count
+                self._proven(SplitBatch(whole=self.whole, part=part, asked=text))
+
+    def _problems(self) -> Iterator[str]:
+        group, weighted = self.group_size, self.loss().graph.weighted
+        if group and self.whole % group:
+            yield (
+                f"group_size is {group}, and the batch has {self.whole} samples: "
+                "expected a divisor of it"
+            )
+        for count, text in self.asked if group else ():
+            part = self.whole // count
+            if self.whole % count == 0 and group and part % group:
+                yield (
+                    f"group_size is {group}, and {text} makes micro-batches of {part} "
+                    f"samples: expected a multiple of {group}. Give another number of "
+                    "micro-batches"
+                )
+        if group and self.per_micro_batch and weighted:
+            yield (
+                "group_size and per_micro_batch=True are both given with a "
+                "wh.WeightedLoss, whose parts are put together by their weights. Drop "
+                "one of the two"
+            )
+        if self.per_micro_batch and self.whole > 1 and self._needs_no_consent():
+            yield (
+                "per_micro_batch=True has no effect: the loss is proven to be a mean "
+                "of independent samples, whose parts compute what the whole does. "
+                "Leave it out"
+            )
+
+    def _needs_no_consent(self) -> bool:
+        counts = [n for n, _ in self.asked if n > 1 and self.whole % n == 0]
+        part = self.whole // counts[0] if counts else largest_part(self.whole)
+        return self.loss().independence(part, self.whole, self.group_size).proven
+
+    def _proven(self, split: SplitBatch) -> int:
+        """The group that stays together in parts that are proven.
+
+        Raises:
+            DependentSamplesError: they are not.
+        """
+        found = self.loss().independence(split.part, self.whole, self.group_size)
+        if not found.proven:
+            raise refusal(found, split, weighted=self.loss().graph.weighted)
+        return found.group
+
+    def allowed(self, search: Search) -> Plan:
+        """The best plan whose parts compute what the whole batch does.
+
+        Args:
+            search: Looks for the best plan; what it warns of is told of the plan that
+                is taken alone.
+
+        Raises:
+            DependentSamplesError: the loss allows no parts, and none were asked for but
+                nothing else can be planned; or they were asked for.
+        """
+        told: dict[int, list[warnings.WarningMessage]] = {}
+        kept: list[Plan] = []  # So that no other plan has the identity of one.
+
+        def quiet(count: int | None) -> Plan:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                plan = search(count)
+            told[id(plan)] = caught
+            kept.append(plan)
+            return plan
+
+        found, searched = self._allowed(quiet)
+        for one in told[id(searched)]:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        return found
+
+    def _allowed(self, search: Search) -> tuple[Plan, Plan]:
+        """The plan that is taken, and that as the search gave it."""
+        plan = search(None)
+        split = split_of(plan, self.whole)
+        if split.part == self.whole:
+            return plan, plan
+        if self.per_micro_batch:
+            found = dataclasses.replace(plan, per_micro_batch=True)
+            return with_group(found, self.group_size or 1), plan
+        verdict = self.loss().independence(split.part, self.whole, self.group_size)
+        if verdict.proven:
+            return with_group(plan, verdict.group), plan
+        fixed = [text for count, text in self.asked if count == plan.num_micro_batches]
+        if plan.combine != "mean":
+            fixed = [f"combine={plan.combine!r}"]
+        split = dataclasses.replace(split, asked=fixed[0] if fixed else "")
+        tried = ""
+        if not fixed:
+            grouped = self._in_groups(plan, search)
+            if grouped is not None:
+                return grouped
+            try:
+                plan = search(1)
+                return _with_note(plan, reason_text(_reason(verdict))), plan
+            except PlanError as error:
+                tried = str(error)
+        weighted = self.loss().graph.weighted
+        raise refusal(verdict, split, weighted=weighted, tried=tried)
+
+    def _in_groups(self, plan: Plan, search: Search) -> tuple[Plan, Plan] | None:
+        """The plan with micro-batches of whole groups, where the loss has some."""
+        unit, seen = self.group_size or 1, 0
+        while unit != seen:
+            seen = unit
+            part = largest_part(self.whole, unit)
+            if part == self.whole:
+                return None
+            found = self.loss().independence(part, self.whole, self.group_size)
+            if found.proven:
+                return self._nearest(plan, unit_of(found), search)
+            reason = _reason(found)
+            wanted = max(1, reason.group) * max(1, reason.runs)
+            unit = math.lcm(unit, wanted)
+        return None
+
+    def _nearest(
+        self, plan: Plan, unit: int, search: Search
+    ) -> tuple[Plan, Plan] | None:
+        """The faster plan of the next fewer and the next more micro-batches."""
+        counts = divisors(self.whole // unit)
+        fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
+        more = [n for n in counts if n > plan.num_micro_batches]
+        pairs = [self._first(several, search) for several in (fewer, more)]
+        found = [pair for pair in pairs if pair is not None]
+        return min(found, key=lambda p: p[0].time.step_seconds, default=None)
+
+    def _first(self, counts: Sequence[int], search: Search) -> tuple[Plan, Plan] | None:
+        """The plan of the first of some numbers of micro-batches that has one."""
+        for count in counts:
+            try:
+                plan = search(count)
+            except PlanError:
+                continue
+            part = split_of(plan, self.whole).part
+            found = self.loss().independence(part, self.whole, self.group_size)
+            if found.proven:
+                return with_group(plan, found.group), plan
+        return None
+
+
+def _reason(verdict: Any) -> Any:
+    assert verdict.reason is not None
+    return verdict.reason
+
+
+def with_group(plan: Plan, group: int) -> Plan:
+    """A plan whose micro-batches hold whole groups, and the plans in it.
+
+    Args:
+        plan: Any plan.
+        group: Neighbours that stay together.
+    """
+    if group == plan.group_size:
+        return plan
+    stages = plan.stages
+    if stages is not None and stages.plans:
+        inner: Any = tuple(with_group(p, group) for p in plan.apart)
+        stages = dataclasses.replace(stages, plans=inner)
+    pipelines = tuple(with_group(p, group) for p in plan.pipelines)
+    return dataclasses.replace(
+        plan, group_size=group, stages=stages, pipelines=pipelines
+    )
+
+
+def _with_note(plan: Plan, reason: str) -> Plan:
+    note = (
+        f"one micro-batch is taken: {reason}; per_micro_batch=True allows several, "
+        "each with a loss of its own"
+    )
+    return dataclasses.replace(plan, notes=(*plan.notes, note))

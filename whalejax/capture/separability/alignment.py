@@ -1,0 +1,191 @@
+"""How the dimensions of operands lie beside each other, and how reshapes regroup them.
+
+Both ask the same: two lists of atoms hold the same elements in the same order, so they
+are brought to atoms of equal sizes. Plain, equal and drawn atoms may be cut; the
+samples may not, because micro-batches would then hold other groups of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from whalejax.capture.separability.values import (
+    Along,
+    Atom,
+    CoupledError,
+    Dim,
+    Dims,
+    is_samples,
+    plain_dim,
+    size_of,
+)
+
+
+_RANK: Final = {Along.EQUAL: 0, Along.DRAWN: 1, Along.PLAIN: 2, Along.SAMPLES: 2}
+
+PLACES: Final = "gives each place in the batch a number of its own"
+
+
+def merged_atoms(atoms: Sequence[Atom]) -> Dim:
+    """A dimension with neighbours of one kind as one atom, and no atom of size 1."""
+    found: list[Atom] = []
+    for atom in atoms:
+        if atom.part == atom.whole == 1 and atom.along is not Along.SAMPLES:
+            continue
+        last = found[-1] if found else None
+        if last and last.along is atom.along and atom.along is not Along.SAMPLES:
+            found[-1] = atom.sized(last.part * atom.part, last.whole * atom.whole)
+        else:
+            found.append(atom)
+    return tuple(found)
+
+
+def align_dims(dims: Sequence[Dims]) -> Dims:
+    """Dimensions of an elementwise result.
+
+    Args:
+        dims: Those of each operand, all of one rank.
+
+    Raises:
+        CoupledError: samples meet places of the batch, or other samples.
+    """
+    found = dims[0]
+    for other in dims[1:]:
+        if other is not found and other != found:
+            pairs = zip(found, other, strict=True)
+            found = tuple(a if a == b else align_dim(a, b) for a, b in pairs)
+    check_one_batch(found)
+    return found
+
+
+def check_one_batch(dims: Dims) -> None:
+    """Refuse values in which samples run along two dimensions.
+
+    Raises:
+        CoupledError: they do.
+    """
+    if sum(a.along is Along.SAMPLES for dim in dims for a in dim) > 1:
+        raise CoupledError("compares samples with each other")
+
+
+def align_dim(a: Dim, b: Dim) -> Dim:
+    """One dimension that two operands have in common.
+
+    Raises:
+        CoupledError: samples meet something that is not of these samples.
+    """
+    if size_of(a) != size_of(b):  # One element, where an operation repeats it.
+        short, full = (a, b) if size_of(a) == (1, 1) else (b, a)
+        if size_of(short) == (1, 1):
+            return full
+        raise CoupledError("has dimensions of unlike sizes")
+    first, second = list(a), list(b)
+    found: list[Atom] = []
+    while first and second:
+        x, y = first.pop(), second.pop()
+        if (x.part, x.whole) != (y.part, y.whole):
+            x, y = _cut(x, y, first, second) or _cut_reversed(x, y, first, second)
+        if Along.SAMPLES in (x.along, y.along) and x.along is not y.along:
+            other = y if x.along is Along.SAMPLES else x
+            if other.along is Along.PLAIN:
+                raise CoupledError(PLACES)
+        found.append(max(x, y, key=lambda atom: _RANK[atom.along]))
+    found += [*reversed(first), *reversed(second)]
+    return merged_atoms(found[::-1])
+
+
+_Pair = tuple[Atom, Atom]
+
+
+def _cut(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair | None:
+    """The inner part of ``x`` that is as large as ``y``; the rest is put back."""
+    del second
+    if x.along is Along.SAMPLES or x.part % y.part or x.whole % y.whole:
+        return None
+    first.append(x.sized(x.part // y.part, x.whole // y.whole))
+    return x.sized(y.part, y.whole), y
+
+
+def _cut_reversed(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair:
+    found = _cut(y, x, second, first)
+    if found is not None:
+        return found[1], found[0]
+    if Along.SAMPLES in (x.along, y.along):
+        raise CoupledError("regroups samples")
+    # Elements of one kind beside those of another: nothing is known along both.
+    wide = [*first, x]
+    other = [*second, y]
+    first.clear()
+    second.clear()
+    if any(a.along is Along.SAMPLES for a in (*wide, *other)):
+        raise CoupledError("regroups samples")
+    part, whole = size_of(tuple(wide))
+    return Atom(Along.PLAIN, part, whole), Atom(Along.PLAIN, part, whole)
+
+
+def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
+    """Dimensions after a reshape.
+
+    Args:
+        dims: Before it.
+        part, whole: Shape after it, in the trace of a part and of the whole.
+
+    Raises:
+        CoupledError: it parts or regroups the samples.
+    """
+    atoms = [atom for dim in dims for atom in dim]
+    found: list[Dim] = []
+    for sizes in reversed([*zip(part, whole, strict=True)]):
+        found.append(_take(atoms, *sizes))
+    return tuple(reversed(found))
+
+
+def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
+    """Take atoms of so many elements off the inner end of a list."""
+    taken: list[Atom] = []
+    while part > 1 or whole > 1:
+        atom = atoms.pop()
+        if part % atom.part == 0 and whole % atom.whole == 0:
+            part, whole = part // atom.part, whole // atom.whole
+            taken.append(atom)
+            continue
+        if atom.along is Along.SAMPLES:
+            raise _parted(atom, part, whole)
+        if atom.part % part or atom.whole % whole:
+            return _take_mixed(atoms, atom, taken, part, whole)
+        atoms.append(atom.sized(atom.part // part, atom.whole // whole))
+        taken.append(atom.sized(part, whole))
+        part = whole = 1
+    # One sample, or one element of each kind, takes no room: leave it where it was.
+    return merged_atoms(taken[::-1])
+
+
+def _parted(samples: Atom, part: int, whole: int) -> CoupledError:
+    """The error where a dimension of so many elements ends among the samples."""
+    if part == whole and samples.part % part == 0 and samples.whole % part == 0:
+        why = f"parts the samples into groups of {part} neighbours"
+        return CoupledError(why, group=part)
+    runs = samples.part // part
+    if (samples.part, samples.whole) == (part * runs, whole * runs):
+        return CoupledError(f"parts the samples into {runs} runs", runs=runs)
+    return CoupledError("regroups samples")
+
+
+def _take_mixed(
+    atoms: list[Atom], atom: Atom, taken: list[Atom], part: int, whole: int
+) -> Dim:
+    """Take elements where an atom ends inside the dimension: nothing is known of them.
+
+    The rest of all atoms becomes one of which nothing is known either.
+    """
+    every = [*atoms, atom]
+    if is_samples(tuple(every)) or is_samples(tuple(taken)):
+        raise CoupledError("regroups samples")
+    before = size_of(tuple(every))
+    atoms.clear()
+    if before[0] % part or before[1] % whole:
+        raise CoupledError("regroups what depends on the number of samples")
+    atoms.extend(plain_dim(before[0] // part, before[1] // whole))
+    inner = size_of(tuple(taken))
+    return plain_dim(inner[0] * part, inner[1] * whole)

@@ -1,0 +1,127 @@
+"""Functions with a derivative of their own, whose rule may couple samples too.
+
+A loss that is a sum over samples has a gradient that is one, where derivatives are
+JAX's. A rule that a user wrote may do anything, as normalise what it is given over the
+batch. So the rule itself is traced, for a part and for the whole, and its results have
+to be what a mean over samples asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+import jax
+
+from whalejax import _compat
+from whalejax.capture.separability.values import (
+    Along,
+    CoupledError,
+    Kind,
+    Value,
+)
+
+
+class Follower(Protocol):
+    """What follows a program in two traces; see ``Interpreter``."""
+
+    share: float
+
+    def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
+        """What is known of a program's results."""
+
+
+RULE: Final = (
+    "has a derivative rule of its own that combines samples, or is not linear in what "
+    "it is given"
+)
+
+
+def check_derivative(
+    follower: Follower,
+    part: Any,
+    whole: Any,
+    given: Sequence[Value],
+    found: Sequence[Value],
+) -> None:
+    """Refuse a derivative rule that is not that of a mean over samples.
+
+    Args:
+        follower: Follows the traced rule.
+        part, whole: The call, in both traces.
+        given: What is known of its operands.
+        found: What is known of its results.
+
+    Raises:
+        CoupledError: the rule couples samples.
+    """
+    if _compat.is_ruled_by_jax(part):
+        return
+    inputs = _compat.differentiable_operands(part)
+    outputs = [
+        n for n, v in enumerate(part.outvars) if _compat.is_inexact(v.aval.dtype)
+    ]
+    moving = [i for i in inputs if given[i].kind is not Kind.FIXED]
+    if not moving or not outputs:
+        return
+    rules = [_traced_rule(e, inputs, outputs) for e in (part, whole)]
+    cotangents = [_cotangent(found[n], follower.share) for n in outputs]
+    results = follower.run(rules[0], rules[1], [*(v.plain for v in given), *cotangents])
+    for place, gradient in zip(inputs, results, strict=True):
+        _check(given[place], gradient, follower.share)
+
+
+def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
+    """The jaxpr from a call's operands and cotangents to its gradients."""
+    avals = [atom.aval for atom in equation.invars]
+    count = len(avals)
+
+    def gradients(*leaves: Any) -> list[Any]:
+        operands = list(leaves[:count])
+
+        def call(*moved: Any) -> list[Any]:
+            values = list(operands)
+            for place, value in zip(inputs, moved, strict=True):
+                values[place] = value
+            results = _compat.bind(equation, values)
+            return [results[n] for n in outputs]
+
+        _, pull = jax.vjp(call, *(operands[i] for i in inputs))
+        return list(pull(list(leaves[count:])))
+
+    given = [_compat.abstract(a.shape, a.dtype) for a in avals]
+    given += [
+        _compat.abstract(equation.outvars[n].aval.shape, equation.outvars[n].aval.dtype)
+        for n in outputs
+    ]
+    return _compat.pruned(_compat.trace(gradients, given))
+
+
+def _cotangent(value: Value, share: float) -> Value:
+    """What a mean over samples hands back for a value."""
+    ratio = value.ratio or 1.0
+    if any(a.grows and a.along is not Along.SAMPLES for d in value.dims for a in d):
+        raise CoupledError(RULE)
+    if value.kind is Kind.SAMPLE:
+        return replace(value.plain, ratio=share / ratio)
+    kind = Kind.FIXED if value.kind is Kind.SUM else Kind.SUM
+    return replace(value.plain, kind=kind, ratio=1 / ratio)
+
+
+def _check(value: Value, gradient: Value, share: float) -> None:
+    if gradient.coupled:
+        raise CoupledError(RULE)
+    if gradient.ratio is None:
+        return
+    ratio = value.ratio or 1.0
+    if value.kind is Kind.SAMPLE:
+        right = gradient.kind is Kind.SAMPLE
+        expected = share / ratio
+    else:
+        right = gradient.kind in (Kind.FIXED, Kind.SUM)
+        right &= value.kind is Kind.FIXED or gradient.kind is Kind.FIXED
+        expected = 1 / ratio
+    if not right or not math.isclose(gradient.ratio, expected, rel_tol=1e-5):
+        raise CoupledError(RULE)

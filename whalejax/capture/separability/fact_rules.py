@@ -1,0 +1,507 @@
+"""Rules that look at facts: places in the batch, and experts' tokens sorted and back.
+
+They are asked before the others and give None where no fact decides. Values in the
+order of a sort (``Sorted``) are followed by what they are in the samples' own order, as
+long as an operation treats each row by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.separability.equations import PairedEquation
+from whalejax.capture.separability.facts import (
+    AlwaysFalse,
+    Columns,
+    Counter,
+    Counts,
+    Ids,
+    Numbered,
+    OneHot,
+    Order,
+    Places,
+    Sorted,
+    Sorting,
+    fact_of,
+)
+from whalejax.capture.separability.reduction_rules import with_sum
+from whalejax.capture.separability.table import apply_rule
+from whalejax.capture.separability.values import (
+    CoupledError,
+    Dim,
+    Kind,
+    Reason,
+    Value,
+    equal_dim,
+    is_one,
+    is_samples,
+    product_ratio,
+    size_of,
+)
+
+
+FactRule = Callable[[PairedEquation, Reason], list[Value] | None]
+"""What facts say of an equation's results, or None.
+
+The reason is what couples samples where a result may be used in no other way than its
+fact allows.
+"""
+
+_ROW_WISE: Final = frozenset(
+    "gather dot_general convert_element_type broadcast_in_dim transpose select_n clamp "
+    "integer_pow ragged_dot_general ragged_dot reduce_sum reduce_max reduce_min "
+    "squeeze expand_dims reshape argmax top_k slice split".split()
+)
+
+
+def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """What facts say of an equation's results; None where they say nothing.
+
+    Args:
+        equation: The equation.
+        reason: What couples samples if the results are used in another way.
+
+    Raises:
+        CoupledError: it couples samples.
+    """
+    if not any(v.fact is not None for v in equation.values) and equation.name != "sort":
+        return _new_ids(equation)
+    for rule in _RULES.get(equation.name, ()):
+        found = rule(equation, reason)
+        if found is not None:
+            return found
+    if any(fact_of(v, Sorted) for v in equation.values):
+        return _row_wise(equation, reason)
+    return None
+
+
+def with_fact(value: Value, fact: Any, reason: Reason) -> Value:
+    """A value of which nothing but a fact may be used."""
+    return Value(kind=Kind.COUPLED, dims=value.dims, fact=fact, reason=reason)
+
+
+# Places, and indices that may count from the end.
+
+
+def _literal(value: Value) -> Any:
+    """A number that is the same in both traces, or None."""
+    if value.numbers is None or not np.array_equal(*value.numbers):
+        return None
+    return value.numbers[0]
+
+
+def _is_natural(value: Value) -> bool:
+    numbered = fact_of(value, Numbered)
+    return bool(
+        fact_of(value, Places)
+        or fact_of(value, Order)
+        or (numbered and numbered.ids.natural and not numbered.wrapped)
+    )
+
+
+def _below_zero(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """``index < 0``, where an index is known to be none."""
+    del reason
+    index, zero = equation.values
+    literal = _literal(zero)
+    if literal is None or literal != 0 or not _is_natural(_unsorted(index)):
+        return None
+    dims = tuple(equal_dim(*size_of(d)) for d in index.dims)
+    return [Value(kind=Kind.FIXED, dims=dims, fact=AlwaysFalse())]
+
+
+def _unsorted(value: Value) -> Value:
+    ordered = fact_of(value, Sorted)
+    return value if ordered is None else ordered.base
+
+
+def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """A choice that is always the same."""
+    del reason
+    which, first = equation.values[:2]
+    return [first] if fact_of(which, AlwaysFalse) else None
+
+
+def _kept(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """A fact that passes through what changes no number."""
+    value = equation.values[0]
+    if not isinstance(value.fact, Places | Order | Numbered):
+        return None
+    if equation.name == "convert_element_type" and _compat.is_inexact(
+        equation.result_dtype
+    ):
+        return None
+    if isinstance(value.fact, Order):
+        dims = [d for d in value.dims if d]
+        shapes = equation.shapes()
+        pairs = [p for p in zip(*shapes, strict=True) if p != (1, 1)]
+        if len(dims) == 1 and pairs == [size_of(dims[0])]:
+            found = [dims[0] if p != (1, 1) else () for p in zip(*shapes, strict=True)]
+            return [with_fact(replace(value, dims=tuple(found)), value.fact, reason)]
+        return None
+    (found_value,) = apply_rule(equation)
+    if isinstance(value.fact, Places) and found_value.fact is None:
+        if equation.name in ("reshape", "broadcast_in_dim"):
+            return [found_value]
+        return [replace(found_value, fact=value.fact)]
+    if isinstance(value.fact, Numbered):
+        return [replace(found_value, fact=value.fact)]
+    return [found_value]
+
+
+def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Indices beside each other, one of which is a place."""
+    axis = equation.params["dimension"]
+    values = equation.values
+    last = len(equation.shapes()[0]) - 1
+    narrow = all(v.dims[axis] == () for v in values)
+    if axis != last or not narrow or not any(fact_of(v, Places) for v in values):
+        return None
+    if any(v.coupled for v in values):
+        return None
+    shapes = equation.shapes()
+    dims = tuple(equal_dim(*sizes) for sizes in zip(*shapes, strict=True))
+    value = Value(kind=Kind.FIXED, dims=dims)
+    return [with_fact(value, Columns(columns=tuple(values)), reason)]
+
+
+def _by_columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """A lookup or a write at the samples' own places."""
+    del reason
+    values = equation.values
+    known = fact_of(values[1], Columns) is not None
+    if not known or any(v.coupled for i, v in enumerate(values) if i != 1):
+        return None
+    return apply_rule(equation)
+
+
+# Numbers that are told from others.
+
+
+def _new_ids(equation: PairedEquation) -> list[Value] | None:
+    """Numbers of experts, such as the place of the largest score."""
+    if equation.name not in ("argmax", "top_k", "argmin"):
+        return None
+    found = apply_rule(equation)
+    last = found[-1]
+    if last.kind is not Kind.SAMPLE:
+        return found
+    return [*found[:-1], replace(last, fact=Numbered(ids=Ids(natural=True)))]
+
+
+def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """A number plus a constant, as for negative indices."""
+    del reason
+    value, more = equation.values
+    numbered = fact_of(value, Numbered)
+    if numbered is None or _literal(more) is None or not numbered.ids.natural:
+        return None
+    (found,) = apply_rule(equation)
+    return [replace(found, fact=Numbered(ids=numbered.ids, wrapped=True))]
+
+
+def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Numbers that are at least 0, which natural ones are."""
+    del reason
+    for value, least in (equation.values, equation.values[::-1]):
+        numbered, literal = fact_of(value, Numbered), _literal(least)
+        if numbered is None or literal is None or literal > 0:
+            continue
+        (found,) = apply_rule(equation)
+        if numbered.ids.natural and not numbered.wrapped:
+            return [replace(found, fact=numbered)]
+    return None
+
+
+def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """``numbers == 0, 1, 2 …`` along a last dimension of their own."""
+    del reason
+    for value, other in (equation.values, equation.values[::-1]):
+        numbered = fact_of(value, Numbered)
+        if numbered is not None and not numbered.wrapped:
+            (found,) = apply_rule(equation)
+            wide = other.kind is Kind.FIXED and other.dims and other.dims[-1]
+            return [replace(found, fact=OneHot(ids=numbered.ids))] if wide else None
+    return None
+
+
+def _counted(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """How often each number stands there: one-hot rows, added up."""
+    del reason
+    value = equation.values[0]
+    one_hot = fact_of(value, OneHot)
+    if one_hot is None:
+        return None
+    found = apply_rule(equation)
+    if equation.name == "convert_element_type":
+        return [replace(found[0], fact=one_hot)]
+    rows = set(range(len(value.dims) - 1))
+    if set(equation.params["axes"]) == rows:
+        return [replace(found[0], fact=Counts(ids=one_hot.ids))]
+    return found
+
+
+def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Ones added up at the places that numbers name."""
+    del reason
+    operand, indices, updates = equation.values
+    numbered = fact_of(indices, Numbered)
+    if numbered is None or operand.ratio is not None or operand.kind is not Kind.FIXED:
+        return None
+    ones = updates.kind is Kind.FIXED and all(
+        a.along.value == "equal" for d in updates.dims for a in d
+    )
+    (found,) = apply_rule(equation)
+    return [replace(found, fact=Counts(ids=numbered.ids)) if ones else found]
+
+
+def _cast_counts(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    del reason
+    counts = fact_of(equation.values[0], Counts)
+    if counts is None:
+        return None
+    (found,) = apply_rule(equation)
+    exact = not _compat.is_inexact(equation.result_dtype)
+    return [replace(found, fact=counts if exact else None)]
+
+
+def _counts_on(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """State to which each sample adds something, however many are in a part."""
+    for state, more in (equation.values, equation.values[::-1]):
+        counter = fact_of(state, Counter)
+        if counter is None or more.coupled or more.batched:
+            continue
+        added = more.ratio is None or math.isclose(more.ratio, counter.share)
+        if added and not any(a.grows for dim in more.dims for a in dim):
+            return [with_fact(state, counter, reason)]
+    return None
+
+
+# Sorted by expert, and back.
+
+
+def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """A sort along the samples, or the one that undoes it."""
+    axis, keys = equation.params["dimension"], equation.params["num_keys"]
+    values = equation.values
+    first = values[0]
+    order = fact_of(first, Order)
+    if order is not None:
+        undone = order.divided == 1 and not order.inverse and len(values) == 2
+        if undone and fact_of(values[1], Places):
+            inverse = Order(sorting=order.sorting, inverse=True)
+            return [
+                with_fact(first, None, reason),
+                with_fact(first, inverse, reason),
+            ]
+        return None
+    if keys != 1 or len(first.dims) != 1 or not is_samples(first.dims[axis]):
+        return None
+    numbered = fact_of(first, Numbered)
+    plain = numbered is not None and not numbered.wrapped
+    sorting = Sorting(dim=first.dims[axis], ids=numbered.ids if plain else None)
+    found = []
+    for value in values:
+        if fact_of(value, Places):
+            fact: Any = Order(sorting=sorting)
+            found.append(with_fact(replace(value, dims=first.dims), fact, reason))
+        elif value.coupled or value.kind is Kind.SUM or value.dims != first.dims:
+            return None
+        else:
+            fact = Sorted(sorting=sorting, base=value)
+            found.append(with_fact(value, fact, reason))
+    return found
+
+
+def divided_order(
+    name: str, values: Sequence[Value], reason: Reason
+) -> list[Value] | None:
+    """A floor division of sorted places, by which choices become their tokens.
+
+    Args:
+        name: Of the function that divides.
+        values: Its operands.
+        reason: What couples samples if the result is used in another way.
+    """
+    if name != "floor_divide" or len(values) != 2:
+        return None
+    order, literal = fact_of(values[0], Order), _literal(values[1])
+    if order is None or literal is None or order.inverse or int(literal) < 1:
+        return None
+    fact = replace(order, divided=order.divided * int(literal))
+    return [with_fact(values[0], fact, reason)]
+
+
+def _inner_size(dim: Dim) -> int | None:
+    """Elements of one sample (or group) side by side; None if they are not."""
+    if not dim or not is_samples(dim[:1]):
+        return None
+    return int(np.prod([a.part for a in dim[1:]]))
+
+
+def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Rows in the order of a sort, or back in their own."""
+    operand, indices = equation.values
+    order = fact_of(indices, Order)
+    numbers = equation.params["dimension_numbers"]
+    rows = tuple(map(int, numbers.start_index_map)) == (0,)
+    rows &= tuple(map(int, numbers.collapsed_slice_dims)) == (0,)
+    rows &= not numbers.operand_batching_dims and len(indices.dims) == 2
+    if order is None or not rows:
+        return None
+    if not all(
+        equation_params["slice_sizes"][1:] == shape[1:]
+        for equation_params, shape in zip(
+            (equation.part.params, equation.whole.params),
+            equation.operand_shapes(0),
+            strict=True,
+        )
+    ):
+        return None
+    ordered = fact_of(operand, Sorted)
+    if order.inverse:
+        same = ordered is not None and ordered.sorting is order.sorting
+        return [ordered.base] if same else None
+    if operand.coupled or operand.kind is Kind.SUM:
+        return None
+    dim = order.sorting.dim
+    inner = _inner_size(dim)
+    if order.divided == 1 and operand.dims[0] == dim:
+        base = operand
+    elif inner is not None and _merged_choices(operand.dims[0], dim, order.divided):
+        base = operand.shaped([dim, *operand.dims[1:]])
+    else:
+        return None
+    base = base.plain
+    return [with_fact(base, Sorted(sorting=order.sorting, base=base), reason)]
+
+
+def _merged_choices(tokens: Dim, choices: Dim, divided: int) -> bool:
+    """Whether so many choices in a row are of each token."""
+    if size_of(choices) != tuple(n * divided for n in size_of(tokens)):
+        return False
+    first = [tokens[:1], choices[:1]]
+    return is_samples(tokens[:1]) and first[0] == first[1]
+
+
+def _added_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Sorted rows, written or added up at the places that they came from."""
+    del reason
+    operand, indices, updates = equation.values
+    order, ordered = fact_of(indices, Order), fact_of(updates, Sorted)
+    if order is None or ordered is None or order.sorting is not ordered.sorting:
+        return None
+    numbers = equation.params["dimension_numbers"]
+    rows = tuple(map(int, numbers.scatter_dims_to_operand_dims)) == (0,)
+    rows &= tuple(map(int, numbers.inserted_window_dims)) == (0,)
+    if not rows or order.inverse or operand.kind is not Kind.FIXED:
+        return None
+    if operand.ratio is not None and not is_one(product_ratio([operand])):
+        return None
+    base = ordered.base
+    adds = "add" in equation.name
+    if any(a.grows and a.along.value == "plain" for d in operand.dims for a in d):
+        return None
+    if order.divided == 1 and (not adds or operand.ratio is None):
+        return (
+            [base.plain] if size_of(operand.dims[0]) == size_of(base.dims[0]) else None
+        )
+    if not adds or operand.ratio is not None:
+        return None
+    return [_over_choices(base, order, size_of(operand.dims[0]))]
+
+
+def _over_choices(base: Value, order: Order, tokens: tuple[int, int]) -> Value:
+    dim = base.dims[0]
+    if size_of(dim) != tuple(n * order.divided for n in tokens):
+        raise CoupledError("adds rows up at places of other samples")
+    inner = [a for a in dim[1:]]
+    per = int(np.prod([a.part for a in inner])) // order.divided
+    kept = [dim[0], *([inner[0].sized(per, per)] if per > 1 else [])]
+    gone = inner[0].sized(order.divided, order.divided)
+    return with_sum(base, [(gone,)], [tuple(kept), *base.dims[1:]])
+
+
+def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Rows sorted by their expert, times the matrix of each expert."""
+    left, right, sizes = equation.values[:3]
+    ordered, counts = fact_of(left, Sorted), fact_of(sizes, Counts)
+    if ordered is None or counts is None or ordered.sorting.ids is not counts.ids:
+        return None
+    (numbers,) = equation.same("ragged_dot_dimension_numbers")
+    dot = numbers.dot_dimension_numbers
+    plain = tuple(map(tuple, dot[0])) == ((1,), (1,)) and dot[1] == ((), ())
+    plain &= tuple(numbers.lhs_ragged_dimensions) == (0,)
+    plain &= tuple(numbers.rhs_group_dimensions) == (0,)
+    if not plain or right.kind is not Kind.FIXED:
+        return None
+    base = ordered.base
+    ratio = product_ratio([base, right])
+    dims = (base.dims[0], right.dims[2])
+    found = Value(kind=base.kind, dims=dims, ratio=ratio, within=base.within)
+    return [with_fact(found, Sorted(sorting=ordered.sorting, base=found), reason)]
+
+
+def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """An operation on rows in one order, followed as if they were in their own."""
+    facts = [fact_of(v, Sorted) for v in equation.values]
+    orders = {id(f.sorting) for f in facts if f is not None}
+    others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]
+    alone = all(v.kind is Kind.FIXED for v in others)
+    elementwise = equation.name in _row_wise_names()
+    if len(orders) != 1 or not alone or not elementwise:
+        return None
+    sorting = next(f.sorting for f in facts if f is not None)
+    bases = [
+        v if f is None else f.base for v, f in zip(equation.values, facts, strict=True)
+    ]
+    inside = PairedEquation(part=equation.part, whole=equation.whole, values=bases)
+    found = apply_fact_rule(inside, reason) or apply_rule(inside)
+    results = []
+    for value in found:
+        where = [d for d in value.dims if is_samples(d)]
+        if value.kind is Kind.SUM or value.kind is Kind.FIXED:
+            results.append(value)
+        elif where != [sorting.dim] or value.coupled:
+            return None
+        else:
+            fact = Sorted(sorting=sorting, base=value)
+            results.append(with_fact(value, fact, reason))
+    return results
+
+
+def _row_wise_names() -> frozenset[str]:
+    from whalejax.capture.separability import elementwise_rules
+
+    return _ROW_WISE | frozenset(elementwise_rules.RULES)
+
+
+_KEEPING: Final = (
+    "convert_element_type reshape squeeze expand_dims broadcast_in_dim copy "
+    "sharding_constraint optimization_barrier"
+).split()
+
+_RULES: Final[dict[str, tuple[FactRule, ...]]] = {
+    **{name: (_kept,) for name in _KEEPING},
+    "convert_element_type": (_counted, _cast_counts, _kept),
+    "reduce_sum": (_counted,),
+    "lt": (_below_zero,),
+    "select_n": (_first_case,),
+    "concatenate": (_columns,),
+    "add": (_counts_on, _wrapped),
+    "max": (_at_least,),
+    "eq": (_one_hot,),
+    "sort": (_sort,),
+    "gather": (_taken_in_order, _by_columns),
+    "scatter": (_added_in_order, _by_columns),
+    "scatter-add": (_added_in_order, _histogram, _by_columns),
+    "scatter_add": (_added_in_order, _histogram, _by_columns),
+    "ragged_dot_general": (_ragged,),
+    "ragged_dot": (_ragged,),
+}

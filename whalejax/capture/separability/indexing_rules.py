@@ -1,0 +1,215 @@
+"""Rules for lookups and scattered writes by index.
+
+An index that is computed from a sample's own data stays with that sample. One that
+names places among all samples does not, unless it is the sample's own place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from whalejax.capture.separability.alignment import (
+    align_dim,
+    align_dims,
+    check_one_batch,
+)
+from whalejax.capture.separability.equations import (
+    PairedEquation,
+    Rule,
+    combined_kind,
+    fixed,
+)
+from whalejax.capture.separability.facts import Columns, Places, fact_of
+from whalejax.capture.separability.reduction_rules import with_sum
+from whalejax.capture.separability.shape_rules import TAKES, cut_dim
+from whalejax.capture.separability.values import (
+    Along,
+    CoupledError,
+    Dim,
+    Kind,
+    Value,
+    equal_dim,
+    is_one,
+    is_samples,
+    plain_dim,
+    product_ratio,
+    same_ratio,
+    size_of,
+)
+
+
+def _own_places(dim: Dim) -> bool:
+    return is_samples(dim) or any(a.grows and a.along is Along.PLAIN for a in dim)
+
+
+def columns_of(indices: Value, count: int) -> list[Value] | None:
+    """Index arrays that stand beside each other in one, if they are known apart."""
+    columns = fact_of(indices, Columns)
+    if columns is not None:
+        return list(columns.columns)
+    return [indices] if count == 1 else None
+
+
+def _index_dims(indices: Value, columns: Sequence[Value] | None) -> list[Dim]:
+    """Dimensions of index arrays, in which a sample's own place asks for none."""
+    if columns is None:
+        return list(indices.dims[:-1])
+    dims = []
+    for column in columns:
+        own = list(column.dims[:-1])
+        places = fact_of(column, Places)
+        if places is not None:
+            own[places.dim] = equal_dim(*size_of(own[places.dim]))
+        dims.append(tuple(own))
+    return list(align_dims(dims))
+
+
+def _check_indices(values: Sequence[Value]) -> None:
+    if any(v.kind is Kind.SUM for v in values):
+        raise CoupledError("looks up by a sum over the samples")
+    if any(v.coupled for v in values):
+        raise CoupledError("looks up by an index that other samples decide")
+    if not all(is_one(v.ratio) for v in values):
+        raise CoupledError("looks up by an index that depends on the number of samples")
+
+
+def _gather(equation: PairedEquation) -> list[Value]:
+    (numbers,) = equation.same("dimension_numbers")
+    operand, indices = equation.values
+    pieces = equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"]
+    mapped = [int(i) for i in numbers.start_index_map]
+    columns = columns_of(indices, len(mapped))
+    _check_indices(columns or [indices])
+    own = _index_dims(indices, columns)
+    for o, i in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        own[i] = align_dim(operand.dims[o], own[i])
+    looked_up: set[int] = set()
+    for slot, d in enumerate(mapped):
+        sizes = size_of(operand.dims[d])
+        if (pieces[0][d], pieces[1][d]) == sizes:
+            continue
+        looked_up.add(d)
+        column = None if columns is None else columns[slot]
+        places = None if column is None else fact_of(column, Places)
+        if places is not None and (_own_places(operand.dims[d]) or columns is None):
+            if size_of(own[places.dim]) != sizes or pieces[0][d] != 1:
+                raise CoupledError(TAKES)
+            own[places.dim] = align_dim(operand.dims[d], own[places.dim])
+        elif places is not None:
+            own[places.dim] = plain_dim(*size_of(own[places.dim]))
+        elif _own_places(operand.dims[d]):
+            raise CoupledError(TAKES)
+    collapsed = {int(i) for i in numbers.collapsed_slice_dims}
+    gone = collapsed | {int(i) for i in numbers.operand_batching_dims}
+    behind: list[Dim] = []
+    for d, dim in enumerate(operand.dims):
+        if d in gone:
+            continue
+        sizes, taken = size_of(dim), (pieces[0][d], pieces[1][d])
+        if taken == sizes:
+            behind.append(dim)
+        elif d in looked_up:
+            behind.append(plain_dim(*taken))
+        else:
+            behind.append(cut_dim(dim, sizes, [(0, n, 1) for n in taken]))
+    offsets = {int(i) for i in numbers.offset_dims}
+    front, rest = iter(own), iter(behind)
+    rank = len(equation.shapes()[0])
+    dims = tuple(next(rest) if i in offsets else next(front) for i in range(rank))
+    check_one_batch(dims)
+    kind, within = combined_kind([operand, *(columns or [indices])])
+    return [Value(kind=kind, dims=dims, ratio=operand.ratio, within=within)]
+
+
+def _scatter(equation: PairedEquation) -> list[Value]:
+    (numbers,) = equation.same("dimension_numbers")
+    operand, indices, updates = equation.values
+    mapped = [int(i) for i in numbers.scatter_dims_to_operand_dims]
+    columns = columns_of(indices, len(mapped))
+    _check_indices(columns or [indices])
+    windows = [int(i) for i in numbers.update_window_dims]
+    scattered = [i for i in range(len(updates.dims)) if i not in windows]
+    own = [
+        align_dim(updates.dims[u], dim)
+        for u, dim in zip(scattered, _index_dims(indices, columns), strict=True)
+    ]
+    found, met = list(operand.dims), set[int]()
+    for o, i in zip(
+        numbers.operand_batching_dims,
+        numbers.scatter_indices_batching_dims,
+        strict=True,
+    ):
+        found[o] = align_dim(found[o], own[i])
+        met.add(i)
+    inserted = {int(i) for i in numbers.inserted_window_dims}
+    outside = inserted | {int(i) for i in numbers.operand_batching_dims}
+    inner = [d for d in range(len(found)) if d not in outside]
+    window = dict(zip(inner, windows, strict=True))
+    for slot, d in enumerate(mapped):
+        if d in window and size_of(found[d]) == size_of(updates.dims[window[d]]):
+            continue
+        places = None if columns is None else fact_of(columns[slot], Places)
+        if places is not None and size_of(own[places.dim]) == size_of(found[d]):
+            found[d] = align_dim(found[d], own[places.dim])
+            met.add(places.dim)
+        elif _own_places(found[d]) or size_of(found[d])[0] != size_of(found[d])[1]:
+            raise CoupledError("writes to samples by an index")
+        else:
+            found[d] = plain_dim(*size_of(found[d]))
+    for d, u in window.items():
+        if size_of(found[d]) == size_of(updates.dims[u]):
+            found[d] = align_dim(found[d], updates.dims[u])
+        elif _own_places(found[d]) or _own_places(updates.dims[u]):
+            raise CoupledError("writes to some of the samples by their place")
+    gone = [dim for i, dim in enumerate(own) if i not in met]
+    check_one_batch((*found, *gone))
+    return [_written(equation, (operand, indices, updates), columns, gone, found)]
+
+
+def _written(
+    equation: PairedEquation,
+    values: tuple[Value, Value, Value],
+    columns: Sequence[Value] | None,
+    gone: Sequence[Dim],
+    dims: Sequence[Dim],
+) -> Value:
+    """What a scatter gives, whose updates along some dimensions meet in one place."""
+    operand, indices, updates = values
+    index = list(columns or [indices])
+    kind, within = combined_kind([updates, *index])
+    if equation.name not in ("scatter-add", "scatter_add"):
+        if any(a.grows for dim in gone for a in dim) or any(map(is_samples, gone)):
+            raise CoupledError("writes samples over each other")
+        if equation.name != "scatter" and not is_one(product_ratio([operand, updates])):
+            raise CoupledError("multiplies what depends on the number of samples")
+        kind, within = combined_kind([operand, updates, *index])
+        ratio = same_ratio([operand, updates])
+        return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
+    added = Value(kind=kind, ratio=updates.ratio, within=within)
+    added = with_sum(added, gone, dims)
+    kind, within = combined_kind([operand, added])
+    ratio = same_ratio([operand, added])
+    return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
+
+
+def nothing(part: Sequence[int], whole: Sequence[int]) -> Value:
+    """Zeros of some shape."""
+    dims = [equal_dim(*sizes) for sizes in zip(part, whole, strict=True)]
+    return fixed(tuple(dims), None)
+
+
+RULES: Final[dict[str, Any | Rule]] = {
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter-mul": _scatter,
+    "scatter-min": _scatter,
+    "scatter-max": _scatter,
+    "scatter_add": _scatter,
+    "scatter_mul": _scatter,
+    "scatter_min": _scatter,
+    "scatter_max": _scatter,
+}

@@ -1,0 +1,320 @@
+"""Goes through two traces of a loss side by side, and into what they call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from whalejax import _compat
+from whalejax.capture.separability.alignment import align_dims
+from whalejax.capture.separability.derivatives import check_derivative
+from whalejax.capture.separability.equations import (
+    PairedEquation,
+    combined_kind,
+    constant,
+)
+from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_order
+from whalejax.capture.separability.table import apply_rule
+from whalejax.capture.separability.values import (
+    SIZE,
+    CoupledError,
+    Dim,
+    Kind,
+    Reason,
+    Value,
+    equal_dim,
+    is_one,
+    is_samples,
+    plain_dim,
+    same_ratio,
+    size_of,
+)
+
+
+OTHER_PROGRAM: Final = "does other operations for other numbers of samples"
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """Follows values of a part of the batch and of the whole through one program.
+
+    Attributes:
+        share: Samples of the part over those of the whole.
+        group: Samples in a group of neighbours.
+        runs: Runs of samples, one behind the other.
+    """
+
+    share: float
+    group: int = 1
+    runs: int = 1
+
+    def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
+        """What is known of a program's results.
+
+        Args:
+            part, whole: Its jaxprs.
+            inputs: What is known of its inputs.
+        """
+        (body, constants), (other, others) = map(_compat.open_jaxpr, (part, whole))
+        known: dict[Any, Value] = {}
+        pairs = zip(body.constvars, constants, others, strict=True)
+        if len(constants) != len(others) or len(body.eqns) != len(other.eqns):
+            return self._different(body)
+        for variable, a, b in pairs:
+            known[variable] = _guarded(a, b)
+        known.update(zip(body.invars, inputs, strict=True))
+        for one, two in zip(body.eqns, other.eqns, strict=True):
+            given = [
+                self._read(known, a, b)
+                for a, b in zip(one.invars, two.invars, strict=False)
+            ]
+            found = self._equation(one, two, given)
+            known.update(zip(one.outvars, found, strict=True))
+        return [
+            self._read(known, a, b)
+            for a, b in zip(body.outvars, other.outvars, strict=True)
+        ]
+
+    def _read(self, known: dict[Any, Value], part: Any, whole: Any) -> Value:
+        if _compat.is_literal(part) != _compat.is_literal(whole):
+            return _coupled(part, Reason(operation="", line="", why=OTHER_PROGRAM))
+        if _compat.is_literal(part):
+            return _guarded(part.val, whole.val)
+        return known[part]
+
+    def _different(self, body: Any) -> list[Value]:
+        line = _compat.line_text(body.eqns[0]) if body.eqns else ""
+        reason = Reason(operation="", line=line, why=OTHER_PROGRAM)
+        return [_coupled(atom, reason) for atom in body.outvars]
+
+    def _equation(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+        name = part.primitive.name
+        reason = Reason(operation=name, line=_compat.line_text(part), why=OTHER_PROGRAM)
+        if name != whole.primitive.name or len(given) != len(whole.invars):
+            return [_coupled(atom, reason) for atom in part.outvars]
+        try:
+            found = self._results(part, whole, given, reason)
+            return _with_keys(part, given, found)
+        except CoupledError as error:
+            group, runs = error.group * self.group, error.runs * self.runs
+            reason = replace(reason, why=error.why, group=group, runs=runs)
+            return [_coupled(atom, reason) for atom in part.outvars]
+
+    def _results(
+        self, part: Any, whole: Any, given: list[Value], reason: Reason
+    ) -> list[Value]:
+        kind = _compat.recursion(part)
+        if kind in ("inline", "remat", "opaque"):
+            return self._call(part, whole, given, reason)
+        if part.primitive.name == "custom_linear_solve":
+            return self._solve(part, whole, given)
+        reason = replace(reason, why="uses the places of samples in the batch")
+        equation = PairedEquation(part=part, whole=whole, values=given)
+        found = apply_fact_rule(equation, reason) if kind is None else None
+        if found is not None:
+            return found
+        coupled = next((v for v in given if v.coupled), None)
+        if coupled is not None and kind is None:
+            assert coupled.reason is not None
+            return [_coupled(atom, coupled.reason) for atom in part.outvars]
+        if kind is None:
+            return apply_rule(equation)
+        if kind == "scan":
+            return self._scan(part, whole, given)
+        if kind == "cond":
+            return self._cond(part, whole, given)
+        return self._while(part, whole, given)
+
+    def _call(
+        self, part: Any, whole: Any, given: list[Value], reason: Reason
+    ) -> list[Value]:
+        name = str(part.params.get("name", ""))
+        why = replace(reason, why="uses the order of all samples")
+        found = divided_order(name, given, why)
+        if found is not None:
+            return found
+        (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
+        found = self.run(inner, other, given)
+        own = part.primitive.name.startswith("custom_")
+        if own and not any(v.coupled for v in (*given, *found)):
+            if any(v.kind is not Kind.FIXED for v in given):
+                check_derivative(self, part, whole, given, found)
+        return found
+
+    def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+        """A linear solve, by the function that solves it."""
+        first = _compat.solve_parts(part)
+        (inner, other) = (_compat.solve_jaxpr(e) for e in (part, whole))
+        return self.run(inner, other, [*given[first[0] : first[1]], *given[first[2] :]])
+
+    # Loops and branches.
+
+    def _scan(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+        pair = _compat.scan_parts(part), _compat.scan_parts(whole)
+        (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
+        first = pair[0].num_consts
+        carries = first + pair[0].num_carries
+        lengths = pair[0].length, pair[1].length
+        consts, start, slices = given[:first], given[first:carries], given[carries:]
+        along = [not v.coupled and is_samples(v.dims[0]) for v in slices]
+        if lengths[0] != lengths[1] or any(along):
+            return self._over_samples(part, whole, given, pair[0])
+        inside = [_sliced(v) for v in slices]
+        carried = list(start)
+        while True:
+            found = self.run(inner, other, [*consts, *carried, *inside])
+            after = [_join(a, b) for a, b in zip(carried, found, strict=False)]
+            if after == carried:
+                break
+            carried = after
+        count = len(carried)
+        dim = plain_dim(*lengths)
+        stacked = [_stacked(v, dim) for v in found[count:]]
+        return [*(v.plain for v in carried), *stacked]
+
+    def _over_samples(
+        self, part: Any, whole: Any, given: list[Value], sizes: Any
+    ) -> list[Value]:
+        """A map over the samples, one after the other; nothing may be carried."""
+        first = sizes.num_consts
+        slices = given[first:]
+        if sizes.num_carries:
+            raise CoupledError("loops along the samples")
+        lead: Dim = ()
+        for value in slices:
+            if value.coupled:
+                raise CoupledError("loops along what is coupled to all samples")
+            here = value.dims[0]
+            if is_samples(here) and len(here) == 1:
+                lead = here
+            elif any(a.along.value == "plain" for a in here) or is_samples(here):
+                raise CoupledError("loops along the samples")
+        if not lead:
+            raise CoupledError(f"loops as often as {SIZE}")
+        inside = [
+            replace(v.shaped(v.dims[1:]), within=v.kind is Kind.SAMPLE)
+            if is_samples(v.dims[0])
+            else v.shaped(v.dims[1:])
+            for v in slices
+        ]
+        (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
+        found = self.run(inner, other, [*given[:first], *inside])
+        results = []
+        for value in found:
+            if value.kind is Kind.SAMPLE and value.within:
+                results.append(replace(value.shaped((lead, *value.dims)), within=False))
+            elif value.kind is Kind.FIXED:
+                equal = equal_dim(*size_of(lead))
+                results.append(value.shaped((equal, *value.dims)))
+            elif value.coupled:
+                results.append(value)
+            else:
+                raise CoupledError("loops along the samples")
+        return results
+
+    def _cond(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+        which, *operands = given
+        if which.coupled:
+            assert which.reason is not None
+            return [_coupled(atom, which.reason) for atom in part.outvars]
+        if which.kind is Kind.SUM or not is_one(which.ratio):
+            raise CoupledError("chooses a branch by a sum over the samples")
+        branches = zip(
+            _compat.inner_jaxprs(part), _compat.inner_jaxprs(whole), strict=True
+        )
+        several = [self.run(a, b, operands) for a, b in branches]
+        found = []
+        for values in zip(*several, strict=True):
+            value = values[0]
+            for other in values[1:]:
+                value = _join(value, other)
+            if which.kind is Kind.SAMPLE and not value.coupled:
+                kind, within = combined_kind([which, value])
+                value = replace(value, kind=kind, within=within)
+            found.append(value.plain)
+        return found
+
+    def _while(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+        of_condition, of_body = _compat.while_parts(part)
+        conditions, bodies = zip(*map(_compat.inner_jaxprs, (part, whole)), strict=True)
+        first, second = given[:of_condition], given[of_condition:][:of_body]
+        carried = [v.plain for v in given[of_condition + of_body :]]
+        while True:
+            found = self.run(bodies[0], bodies[1], [*second, *carried])
+            after = [_join(a, b) for a, b in zip(carried, found, strict=True)]
+            if after == carried:
+                break
+            carried = after
+        (ends,) = self.run(conditions[0], conditions[1], [*first, *carried])
+        if ends.coupled:
+            assert ends.reason is not None
+            return [_coupled(atom, ends.reason) for atom in part.outvars]
+        own = ends.kind is Kind.SAMPLE and ends.within
+        if not (ends.kind is Kind.FIXED or own) or not is_one(ends.ratio):
+            raise CoupledError("loops until all samples say that it ends")
+        if own and any(v.kind is not Kind.SAMPLE for v in carried):
+            carried = [replace(v, kind=Kind.SAMPLE, within=True) for v in carried]
+        return carried
+
+
+def _sliced(value: Value) -> Value:
+    return value if value.coupled else value.shaped(value.dims[1:])
+
+
+def _stacked(value: Value, dim: Dim) -> Value:
+    return value.plain if value.coupled else value.shaped((dim, *value.dims))
+
+
+def _guarded(part: Any, whole: Any) -> Value:
+    try:
+        return constant(part, whole)
+    except (CoupledError, ValueError) as error:
+        why = str(error) if isinstance(error, CoupledError) else f"a constant {SIZE}"
+        reason = Reason(operation="", line="", why=why)
+        return Value(kind=Kind.COUPLED, reason=reason)
+
+
+def _coupled(atom: Any, reason: Reason) -> Value:
+    dims = tuple(plain_dim(n, n) for n in atom.aval.shape)
+    return Value(kind=Kind.COUPLED, dims=dims, reason=reason)
+
+
+def _join(a: Value, b: Value) -> Value:
+    """What is one value or the other, as a carry is before and after an iteration."""
+    a, b = replace(a, numbers=None), replace(b, numbers=None)
+    if a == b:
+        return a
+    a, b = a.plain, b.plain
+    for value in (a, b):
+        if value.coupled:
+            return value
+    try:
+        kind, within = combined_kind([a, b])
+        dims, ratio = align_dims([a.dims, b.dims]), same_ratio([a, b])
+    except CoupledError as error:
+        reason = Reason(operation="scan", line="", why=error.why)
+        return Value(kind=Kind.COUPLED, dims=a.dims, reason=reason)
+    key = a.key if a.key == b.key else max(a.key, b.key, key=_KEYS.index)
+    return Value(kind=kind, dims=dims, ratio=ratio, within=within, key=key)
+
+
+_KEYS: Final = ("", "rng", "foreign")
+"""Whose keys a value may be of; what is of several is of the last."""
+
+
+def _with_keys(
+    part: Any, given: Sequence[Value], found: Sequence[Value]
+) -> list[Value]:
+    """Results, with the key that they are made of where they are keys, or its words."""
+    key = max((v.key for v in given), key=_KEYS.index, default="")
+    if not key or part.primitive.name in ("random_bits", "random_gamma"):
+        return list(found)
+    return [
+        replace(value, key=key) if _may_be_key(atom.aval.dtype) else value
+        for atom, value in zip(part.outvars, found, strict=True)
+    ]
+
+
+def _may_be_key(dtype: Any) -> bool:
+    return _compat.is_key_dtype(dtype) or str(dtype) == "uint32"

@@ -1,0 +1,305 @@
+"""The verdict on a loss: a mean of independent samples, or what couples them.
+
+A part of the batch computes what the whole does if the loss is a sum over samples whose
+coefficient times the number of samples is the same for both. The program is traced with
+the samples of both and the two are compared, so no number in it needs a rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.separability.facts import Counter, fact_of
+from whalejax.capture.separability.interpret import Interpreter
+from whalejax.capture.separability.values import (
+    Along,
+    Atom,
+    Dim,
+    Kind,
+    Reason,
+    Value,
+    is_one,
+    plain_dim,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInput:
+    """One flat input of a traced loss.
+
+    Attributes:
+        axis: The dimension that holds the samples; None if it holds none.
+        key: Whose random key it is: ``"rng"``, ``"foreign"``, or empty for none.
+        state: Name of the state that samples change, or empty.
+    """
+
+    axis: int | None = None
+    key: str = ""
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPrograms:
+    """What a proof is made from.
+
+    Attributes:
+        at: Traces the loss with a number of samples; gives its jaxpr, whose results are
+            total, weight and then the state that samples may change.
+        inputs: Every flat input.
+        state: Names of the state, in the order of the results.
+        weighted: Whether the loss is a ``WeightedLoss``.
+    """
+
+    at: Callable[[int], Any]
+    inputs: Sequence[LossInput]
+    state: Sequence[str]
+    weighted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Separability:
+    """Whether parts of a batch compute what the whole does.
+
+    Attributes:
+        group: Neighbours that have to stay together; 1 if none do.
+        runs: Equal runs that the batch is made of, of which a part has to hold the same
+            places, as chosen samples and then rejected ones; 1 if it is not.
+        reason: Why they do not; None where they do.
+        sums: The loss adds its samples up, and is no mean.
+    """
+
+    group: int = 1
+    runs: int = 1
+    reason: Reason | None = None
+    sums: bool = False
+
+    @property
+    def proven(self) -> bool:
+        """Parts compute what the whole does."""
+        return self.reason is None
+
+
+MOST_GROUPS: Final = 4
+"""As often as a larger group is tried, where a reshape asks for one."""
+
+
+def prove(
+    programs: LossPrograms, part: int, whole: int, group: int | None = None
+) -> Separability:
+    """Whether parts of a batch compute what the whole does.
+
+    Args:
+        programs: The loss.
+        part, whole: Samples of a part, and of the whole batch.
+        group: Samples that stay together; None takes 1, or what reshapes of the batch
+            ask for.
+
+    Returns:
+        The verdict. Of a loss that cannot be traced with either number of samples, that
+        is the reason.
+    """
+    if part == whole:
+        return Separability(group=group or 1)
+    tried, first = (group or 1, 1), None
+    for _ in range(MOST_GROUPS):
+        found = _prove(programs, part, whole, *tried)
+        first = first or found
+        if found.reason is None:
+            return found
+        wanted = found.reason.group or tried[0], found.reason.runs or tried[1]
+        if wanted == tried or (group is not None and wanted[0] != group):
+            break
+        if any(n % math.prod(wanted) for n in (part, whole)):
+            break
+        tried = wanted
+    assert first is not None
+    return first
+
+
+def _prove(
+    programs: LossPrograms, part: int, whole: int, group: int, runs: int
+) -> Separability:
+    unit = group * runs
+    if part % unit or whole % unit:
+        why = f"{part} samples are no whole groups of {unit}"
+        return _refused(Reason(operation="", line="", why=why))
+    small, large = part, whole
+    if part == unit:  # One group takes no dimension: what is proven is of more.
+        small, large = 2 * unit, whole if whole > 2 * unit else 4 * unit
+    try:
+        pair = programs.at(small), programs.at(large)
+        if small != part:
+            unlike = _unlike(programs.at(part), pair, (part, small, large))
+            if unlike is not None:
+                return _refused(unlike)
+    except Exception as error:  # Of the user's own loss.
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = f"cannot be traced with another number of samples ({text:.120})"
+        return _refused(Reason(operation="", line="", why=why))
+    share = small / large
+    bodies = [_compat.open_jaxpr(p)[0] for p in pair]
+    inputs = [
+        _input(one, a.aval.shape, b.aval.shape, group, runs, share)
+        for one, a, b in zip(
+            programs.inputs, *(body.invars for body in bodies), strict=True
+        )
+    ]
+    follower = Interpreter(share=share, group=group, runs=runs)
+    total, weight, *state = follower.run(*pair, inputs)
+    verdict = _verdict(total, weight, share, weighted=programs.weighted)
+    for name, value in zip(programs.state, state, strict=True):
+        if verdict.proven:
+            verdict = _of_state(name, value)
+    return replace(verdict, group=group, runs=runs)
+
+
+def _refused(reason: Reason, *, sums: bool = False) -> Separability:
+    return Separability(reason=reason, sums=sums)
+
+
+def _input(
+    one: LossInput,
+    part: Sequence[int],
+    whole: Sequence[int],
+    group: int,
+    runs: int,
+    share: float,
+) -> Value:
+    dims: list[Dim] = [plain_dim(a, b) for a, b in zip(part, whole, strict=True)]
+    if one.state:
+        why = f"reads {one.state}, which every micro-batch changes"
+        return Value(
+            kind=Kind.COUPLED,
+            dims=tuple(dims),
+            fact=Counter(name=one.state, share=share),
+            reason=Reason(operation="", line="", why=why),
+        )
+    if one.axis is None:
+        return Value(kind=Kind.FIXED, dims=tuple(dims), key=one.key)
+    unit, axis = group * runs, one.axis
+    samples = Atom(Along.SAMPLES, part[axis] // unit, whole[axis] // unit)
+    dims[axis] = (*plain_dim(runs, runs), samples, *plain_dim(group, group))
+    return Value(kind=Kind.SAMPLE, dims=tuple(dims))
+
+
+def _verdict(
+    total: Value, weight: Value, share: float, *, weighted: bool
+) -> Separability:
+    for value in (total, weight) if weighted else (total,):
+        if value.coupled:
+            assert value.reason is not None
+            return _refused(value.reason)
+        if value.kind is Kind.SAMPLE:
+            why = "is of one sample, whatever the others are"
+            return _refused(Reason(operation="", line="", why=why))
+    over = weight.ratio if weighted else 1.0
+    ratio = total.ratio
+    if ratio is None:
+        return Separability()
+    if over and math.isfinite(ratio) and math.isclose(ratio, over, rel_tol=1e-5):
+        return Separability()
+    if weighted or not ratio > 0:
+        why = "is divided by a number that does not grow as the samples do"
+        if not weighted:
+            why = "has a coefficient that is zero or changes its sign"
+        return _refused(Reason(operation="", line="", why=why))
+    if math.isclose(ratio, share, rel_tol=1e-5):
+        return _refused(Reason(operation="", line="", why=SUM), sums=True)
+    why = (
+        "has a coefficient that does not fall as the number of samples grows: on a "
+        f"part, the mean is {ratio:.4g} times that of the whole"
+    )
+    return _refused(Reason(operation="", line="", why=why), sums=True)
+
+
+SUM: Final = "adds its samples up and divides by no number of them"
+
+
+def _of_state(name: str, value: Value) -> Separability:
+    counter = fact_of(value, Counter)
+    if counter is not None and counter.name == name:
+        return Separability()
+    if value.coupled:
+        assert value.reason is not None
+        why = f"makes {name} of several samples: it {value.reason.why}"
+        return _refused(replace(value.reason, why=why))
+    if value.kind is not Kind.FIXED or not is_one(value.ratio):
+        why = f"makes {name} of several samples"
+        return _refused(Reason(operation="", line="", why=why))
+    return Separability()
+
+
+# One sample.
+
+_SHAPES: Final = frozenset(
+    "broadcast_in_dim reshape squeeze expand_dims transpose copy".split()
+)
+"""Operations that jnp leaves out or takes for dimensions of one element."""
+
+
+def _unlike(
+    single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
+) -> Reason | None:
+    """Why one sample is no case of what was proven of more; None if it is.
+
+    Args:
+        single: The program for one sample, or one group.
+        pair: Those for more.
+        sizes: Samples of the three.
+    """
+    listed = [[*_operations(p)] for p in (single, *pair)]
+    if len({len(x) for x in listed}) > 1:
+        return Reason(operation="", line="", why="does other operations for one sample")
+    for one, small, large in zip(*listed, strict=True):
+        names = {x[0] for x in (one, small, large)}
+        if len(names) > 1 or not _same_law(one[1], small[1], large[1], sizes):
+            why = "does other operations for one sample"
+            return Reason(operation=one[0], line=one[2], why=why)
+    return None
+
+
+def _operations(program: Any) -> Any:
+    """Name, numbers and line of every operation but those of shape."""
+    for equation in _compat.open_jaxpr(program)[0].eqns:
+        inner = _compat.inner_jaxprs(equation)
+        for one in inner:
+            yield from _operations(one)
+        if inner or equation.primitive.name in _SHAPES:
+            continue
+        numbers = [
+            complex(a.val)
+            for a in equation.invars
+            if _compat.is_literal(a)
+            and np.shape(a.val) == ()
+            and np.issubdtype(np.asarray(a.val).dtype, np.number)
+        ]
+        yield equation.primitive.name, numbers, _compat.line_text(equation)
+
+
+def _same_law(
+    one: Sequence[complex],
+    small: Sequence[complex],
+    large: Sequence[complex],
+    sizes: tuple[int, int, int],
+) -> bool:
+    """Whether numbers are the same power of the number of samples in three traces."""
+    if not len(one) == len(small) == len(large):
+        return False
+    for a, b, c in zip(one, small, large, strict=True):
+        if b == c or (b != b and c != c):
+            if a != b and a == a:
+                return False
+            continue
+        if not (a and b and c):
+            return False
+        power = math.log(abs(c / b)) / math.log(sizes[2] / sizes[1])
+        expected = b * (sizes[0] / sizes[1]) ** power
+        if not math.isclose(abs(a - expected) / abs(b), 0.0, abs_tol=1e-5):
+            return False
+    return True

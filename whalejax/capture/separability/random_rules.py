@@ -1,0 +1,130 @@
+"""Rules for random numbers.
+
+What is drawn from the loss's own ``rng`` is each sample's by contract: a step is
+compared with one device's at the same number of micro-batches. Draws from any other key
+would be the same ones in every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from whalejax.capture.separability.alignment import align_dims, check_one_batch
+from whalejax.capture.separability.equations import (
+    PairedEquation,
+    Rule,
+    combined_kind,
+)
+from whalejax.capture.separability.values import (
+    Along,
+    Atom,
+    CoupledError,
+    Dim,
+    Kind,
+    Value,
+    is_one,
+)
+
+
+FOREIGN: Final = "draws from a key that is not the loss's rng"
+
+
+def _drawn(part: int, whole: int) -> Dim:
+    return () if part == whole == 1 else (Atom(Along.DRAWN, part, whole),)
+
+
+def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
+    """What is made of a key, along dimensions of its own."""
+    kind, within = combined_kind([key, *others])
+    if kind is Kind.SUM or not all(is_one(v.ratio) for v in (key, *others)):
+        raise CoupledError("draws from a key that all samples decide")
+    check_one_batch(tuple(dims))
+    return Value(kind=kind, dims=tuple(dims), within=within, key=key.key)
+
+
+def _fresh_dims(
+    equation: PairedEquation, front: Sequence[Dim], count: int
+) -> list[Dim]:
+    """Dimensions of a key's own, and then drawn ones."""
+    part, whole = equation.shapes()
+    behind = [*zip(part, whole, strict=True)][count:]
+    return [*front, *(_drawn(a, b) for a, b in behind)]
+
+
+def _bits(equation: PairedEquation) -> list[Value]:
+    key = equation.values[0]
+    count = len(key.dims)
+    dims = _fresh_dims(equation, key.dims, count)
+    own = key.key == "rng" or key.kind is Kind.SAMPLE
+    grows = any(a.grows for d in dims[count:] for a in d)
+    if not own and (grows or key.key == "foreign"):
+        raise CoupledError(FOREIGN)
+    return [replace(_of_key(key, dims), key="")]
+
+
+def _split(equation: PairedEquation) -> list[Value]:
+    key = equation.values[0]
+    return [_of_key(key, _fresh_dims(equation, key.dims, len(key.dims)))]
+
+
+def _fold_in(equation: PairedEquation) -> list[Value]:
+    key, data = equation.values
+    own = key.key == "rng"
+    numbers = data.dims
+    if own:  # A key for each place is each sample's own, by contract.
+        numbers = tuple(
+            tuple(
+                Atom(Along.DRAWN, a.part, a.whole)
+                if a.along is Along.PLAIN and data.kind is Kind.FIXED
+                else a
+                for a in dim
+            )
+            for dim in data.dims
+        )
+    dims = [key.dims, numbers]
+    longest = max(dims, key=len)
+    return [_of_key(key, align_dims([d for d in dims if len(d) == len(longest)]), data)]
+
+
+def _seed(equation: PairedEquation) -> list[Value]:
+    value = equation.values[0]
+    return [_of_key(value, value.dims)]
+
+
+def _unwrap(equation: PairedEquation) -> list[Value]:
+    key = equation.values[0]
+    return [_of_key(key, _fresh_dims(equation, key.dims, len(key.dims)))]
+
+
+def _wrap(equation: PairedEquation) -> list[Value]:
+    words = equation.values[0]
+    return [_of_key(words, words.dims[:-1])]
+
+
+def _same(equation: PairedEquation) -> list[Value]:
+    return [equation.values[0]]
+
+
+def _gamma(equation: PairedEquation) -> list[Value]:
+    key, shape = equation.values[:2]
+    if key.key != "rng" and key.kind is not Kind.SAMPLE:
+        raise CoupledError(FOREIGN)
+    if shape.kind is Kind.SUM or not is_one(shape.ratio):
+        raise CoupledError("draws from what depends on all samples")
+    front = key.dims if len(key.dims) == len(shape.dims) else shape.dims
+    dims = align_dims([front, shape.dims])
+    return [replace(_of_key(key, dims, shape), key="")]
+
+
+RULES: Final[dict[str, Any | Rule]] = {
+    "random_bits": _bits,
+    "random_split": _split,
+    "random_fold_in": _fold_in,
+    "random_seed": _seed,
+    "random_unwrap": _unwrap,
+    "random_wrap": _wrap,
+    "random_clone": _same,
+    "random_gamma": _gamma,
+}

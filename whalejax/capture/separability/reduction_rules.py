@@ -1,0 +1,293 @@
+"""Rules for operations that take elements along dimensions together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from whalejax.capture.separability.alignment import align_dims
+from whalejax.capture.separability.equations import (
+    PairedEquation,
+    Rule,
+    combined_kind,
+)
+from whalejax.capture.separability.values import (
+    SIZE,
+    Along,
+    CoupledError,
+    Dim,
+    Dims,
+    Kind,
+    Value,
+    is_one,
+    is_samples,
+    plain_dim,
+    same_ratio,
+)
+
+
+OWN_PLACES: Final = f"adds up values of places whose number {SIZE}"
+
+
+def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
+    """A sum over some dimensions.
+
+    Args:
+        value: What is summed.
+        axes: The dimensions.
+        dims: Dimensions of the result.
+
+    Raises:
+        CoupledError: the number of terms, or what they are, depends on more than the
+            samples.
+    """
+    return with_sum(value, [value.dims[i] for i in axes], dims)
+
+
+def with_sum(value: Value, gone: Sequence[Dim], dims: Sequence[Dim]) -> Value:
+    """A value along other dimensions, of which some were summed over."""
+    kind, ratio = value.kind, value.ratio
+    atoms = [a for dim in gone for a in dim]
+    over_samples = False
+    for atom in atoms:
+        if not atom.grows and atom.along is not Along.SAMPLES:
+            continue
+        share = atom.part / atom.whole
+        if atom.along is Along.PLAIN:
+            raise CoupledError(OWN_PLACES)
+        if atom.along is Along.DRAWN and (kind is Kind.SAMPLE or over_samples):
+            raise CoupledError("compares samples with what is drawn for others")
+        over_samples |= atom.along is not Along.EQUAL
+        ratio = None if ratio is None else ratio * share
+    if over_samples:
+        kind = Kind.SUM
+    if value.kind is Kind.SUM and over_samples:
+        raise CoupledError("combines draws with a sum over the samples")
+    return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=value.within)
+
+
+def _kept(dims: Dims, axes: Sequence[int]) -> list[Dim]:
+    return [d for i, d in enumerate(dims) if i not in axes]
+
+
+def _reduce_sum(equation: PairedEquation) -> list[Value]:
+    (axes,) = equation.same("axes")
+    value = equation.values[0]
+    return [summed(value, axes, _kept(value.dims, axes))]
+
+
+def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) -> None:
+    """Refuse what is done along the samples, or to sums over them.
+
+    Raises:
+        CoupledError: it is.
+    """
+    if value.kind is Kind.SUM:
+        raise CoupledError(f"applies {equation.name} to a sum over the samples")
+    for i in axes:
+        if is_samples(value.dims[i]):
+            raise CoupledError(f"applies {equation.name} along the samples")
+        if any(a.grows and a.along is not Along.EQUAL for a in value.dims[i]):
+            raise CoupledError(f"applies {equation.name} along what {SIZE}")
+
+
+def _reduce_end(equation: PairedEquation) -> list[Value]:
+    """A maximum or a minimum, which a factor passes through."""
+    (axes,) = equation.same("axes")
+    value = equation.values[0]
+    _check_apart(equation, value, axes)
+    if value.ratio is not None and not value.ratio > 0:
+        raise CoupledError(SIZE)
+    return [value.shaped(_kept(value.dims, axes))]
+
+
+def _reduce_other(equation: PairedEquation) -> list[Value]:
+    (axes,) = equation.same("axes")
+    value = equation.values[0]
+    _check_apart(equation, value, axes)
+    if any(a.grows for i in axes for a in value.dims[i]):
+        raise CoupledError(f"applies {equation.name} along what {SIZE}")
+    if not is_one(value.ratio):
+        raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
+    return [value.shaped(_kept(value.dims, axes)).scaled(1.0)]
+
+
+def _reduce_truth(equation: PairedEquation) -> list[Value]:
+    (axes,) = equation.same("axes")
+    value = equation.values[0]
+    _check_apart(equation, value, axes)
+    return [value.shaped(_kept(value.dims, axes))]
+
+
+def _hardened(dim: Dim) -> Dim:
+    """A dimension whose elements differ from now on."""
+    part = whole = 1
+    for atom in dim:
+        part, whole = part * atom.part, whole * atom.whole
+    return plain_dim(part, whole)
+
+
+def _along_axis(name: str, *, linear: bool = False) -> Rule:
+    """A running operation along one dimension."""
+
+    def rule(equation: PairedEquation) -> list[Value]:
+        (axis,) = equation.same(name)
+        value = equation.values[0]
+        if value.kind is Kind.SUM and linear:
+            pass
+        else:
+            _check_apart(equation, value, [axis])
+        if any(a.grows for a in value.dims[axis]):
+            raise CoupledError(f"applies {equation.name} along what {SIZE}")
+        if not linear and not is_one(value.ratio):
+            raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
+        dims = list(value.dims)
+        dims[axis] = _hardened(dims[axis])
+        return [value.shaped(dims)]
+
+    return rule
+
+
+def _sort(equation: PairedEquation) -> list[Value]:
+    (axis,) = equation.same("dimension")
+    values = equation.values
+    for value in values:
+        _check_apart(equation, value, [axis])
+        if any(a.grows for a in value.dims[axis]):
+            raise CoupledError(f"sorts what {SIZE}")
+    kind, within = combined_kind(values)
+    dims = list(align_dims([v.dims for v in values]))
+    dims[axis] = _hardened(dims[axis])
+    if not all(is_one(v.ratio) for v in values):
+        raise CoupledError(f"sorts what {SIZE}")
+    return [Value(kind=kind, dims=tuple(dims), within=within)] * len(values)
+
+
+def _top_k(equation: PairedEquation) -> list[Value]:
+    value = equation.values[0]
+    axis = equation.params.get("axis", len(value.dims) - 1) % len(value.dims)
+    _check_apart(equation, value, [axis])
+    if any(a.grows for a in value.dims[axis]):
+        raise CoupledError(f"takes the largest of what {SIZE}")
+    dims, pairs = list(value.dims), [*zip(*equation.shapes(), strict=True)]
+    dims[axis] = plain_dim(*pairs[axis])
+    found = value.shaped(dims)
+    return [found, found.scaled(None if found.ratio is None else 1 / found.ratio)]
+
+
+def _windows(equation: PairedEquation) -> list[Value]:
+    """Operations on windows, which must not reach from one sample to another."""
+    window, strides = equation.same("window_dimensions", "window_strides")
+    dilated = [
+        equation.same(name)[0] or [1] * len(window)
+        for name in ("base_dilation", "window_dilation")
+    ]
+    padding = equation.same("padding")[0]
+    linear = "sum" in equation.name or "add" in equation.name
+    shapes, dims = equation.shapes(), []
+    values = equation.values
+    operands = align_dims([v.dims for v in values if len(v.dims) == len(window)][:1])
+    for i, dim in enumerate(operands):
+        still = (window[i], strides[i], *(d[i] for d in dilated)) == (1, 1, 1, 1)
+        if still and tuple(padding[i]) == (0, 0):
+            dims.append(dim)
+        elif any(a.grows for a in dim) or is_samples(dim):
+            raise CoupledError(f"applies {equation.name} along the samples")
+        else:
+            dims.append(plain_dim(shapes[0][i], shapes[1][i]))
+    kind, within = combined_kind(values)
+    ratio = same_ratio(values[:1])
+    if not linear and kind is Kind.SUM:
+        raise CoupledError(f"applies {equation.name} to a sum over the samples")
+    one = Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
+    return [one] * len(equation.part.outvars)
+
+
+def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
+    """The gradient of a maximum over windows."""
+    source, operand = equation.values
+    window, strides = equation.same("window_dimensions", "window_strides")
+    (padding,) = equation.same("padding")
+    dims = []
+    for i, (dim, other) in enumerate(zip(operand.dims, source.dims, strict=True)):
+        if (window[i], strides[i]) == (1, 1) and tuple(padding[i]) == (0, 0):
+            dims.append(align_dims([(dim,), (other,)])[0])
+        elif any(a.grows for a in (*dim, *other)):
+            raise CoupledError("applies a window along the samples")
+        else:
+            dims.append(_hardened(dim))
+    kind, within = combined_kind([source, operand])
+    return [Value(kind=kind, dims=tuple(dims), ratio=source.ratio, within=within)]
+
+
+def _matrices(equation: PairedEquation) -> list[Value]:
+    """Decompositions and solutions, of matrices in the last two dimensions."""
+    values = [v for v in equation.values if len(v.dims) >= 2]
+    front: list[Dims] = []
+    for value in equation.values:
+        if value.kind is Kind.SUM or not is_one(value.ratio):
+            raise CoupledError(f"applies {equation.name} to a sum over the samples")
+    for value in values:
+        if any(a.grows for dim in value.dims[-2:] for a in dim):
+            raise CoupledError(f"applies {equation.name} along the samples")
+        front.append(value.dims[:-2])
+    leading = align_dims(front)
+    kind, within = combined_kind(equation.values)
+    found = []
+    for number in range(len(equation.part.outvars)):
+        part, whole = equation.shapes(number)
+        behind = [
+            plain_dim(a, b) for a, b in [*zip(part, whole, strict=True)][len(leading) :]
+        ]
+        found.append(Value(kind=kind, dims=(*leading, *behind), within=within))
+    return found
+
+
+def _fft(equation: PairedEquation) -> list[Value]:
+    kind, _ = equation.same("fft_type", "fft_lengths")
+    del kind
+    value, shapes = equation.values[0], equation.shapes()
+    count = len(equation.params["fft_lengths"])
+    first = len(value.dims) - count
+    if any(a.grows for dim in value.dims[first:] for a in dim):
+        raise CoupledError("transforms along the samples")
+    behind = [plain_dim(a, b) for a, b in [*zip(*shapes, strict=True)][first:]]
+    return [value.shaped([*value.dims[:first], *behind])]
+
+
+def _replicated(equation: PairedEquation) -> list[Value]:
+    """Collectives over an axis of one member, or that a loss binds itself."""
+    raise CoupledError(f"calls {equation.name}")
+
+
+_MATRICES: Final = (
+    "cholesky eigh eig lu lu_solve qr geqrf householder_product svd schur "
+    "triangular_solve tridiagonal_solve tridiagonal hessenberg lu_pivots_to_permutation"
+).split()
+
+RULES: Final[dict[str, Any | Rule]] = {
+    "reduce_sum": _reduce_sum,
+    "reduce_max": _reduce_end,
+    "reduce_min": _reduce_end,
+    "reduce_prod": _reduce_other,
+    "reduce_xor": _reduce_other,
+    "reduce_or": _reduce_truth,
+    "reduce_and": _reduce_truth,
+    "argmax": _reduce_other,
+    "argmin": _reduce_other,
+    "cumsum": _along_axis("axis", linear=True),
+    "cumlogsumexp": _along_axis("axis"),
+    "cummax": _along_axis("axis"),
+    "cummin": _along_axis("axis"),
+    "cumprod": _along_axis("axis"),
+    "sort": _sort,
+    "top_k": _top_k,
+    "approx_top_k": _reduce_other,
+    "reduce_window_sum": _windows,
+    "reduce_window_max": _windows,
+    "reduce_window_min": _windows,
+    "select_and_gather_add": _windows,
+    "select_and_scatter_add": _select_and_scatter_add,
+    "fft": _fft,
+    **dict.fromkeys(_MATRICES, _matrices),
+}

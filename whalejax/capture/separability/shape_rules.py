@@ -1,0 +1,370 @@
+"""Rules for operations that move, cut, repeat and join dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Final
+
+from whalejax.capture.separability.alignment import (
+    align_dim,
+    align_dims,
+    check_one_batch,
+    merged_atoms,
+    regroup_dims,
+)
+from whalejax.capture.separability.equations import (
+    PairedEquation,
+    Rule,
+    combined_kind,
+    fixed,
+)
+from whalejax.capture.separability.facts import Places, fact_of
+from whalejax.capture.separability.values import (
+    SIZE,
+    Along,
+    Atom,
+    CoupledError,
+    Dim,
+    Kind,
+    Value,
+    equal_dim,
+    is_one,
+    is_samples,
+    plain_dim,
+    same_ratio,
+    size_of,
+)
+
+
+TAKES: Final = "takes some of the samples by their place in the batch"
+
+
+def _iota(equation: PairedEquation) -> list[Value]:
+    (along,) = equation.same("dimension")
+    pairs = [*zip(*equation.shapes(), strict=True)]
+    dims = [
+        plain_dim(*sizes) if i == along else equal_dim(*sizes)
+        for i, sizes in enumerate(pairs)
+    ]
+    grows = pairs[along][0] != pairs[along][1]
+    fact = Places(dim=along) if grows else None
+    return [Value(kind=Kind.FIXED, dims=tuple(dims), fact=fact)]
+
+
+def _broadcast(equation: PairedEquation) -> list[Value]:
+    (where,) = equation.same("broadcast_dimensions")
+    value = equation.values[0]
+    dims = [equal_dim(*sizes) for sizes in zip(*equation.shapes(), strict=True)]
+    for dim, place in enumerate(where):
+        if size_of(value.dims[dim]) == size_of(dims[place]):
+            dims[place] = value.dims[dim]
+    found = value.shaped(dims)
+    places = fact_of(value, Places)
+    return [found if places is None else _moved_places(found, where[places.dim])]
+
+
+def _moved_places(value: Value, dim: int) -> Value:
+    return Value(
+        kind=value.kind, dims=value.dims, ratio=value.ratio, fact=Places(dim=dim)
+    )
+
+
+def _reshape(equation: PairedEquation) -> list[Value]:
+    value = equation.values[0]
+    if equation.params.get("dimensions") is not None:
+        raise CoupledError("reshapes in another order")
+    part, whole = equation.shapes()
+    found = value.shaped(regroup_dims(value.dims, part, whole))
+    places = fact_of(value, Places)
+    alone = [d for d, dim in enumerate(found.dims) if dim]
+    if places is not None and len(alone) == 1 and sum(map(bool, value.dims)) == 1:
+        found = _moved_places(found, alone[0])
+    return [found]
+
+
+def _expand(equation: PairedEquation) -> list[Value]:
+    where = equation.same("dimensions")[0]
+    dims = iter(equation.values[0].dims)
+    rank = len(equation.shapes()[0])
+    found = [() if i in where else next(dims) for i in range(rank)]
+    return [equation.values[0].shaped(found)]
+
+
+def _squeeze(equation: PairedEquation) -> list[Value]:
+    (gone,) = equation.same("dimensions")
+    value = equation.values[0]
+    return [value.shaped([d for i, d in enumerate(value.dims) if i not in gone])]
+
+
+def _transpose(equation: PairedEquation) -> list[Value]:
+    (order,) = equation.same("permutation")
+    value = equation.values[0]
+    return [value.shaped([value.dims[i] for i in order])]
+
+
+def _rev(equation: PairedEquation) -> list[Value]:
+    (turned,) = equation.same("dimensions")
+    dims = equation.values[0].dims
+    if any(_has_own_places(dims[i]) for i in turned):
+        raise CoupledError("reverses the samples")
+    return [equation.values[0].plain]
+
+
+def _has_own_places(dim: Dim) -> bool:
+    """Whether it matters which of many samples an element along it belongs to."""
+    return any(
+        a.along is Along.SAMPLES or (a.along is Along.PLAIN and a.grows) for a in dim
+    )
+
+
+def _slice(equation: PairedEquation) -> list[Value]:
+    value, found = equation.values[0], []
+    params = [e.params for e in (equation.part, equation.whole)]
+    shapes = equation.operand_shapes(0)
+    for i, dim in enumerate(value.dims):
+        cuts = [
+            (
+                p["start_indices"][i],
+                p["limit_indices"][i],
+                (p["strides"] or [1] * len(value.dims))[i],
+            )
+            for p in params
+        ]
+        sizes = shapes[0][i], shapes[1][i]
+        found.append(cut_dim(dim, sizes, cuts))
+    return [value.shaped(found)]
+
+
+def cut_dim(
+    dim: Dim, sizes: tuple[int, int], cuts: Sequence[tuple[int, int, int]]
+) -> Dim:
+    """A dimension of which a piece is taken.
+
+    Args:
+        dim: The dimension.
+        sizes: Its sizes in both traces.
+        cuts: Start, end and stride in both traces.
+
+    Raises:
+        CoupledError: the piece holds some of the samples.
+    """
+    if all(cut == (0, n, 1) for cut, n in zip(cuts, sizes, strict=True)):
+        return dim
+    taken = [len(range(*cut)) for cut in cuts]
+    if not _has_own_places(dim):
+        plain = any(a.along is Along.PLAIN for a in dim)
+        if not plain or cuts[0][::2] == cuts[1][::2]:
+            along = dim[0].along if len({a.along for a in dim}) == 1 else Along.PLAIN
+            return merged_atoms([Atom(along, taken[0], taken[1])])
+        raise CoupledError(f"takes a piece that {SIZE}")
+    inner = dim[-1]
+    if cuts[0][2] > 1 and all(
+        (n % cut[2], cut[0] // cut[2], len(range(*cut))) == (0, 0, n // cut[2])
+        for n, cut in zip(sizes, cuts, strict=True)
+    ):  # One element of each so many neighbours.
+        stride = cuts[0][2]
+        if cuts[0][2] != cuts[1][2] or cuts[0][0] != cuts[1][0]:
+            raise CoupledError(TAKES)
+        if inner.along is not Along.SAMPLES and inner.part % stride == 0:
+            per = inner.part // stride
+            return merged_atoms([*dim[:-1], inner.sized(per, per)])
+        if inner.along is Along.SAMPLES:
+            raise CoupledError(TAKES, group=stride)
+    # Whole runs of all samples, of several that were joined.
+    outer = dim[0]
+    run = [n // a for n, a in zip(sizes, (outer.part, outer.whole), strict=True)]
+    if outer.along is Along.PLAIN and not outer.grows and is_samples(dim[1:]):
+        starts = {cut[0] / n for cut, n in zip(cuts, run, strict=True)}
+        counts = {(cut[1] - cut[0]) / n for cut, n in zip(cuts, run, strict=True)}
+        strides = {cut[2] for cut in cuts}
+        if len(starts) == len(counts) == 1 and strides == {1}:
+            start, count = starts.pop(), counts.pop()
+            if start == int(start) and count == int(count):
+                return merged_atoms([outer.sized(int(count), int(count)), *dim[1:]])
+    raise CoupledError(TAKES, runs=_runs(dim, sizes, cuts))
+
+
+def _runs(
+    dim: Dim, sizes: tuple[int, int], cuts: Sequence[tuple[int, int, int]]
+) -> int:
+    """Runs of samples, one of which is taken: 2 of a half. 0 if it is none."""
+    if not (dim and is_samples(dim[:1])) or any(cut[2] != 1 for cut in cuts):
+        return 0
+    pairs = [*zip(sizes, cuts, strict=True)]
+    shares = {Fraction(cut[1] - cut[0], n) for n, cut in pairs}
+    starts = {Fraction(cut[0], n) for n, cut in pairs}
+    if len(shares) > 1 or len(starts) > 1:
+        return 0
+    runs = math.lcm(shares.pop().denominator, starts.pop().denominator)
+    return runs if runs > 1 and dim[0].part % runs == 0 else 0
+
+
+def _split(equation: PairedEquation) -> list[Value]:
+    value, (axis,) = equation.values[0], equation.same("axis")
+    sizes = tuple(s[axis] for s in equation.operand_shapes(0))
+    starts, found = [0, 0], []
+    for pair in zip(
+        equation.part.params["sizes"], equation.whole.params["sizes"], strict=True
+    ):
+        cuts = [(a, a + n, 1) for a, n in zip(starts, pair, strict=True)]
+        dims = list(value.dims)
+        dims[axis] = cut_dim(dims[axis], (sizes[0], sizes[1]), cuts)
+        found.append(value.shaped(dims))
+        starts = [a + n for a, n in zip(starts, pair, strict=True)]
+    return found
+
+
+def _dynamic_slice(equation: PairedEquation) -> list[Value]:
+    value, *starts = equation.values
+    pieces = (equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"])
+    shapes, dims = equation.operand_shapes(0), []
+    moving = [v for v in starts if v.kind is not Kind.FIXED or not is_one(v.ratio)]
+    for i, (dim, start) in enumerate(zip(value.dims, starts, strict=True)):
+        sizes, taken = (shapes[0][i], shapes[1][i]), (pieces[0][i], pieces[1][i])
+        if taken == sizes:
+            dims.append(dim)
+        elif start.numbers is not None:
+            cuts = [
+                (int(a), int(a) + n, 1)
+                for a, n in zip(start.numbers, taken, strict=True)
+            ]
+            dims.append(cut_dim(dim, sizes, cuts))
+        elif _has_own_places(dim):
+            raise CoupledError(TAKES)
+        else:
+            dims.append(plain_dim(*taken))
+    if any(v.kind is Kind.SUM or not is_one(v.ratio) for v in moving):
+        raise CoupledError("takes a place that samples decide together")
+    kind, within = combined_kind([value, *starts])
+    return [Value(kind=kind, dims=tuple(dims), ratio=value.ratio, within=within)]
+
+
+def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
+    value, update, *starts = equation.values
+    if any(v.kind is Kind.SUM or not is_one(v.ratio) for v in starts):
+        raise CoupledError("writes to a place that samples decide together")
+    shapes, pieces = equation.operand_shapes(0), equation.operand_shapes(1)
+    dims = []
+    for i, (dim, other) in enumerate(zip(value.dims, update.dims, strict=True)):
+        if (shapes[0][i], shapes[1][i]) == (pieces[0][i], pieces[1][i]):
+            dims.append(align_dim(dim, other))
+        elif _has_own_places(dim) or _has_own_places(other):
+            raise CoupledError("writes to some of the samples by their place")
+        else:
+            dims.append(plain_dim(shapes[0][i], shapes[1][i]))
+    check_one_batch(tuple(dims))
+    kind, within = combined_kind([value, update, *starts])
+    ratio = same_ratio([value, update])
+    return [Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)]
+
+
+def _pad(equation: PairedEquation) -> list[Value]:
+    value, filler = equation.values
+    (config,) = equation.same("padding_config")
+    dims, shapes = [], equation.shapes()
+    for i, (dim, edges) in enumerate(zip(value.dims, config, strict=True)):
+        if tuple(edges) == (0, 0, 0):
+            dims.append(dim)
+        elif _has_own_places(dim):
+            raise CoupledError("pads the batch, or shifts samples in it")
+        else:
+            dims.append(plain_dim(shapes[0][i], shapes[1][i]))
+    kind, within = combined_kind([value, filler])
+    ratio = same_ratio([value, filler])
+    return [Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)]
+
+
+def _concatenate(equation: PairedEquation) -> list[Value]:
+    (axis,) = equation.same("dimension")
+    values = equation.values
+    others = [v.dims[:axis] + v.dims[axis + 1 :] for v in values]
+    found = list(align_dims(others))
+    found.insert(axis, _joined([v.dims[axis] for v in values], equation.shapes(), axis))
+    check_one_batch(tuple(found))
+    kind, within = combined_kind(values)
+    ratio = same_ratio(values)
+    return [Value(kind=kind, dims=tuple(found), ratio=ratio, within=within)]
+
+
+def _joined(
+    dims: Sequence[Dim], shapes: tuple[tuple[int, ...], tuple[int, ...]], axis: int
+) -> Dim:
+    """A dimension of several, one behind the other."""
+    sizes = shapes[0][axis], shapes[1][axis]
+    if any(is_samples(d) or _has_own_places(d) for d in dims):
+        each = dims[0]
+        for dim in dims[1:]:
+            if size_of(dim) != size_of(each):
+                raise CoupledError("joins samples with others")
+            each = align_dim(each, dim)
+        if not is_samples(each):
+            return plain_dim(*sizes)
+        return merged_atoms([Atom(Along.PLAIN, len(dims), len(dims)), *each])
+    if len({size_of(d) for d in dims}) > 1 and len({d[0].grows for d in dims if d}) > 1:
+        raise CoupledError(f"joins a piece that {SIZE} with others")
+    return plain_dim(*sizes)
+
+
+def _tile(equation: PairedEquation) -> list[Value]:
+    (times,) = equation.same("reps")
+    value = equation.values[0]
+    dims = [
+        d if n == 1 else merged_atoms([Atom(Along.EQUAL, n, n), *d])
+        for d, n in zip(value.dims, times, strict=True)
+    ]
+    return [value.shaped(dims)]
+
+
+def _stack(equation: PairedEquation) -> list[Value]:
+    (axis,) = equation.same("axis")
+    found = list(align_dims([v.dims for v in equation.values]))
+    found.insert(axis, plain_dim(len(equation.values), len(equation.values)))
+    kind, within = combined_kind(equation.values)
+    ratio = same_ratio(equation.values)
+    return [Value(kind=kind, dims=tuple(found), ratio=ratio, within=within)]
+
+
+def _unstack(equation: PairedEquation) -> list[Value]:
+    (axis,) = equation.same("axis")
+    value = equation.values[0]
+    if _has_own_places(value.dims[axis]):
+        raise CoupledError(TAKES)
+    dims = value.dims[:axis] + value.dims[axis + 1 :]
+    return [value.shaped(dims)] * len(equation.part.outvars)
+
+
+def _empty(equation: PairedEquation) -> list[Value]:
+    part, whole = equation.shapes()
+    dims = [equal_dim(*sizes) for sizes in zip(part, whole, strict=True)]
+    return [fixed(tuple(dims), None)]
+
+
+def elements(value: Value) -> tuple[int, int]:
+    """Number of elements of a value, in both traces."""
+    sizes = [size_of(d) for d in value.dims]
+    return math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes)
+
+
+RULES: Final[dict[str, Any | Rule]] = {
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "expand_dims": _expand,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "rev": _rev,
+    "slice": _slice,
+    "split": _split,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    "tile": _tile,
+    "stack": _stack,
+    "unstack": _unstack,
+    "empty": _empty,
+    "empty2": _empty,
+    "zeros_like": _empty,
+}

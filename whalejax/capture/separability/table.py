@@ -1,0 +1,57 @@
+"""One table of rules, by primitive."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from whalejax.capture.separability import (
+    elementwise_rules,
+    indexing_rules,
+    product_rules,
+    random_rules,
+    reduction_rules,
+    shape_rules,
+)
+from whalejax.capture.separability.equations import PairedEquation, Rule
+from whalejax.capture.separability.values import (
+    SIZE,
+    CoupledError,
+    Kind,
+    Value,
+    is_one,
+    plain_dim,
+)
+
+
+RULES: Final[dict[str, Rule]] = {
+    **elementwise_rules.RULES,
+    **shape_rules.RULES,
+    **reduction_rules.RULES,
+    **product_rules.RULES,
+    **indexing_rules.RULES,
+    **random_rules.RULES,
+}
+
+
+def apply_rule(equation: PairedEquation) -> list[Value]:
+    """What is known of an equation's results.
+
+    Raises:
+        CoupledError: it couples samples, or there is no rule for it and it reads some.
+    """
+    rule = RULES.get(equation.name)
+    return _opaque(equation) if rule is None else rule(equation)
+
+
+def _opaque(equation: PairedEquation) -> list[Value]:
+    """Results of an operation of which nothing is known."""
+    if any(v.kind is not Kind.FIXED or not is_one(v.ratio) for v in equation.values):
+        raise CoupledError(f"calls {equation.name}, which may do anything with samples")
+    found = []
+    for n in range(len(equation.part.outvars)):
+        part, whole = equation.shapes(n)
+        if part != whole:
+            raise CoupledError(f"calls {equation.name} for a shape that {SIZE}")
+        dims = tuple(plain_dim(a, b) for a, b in zip(part, whole, strict=True))
+        found.append(Value(kind=Kind.FIXED, dims=dims))
+    return found

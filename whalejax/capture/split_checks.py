@@ -1,0 +1,220 @@
+"""Whether a batch may be split: one check for plans, shares, stages, runs and swarms.
+
+A loss whose samples are not proven independent is split only where the user means each
+part's own loss, with ``per_micro_batch=True``. Every place that splits a batch asks
+here, and refuses in the same words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.capture.separability.proof import Separability
+from whalejax.capture.separability.values import Reason
+from whalejax.capture.trace import Captured
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+
+
+class DependentSamplesError(PlanError):
+    """A batch is split whose samples are not proven independent.
+
+    Attributes:
+        unit: Samples of the groups that the loss takes together; 0 if it is not known.
+    """
+
+    unit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBatch:
+    """A batch that is computed in parts.
+
+    Attributes:
+        whole: Samples of the batch.
+        part: Samples of a part.
+        what: What a part is.
+        asked: Who asked for parts, as ``"num_micro_batches=4"``; empty for the plan.
+    """
+
+    whole: int
+    part: int
+    what: str = "micro-batches"
+    asked: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.part} of the batch's {self.whole} samples"
+
+
+def samples_of(captured: Captured) -> int:
+    """Samples of the global batch that a loss was traced for."""
+    return captured.graph.batch_size * captured.graph.num_micro_batches
+
+
+def split_of(plan: Plan, whole: int) -> SplitBatch:
+    """The parts in which a plan computes its batch.
+
+    Args:
+        plan: Any plan.
+        whole: Samples of its batch.
+    """
+    count = plan.num_micro_batches
+    ranks = 1 if plan.combine == "mean" else plan.axis_sizes.get("data", 1)
+    if ranks == 1:
+        return SplitBatch(whole=whole, part=whole // count)
+    what = f'parts of ranks that combine by "{plan.combine}",'
+    return SplitBatch(whole=whole, part=whole // (count * ranks), what=what)
+
+
+def check_split(captured: Captured, plan: Plan) -> None:
+    """Refuse a plan that splits a batch whose samples are not independent.
+
+    Args:
+        captured: The loss, traced with any number of samples in a micro-batch.
+        plan: What is to be run.
+
+    Raises:
+        DependentSamplesError: What combines samples, where, and what to do.
+    """
+    split = split_of(plan, samples_of(captured))
+    if split.part % plan.group_size:
+        raise DependentSamplesError(
+            f"group_size is {plan.group_size}, and the plan has {split}: expected a "
+            "divisor. Plan again, with this group_size"
+        )
+    if plan.per_micro_batch or split.part == split.whole:
+        return
+    found = captured.independence(split.part, split.whole, None)
+    if not found.proven:
+        raise refusal(found, split, weighted=captured.graph.weighted)
+    if found.group > 1 and plan.group_size % found.group:
+        raise DependentSamplesError(
+            f"the loss takes groups of {found.group} neighbouring samples together, "
+            f"and the plan's micro-batches keep groups of {plan.group_size}. Plan "
+            f"again, with group_size={found.group}"
+        )
+    if found.runs > 1 and plan.combine != "mean":
+        raise DependentSamplesError(
+            f"the loss parts the batch into {found.runs} runs, as of a half and the "
+            f'other, and ranks that combine by "{plan.combine}" take neighbours. Leave '
+            "combine out"
+        )
+
+
+def refusal(
+    found: Separability, split: SplitBatch, *, weighted: bool, tried: str = ""
+) -> DependentSamplesError:
+    """The error for a batch that may not be split.
+
+    Args:
+        found: Why its samples are not independent.
+        split: How it would be split.
+        weighted: The loss is a ``WeightedLoss``.
+        tried: Why one part will not do either, where that was tried.
+    """
+    assert found.reason is not None
+    asked = f"{split.asked}: " if split.asked else ""
+    lines = [
+        f"{asked}the loss is not proven to be a mean of independent samples, and "
+        f"{split} would train something else than the whole batch: "
+        f"{reason_text(found.reason)}.",
+        _remedy(found, split, weighted=weighted, whole_fits=not tried),
+    ]
+    if tried:
+        lines.append(f"With the whole batch at once, {tried}")
+    error = DependentSamplesError(" ".join(lines))
+    error.unit = _unit(found.reason)
+    return error
+
+
+def _unit(reason: Reason) -> int:
+    """Samples that a reshape of the batch keeps together; 0 if none does."""
+    return reason.group * max(1, reason.runs) or reason.runs
+
+
+def reason_text(reason: Reason) -> str:
+    """What combines samples, with its operation and source line.
+
+    >>> reason_text(Reason(operation="sort", line="model.py:3", why="sorts samples"))
+    'sort (model.py:3) sorts samples'
+    """
+    if not reason.operation:
+        return f"the loss {reason.why}"
+    return f"{reason.operation} ({reason.line}) {reason.why}"
+
+
+_CONSENT: Final = (
+    "per_micro_batch=True (--per-micro-batch) if each part's own loss is meant, as on "
+    "one device with as much accumulation"
+)
+
+
+def _remedy(
+    found: Separability, split: SplitBatch, *, weighted: bool, whole_fits: bool
+) -> str:
+    assert found.reason is not None
+    group = _unit(found.reason)
+    if found.sums:
+        return (
+            "Return the mean over the samples (.mean()), or wh.WeightedLoss(total, "
+            f"weight); or give {_CONSENT}."
+        )
+    if group > 1 and split.whole % group == 0 and split.part % group:
+        return (
+            f"Parts of whole groups would do: give micro-batches of a multiple of "
+            f"{group} samples, or num_micro_batches=1; or {_CONSENT}."
+        )
+    mean = ""
+    if "sum over" in found.reason.why and not weighted:
+        mean = ", wh.WeightedLoss(total, weight) if that is the number of what counts"
+    one = f"num_micro_batches=1{mean}, or " if whole_fits else ""
+    return f"Give {one}{_CONSENT}."
+
+
+def split_note(captured: Captured, plan: Plan) -> list[str]:
+    """What a plan says of a batch that it splits.
+
+    Args:
+        captured: The loss.
+        plan: What was planned.
+    """
+    split = split_of(plan, samples_of(captured))
+    notes: list[str] = []
+    if split.part == split.whole:
+        return notes
+    if plan.group_size > 1:
+        notes.append(
+            f"micro-batches hold whole groups of {plan.group_size} neighbouring samples"
+        )
+    if plan.per_micro_batch:
+        found = captured.independence(split.part, split.whole, None)
+        if found.reason is not None:
+            notes.append(
+                f"per_micro_batch=True: each of the {split} computes its own loss, as "
+                "on one device with as much accumulation, because "
+                f"{reason_text(found.reason)}"
+            )
+    return notes
+
+
+def largest_part(whole: int, unit: int = 1) -> int:
+    """The most samples that one of several equal parts has, in whole groups.
+
+    Args:
+        whole: Samples of the batch.
+        unit: Samples of a group.
+
+    Returns:
+        All samples where there is no such part.
+
+    >>> largest_part(16), largest_part(15, 5), largest_part(7, 7)
+    (8, 5, 7)
+    """
+    parts = (whole // n for n in range(2, whole // unit + 1) if whole % n == 0)
+    return next((part for part in parts if part % unit == 0), whole)
+
+
+def unit_of(found: Separability) -> int:
+    """Samples of which a micro-batch has to hold a multiple."""
+    return found.group * found.runs
