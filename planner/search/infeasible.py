@@ -20,7 +20,6 @@ from whalejax.planner.search.enumerate import (
     NO_SEQUENCE,
     NO_SPACE,
     SEQUENCE_DOES_NOT_DIVIDE,
-    SPACE_BESIDE_TENSOR,
     SPACE_DOES_NOT_DIVIDE,
     Search,
     fixed_space,
@@ -93,7 +92,6 @@ def _reason(search: Search, why: str) -> str:
         ),
         SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
         NO_SPACE: _no_space(search),
-        SPACE_BESIDE_TENSOR: _uneven_windows(search),
         SPACE_DOES_NOT_DIVIDE: _extents(search),
         HALO_IS_WIDER: _wide_halos(search),
         UPDATED_IN_OTHER_SHARDS: (
@@ -188,22 +186,6 @@ def _wide_halos(search: Search) -> str:
             f"{wide.axis} {most}, or a larger extent"
         )
     return "; ".join(dict.fromkeys(found))
-
-
-def _uneven_windows(search: Search) -> str:
-    """The operations that devices cannot compute alike beside tensor."""
-    mesh = search.request.mesh or {}
-    found = [
-        f"{row.kind}{f' at {row.scope}' if row.scope else ''}: {window.uneven}"
-        for row, window in search.uneven_windows(mesh)
-    ]
-    which = f" {'; '.join(dict.fromkeys(found))}." if found else ""
-    return (
-        "XLA computes convolutions wrongly where their space and the channels of their "
-        f"kernel are sharded, so that each device computes its own part there.{which} "
-        "Leave tensor out (fsdp shards what weights take of memory), or the spatial "
-        "axes"
-    )
 
 
 def _devices(count: int) -> str:
