@@ -528,7 +528,7 @@ class TrainStep:
         problems.path("path", path, "the path of a checkpoint")
         problems.choice("only", only, ("model",), none=True)
         problems.switch("keep_schedule", keep_schedule, none=True)
-        if only is None and keep_schedule is not None:
+        if only is None and isinstance(keep_schedule, bool):
             problems.add(
                 f'keep_schedule is {keep_schedule}, and without only="model" all of '
                 "the optimizer's state is the checkpoint's. Leave it out"
