@@ -14,6 +14,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
+from whalejax.planner.model.graph import Tensor
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     HALO_IS_WIDER,
@@ -348,20 +349,29 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
     ]
     own = [(t, d) for home, t, d in held if home == choice.task_graph]
     for tensor, dim in (own or [(t, d) for _, t, d in held])[:MOST_LEAVES]:
-        yield _dimension(search, tensor.path, dim, tensor.shape[dim], axis)
+        yield _dimension(search, tensor, dim, axis)
 
 
-def _dimension(search: Search, path: str, dim: int, size: int, axis: int) -> str:
-    padded = math.ceil(size / axis) * axis
-    remedies = [f"Pad it to {padded}"]
-    usable = [
-        n for n in divisors(search.request.num_devices) if n > 1 and size % n == 0
-    ]
-    if usable:
+def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
+    """A dimension that an axis does not divide, or the first of those it holds."""
+    parts, size = search.dims.sizes[tensor.id][dim], tensor.shape[dim]
+    first, what, remedies = parts[0], f"is {size}; ", list[str]()
+    if len(parts) > 1:
+        regrouped = " × ".join(map(str, parts))
+        what = (
+            f"is {size}, which the model reshapes to {regrouped}, and only the first "
+            "of these can be sharded: "
+        )
+    else:
+        remedies.append(f"pad it to {math.ceil(size / axis) * axis}")
+    usable = [n for n in divisors(search.request.num_devices) if first % n == 0]
+    if max(usable) > 1:
         best = max(usable)
         remedies.append(f"split over {best} devices (split(devices={best}))")
-    listed = ", ".join([*remedies, "or leave it whole"])
+    first_remedy, *others = [*remedies, "leave it whole"]
+    listed = ", ".join([first_remedy.capitalize(), *others[:-1]])
+    listed += f", or {others[-1]}" if others else ""
     return (
-        f"{path} dim {dim} is {size}; an axis of {axis} does not divide {size}. "
+        f"{tensor.path} dim {dim} {what}an axis of {axis} does not divide {first}. "
         f"{listed}"
     )
