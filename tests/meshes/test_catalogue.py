@@ -90,6 +90,18 @@ def test_no_name_means_two_kinds() -> None:
     assert len(shown) == len(set(shown))
 
 
+@pytest.mark.parametrize("name", ["v3", "TPU-v2", "gaudi3", "trn1"])
+def test_kinds_that_estimates_alone_know(name: str) -> None:
+    with pytest.raises(WhaleError) as error:
+        device_kind(name)
+    assert str(error.value).startswith(
+        f"of device kind '{name}' the datasheet is known, and not how such devices are "
+        "joined: whalejax estimate takes it with the links of another kind, and a "
+        "cluster must say its own. "
+    )
+    assert read_device(name).notes
+
+
 def test_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(WhaleError) as error:
         device_kind("h1000")

@@ -101,7 +101,8 @@ def plan(
             ``"activations"`` (what layers that are computed again keep, from the
             forward to the backward pass), ``"params"`` (what scans over layers slice;
             their gradients stay on the device), several as a list, or nothing,
-            ``"none"`` or ``()``. None lets the planner choose, where nothing fits without.
+            ``"none"`` or ``()``. None lets the planner choose, where nothing fits
+            without.
         sequence_parallel: whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards; None lets the planner
             choose.
