@@ -15,6 +15,7 @@ from whalejax.meshes.catalogue import (
     entry_of_device,
     number_paths,
 )
+from whalejax.meshes.formats.device_aliases import read_device
 
 
 KINDS = (
