@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.datasheet_cards import datasheet_card
 from whalejax.meshes.device_kinds import DeviceKind, Source
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.formats.datasheet_cards import datasheet_card
 from whalejax.meshes.ratings import catalogue_data, rating_of
 from whalejax.meshes.ratings import catalogue_text as catalogue_text
 

@@ -11,8 +11,12 @@ import re
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
-from whalejax.meshes.datasheet_cards import DatasheetCard, datasheet_card, is_word
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.datasheet_cards import (
+    DatasheetCard,
+    datasheet_card,
+    is_word,
+)
 from whalejax.meshes.ratings import POWER
 from whalejax.meshes.texts import quoted
 
