@@ -128,8 +128,6 @@ class CompilerProfile:
             form in which it is read.
         narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
-        keeps_halos: what devices received of their neighbours for a convolution serves
-            the gradient of its kernel, too; if not, it is exchanged again.
         keeps_masks: masks that are drawn at random are kept for the backward pass, a
             byte each; if not, they are drawn again.
         merges_regions: takes what a checkpointed region computes again from the forward
@@ -160,9 +158,6 @@ class CompilerProfile:
     reduces_at_end: bool = False
     gathers_first: bool = False
     narrow_products: bool = False
-    keeps_halos: bool = dataclasses.field(
-        default=False, metadata={"unless_default": True}
-    )
     keeps_masks: bool = dataclasses.field(
         default=False, metadata={"unless_default": True}
     )
@@ -245,7 +240,6 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         reduces_in_parts=False,
         fuses_products=True,
         narrow_products=True,
-        keeps_halos=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,

@@ -37,7 +37,7 @@ from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
-PLAN_VERSION: Final = 15
+PLAN_VERSION: Final = 16
 """Version of the file format."""
 
 

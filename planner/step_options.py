@@ -39,7 +39,8 @@ class UserOptions:
         remat: ``"none"``, ``"dots"``, ``"named"`` or ``"full"``; or a policy for each
             TaskGraph by its name.
         offload: some of ``"optimizer"``, ``"activations"`` and ``"params"`` (and, in
-            estimates, ``"gradients"``) that lie in host memory; ``()`` is nothing.
+            estimates, ``"gradients"``) that lie in host memory; ``"none"`` or ``()``
+            is nothing.
         sequence_parallel: whether ``tensor`` shards the sequence between products.
         attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by its name.
         loss_chunks: parts of a device's tokens whose logits are made one at a time.
@@ -301,20 +302,36 @@ def check_user_options(options: UserOptions, problems: Arguments) -> None:
         )
 
 
+_NOTHING: Final = "none"
+
+
 def _check_offload(offload: object, problems: Arguments) -> None:
     known = ", ".join(OFFLOADS)
-    if offload is None:
+    if offload is None or is_nothing(offload):
         return
     if not isinstance(offload, str | list | tuple | set | frozenset):
         problems.refuse(
             "offload",
             offload,
-            f"some of {known}, () for nothing, or None for the planner to choose",
+            f"some of {known}, 'none', or None for the planner to choose",
         )
         return
     for name in [offload] if isinstance(offload, str) else offload:
         if not isinstance(name, str) or name not in OFFLOADS:
-            problems.add(f"offload: {shown(name)} is none of {known}; () is nothing")
+            problems.add(
+                f"offload: {shown(name)} is none of {known}; 'none', alone, is nothing"
+            )
+
+
+def is_nothing(offload: object) -> bool:
+    """Whether ``offload`` asks for nothing in host memory.
+
+    >>> is_nothing("none"), is_nothing(()), is_nothing(["none"]), is_nothing("params")
+    (True, True, True, False)
+    """
+    if isinstance(offload, list | tuple | set | frozenset):
+        return not offload or [*offload] == [_NOTHING]
+    return isinstance(offload, str) and offload == _NOTHING
 
 
 def by_task_graph(value: object) -> bool:

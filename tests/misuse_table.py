@@ -444,8 +444,11 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "TrainStep.rehearse": Entry(of=lambda w: w.step),
     "TrainStep.restore": Entry(
         of=lambda w: w.step,
-        given=lambda w: {"path": w.folder / "checkpoint", "only": None},
-        legal={"only": NONE},
+        given=lambda w: {
+            **{"path": w.folder / "checkpoint", "only": None},
+            "keep_schedule": None,
+        },
+        legal={"only": NONE, "keep_schedule": NONE},
     ),
     "TrainStep.restore_or_init": Entry(
         of=lambda w: w.step,

@@ -464,6 +464,13 @@ def line_text(equation: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
 
 
+def has_explicit_axes(aval: Any) -> bool:
+    """Whether JAX itself tells a value's layout along some axis of a mesh."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    kinds = getattr(mesh, "axis_types", None) or ()
+    return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(atom, jax.extend.core.Literal)

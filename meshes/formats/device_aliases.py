@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.datasheet_cards import (
+    DatasheetCard,
+    datasheet_card,
+    is_word,
+)
 from whalejax.meshes.ratings import POWER
 from whalejax.meshes.texts import quoted
 
@@ -92,40 +97,6 @@ _KINDS = (
 first. They are looked for before the families."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
-    """A device that the catalogue lacks, by its datasheet, without sparsity.
-
-    Attributes:
-        words: of a name, that mean it; regular expressions.
-        like: entry whose family's efficiency, node and network stand in.
-        half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
-        memory: gigabytes, and how many of them a second.
-        cores: streaming multiprocessors or compute units.
-    """
-
-    words: tuple[str, ...]
-    like: str
-    half: float
-    eight: float
-    single: float
-    memory: tuple[int, int]
-    cores: int
-
-
-_OTHERS = (
-    # Intel's white papers of Gaudi 2 (2022) and Gaudi 3 (2024).
-    _Card(("gaudi2", "gaudi 2", "gaudi-2"), "a100-80", 432, 865, 11, (96, 2450), 0),
-    _Card(("gaudi3", "gaudi 3", "gaudi-3"), "h100", 1835, 1835, 14.3, (128, 3700), 0),
-    # Amazon's documentation of Trainium chips.
-    _Card(("trainium2", "trn2"), "h100", 667, 1299, 181, (96, 2900), 0),
-    _Card(("trainium", "trn1"), "a100-80", 190, 190, 47.5, (32, 820), 0),
-    # Google's documentation of TPU v2 and v3: half a chip, as JAX counts them.
-    _Card(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
-    _Card(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
-)
-"""Devices that JAX has no plug-in for, or no longer: estimates alone know them."""
-
 _SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
 """Words of a name that mean a size of memory: machines of clouds with A100s."""
 
@@ -171,13 +142,10 @@ def _one_device(text: str, guess: bool) -> AliasedDevice:
     counted = re.match(r"([0-9]{1,9})\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
     name = re.sub(r"\b([rg]tx)(?=a?\d)", r"\1 ", counted[2] if counted else lowered)
-    named = next(
-        (k for k, words in _KINDS if any(_is_word(w, name) for w in words)), ""
-    )
+    named = next((k for k, words in _KINDS if any(is_word(w, name) for w in words)), "")
     if named:
         return _as_listed(entries()[named], name, count)
-    cards = (c for c in _OTHERS if any(_is_word(w, name) for w in c.words))
-    card = next(cards, None)
+    card = datasheet_card(name)
     if card is not None:
         return _by_datasheet(text.strip(), name, count, card)
     family = next(
@@ -231,7 +199,7 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDev
 
 
 def _by_datasheet(
-    text: str, name: str, count: int | None, card: _Card
+    text: str, name: str, count: int | None, card: DatasheetCard
 ) -> AliasedDevice:
     """A device of no family of the catalogue."""
     base = entries()[card.like]
@@ -254,11 +222,6 @@ def _by_datasheet(
     note = f"{text} by its datasheet, as efficient as {base.kind.display_name()}"
     entry = dataclasses.replace(base, kind=kind)
     return AliasedDevice(entry=entry, count=count, notes=(note,))
-
-
-def _is_word(word: str, name: str) -> bool:
-    """A name says it, and does not go on with a number, or begin with another word."""
-    return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None
 
 
 def _means(word: str, name: str) -> bool:

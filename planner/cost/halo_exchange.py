@@ -1,15 +1,10 @@
 """Bytes and number of the exchanges at the borders of devices that share space.
 
 Dimensions are exchanged one after the other, each with what the ones before it brought,
-so that corners arrive too. An operation exchanges its operand forward; a convolution
-also the cotangent of its result, for the gradient of its operand. An operation that
-the program writes out (``Window.local``) sends back the cotangents of what it received
-instead. The operand is exchanged again in the backward pass
-
-- for the gradient of the kernel of a convolution that is left to a compiler that does
-  not keep the halos (``CompilerProfile.keeps_halos``);
-- otherwise where the backward pass needs it and it is out of reach there: in a loop,
-  and in a region that is computed again (``Repeats``).
+so that corners arrive too. An operation exchanges its operand forward, and sends back
+the cotangents of what it received. The operand is exchanged again where the backward
+pass needs it and it is out of reach there: in a loop, and in a region that is computed
+again (``Repeats``).
 """
 
 from __future__ import annotations
@@ -55,20 +50,13 @@ class BackwardHalo:
     """What the backward pass of an operation needs.
 
     Attributes:
-        kernel: a gradient flows to the kernel of a convolution.
-        image: one flows to the operand.
-        local: each device computes its own part after an exchange that the program
-            writes out.
-        keeps: the compiler keeps the halos of operations that it partitions itself.
+        image: a gradient flows to the operand.
         merges: the compiler takes what a checkpointed region exchanges again from the
             forward pass, where the region receives the same values.
         narrow: the compiler exchanges what products read in half the bytes.
     """
 
-    kernel: bool
     image: bool
-    local: bool
-    keeps: bool
     merges: bool
     narrow: bool
 
@@ -78,7 +66,7 @@ def exchanges(
     axes: Mapping[int, str],
     mesh: Mapping[str, int],
     extents: Sequence[tuple[int, ...]],
-    kept: Sequence[Any],
+    nbytes: Any,
     repeats: Repeats,
     backward: BackwardHalo,
 ) -> Iterator[HaloExchange]:
@@ -89,48 +77,38 @@ def exchanges(
         axes: number of a window to the mesh axis that shards its dimension.
         mesh: axis sizes.
         extents: of operand and result, unsharded, by dimension.
-        kept: bytes of operand and result on one device.
+        nbytes: of the operand on one device.
         repeats: where the operation stands in loops and checkpointed regions.
         backward: what its backward pass needs.
     """
-    local = backward.local
-    ahead, behind = [], []
+    sides = []
     for number, window in enumerate(windows):
         axis = axes.get(number)
         if axis is None:
             continue
         parts, size, result = mesh[axis], extents[0][window.dim], extents[1][window.out]
         below, above = window.halo(size, result, parts)
-        own = size // parts
-        read = own + below + above if local else window.read(result, parts)
-        ahead.append(_Side(axis=axis, own=own, below=below, above=above, grown=read))
-        below, above = window.gradient_halo(size, result, parts)
-        behind.append(
+        sides.append(
             _Side(
                 axis=axis,
-                own=result // parts,
+                own=size // parts,
                 below=below,
                 above=above,
-                grown=window.gradient_read(size, parts),
+                grown=window.read(size, result, parts),
             )
         )
-    width = 2 if backward.narrow else 1
-    yield from _strips(ahead, kept[0] / width, "forward", 1)
-    yield from _strips(ahead, kept[0] / width, "backward", _again(repeats, backward))
-    if backward.image and local:
-        yield from _strips(ahead, kept[0], "backward", 1)
-    elif backward.image:
-        yield from _strips(behind, kept[1] / width, "backward", 1)
+    sent = nbytes / 2 if backward.narrow else nbytes
+    yield from _strips(sides, sent, "forward", 1)
+    yield from _strips(sides, sent, "backward", _again(repeats, backward))
+    yield from _strips(sides, nbytes, "backward", int(backward.image))
 
 
 def _again(repeats: Repeats, backward: BackwardHalo) -> int:
     """How often the backward pass exchanges the operand once more."""
-    if not backward.local and not backward.keeps:
-        return repeats.runs_again + backward.kernel
     needed = repeats.runs_again or repeats.reads_operand
     if repeats.in_loop:
         return repeats.around_loop + needed
-    merged = repeats.mergeable and backward.local and backward.merges
+    merged = repeats.mergeable and backward.merges
     return int(repeats.in_region and needed and not merged)
 
 

@@ -33,7 +33,6 @@ from whalejax.planner.cost.halo_exchange import BackwardHalo, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
-from whalejax.planner.model.windows import written_out
 from whalejax.planner.sharding.fused_parameters import lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
@@ -343,24 +342,13 @@ def _gradient_sums(
 ) -> tuple[tuple[str, ...], ...]:
     """The same of a weight's gradient.
 
-    The compiler reduces the gradient of a convolution's kernel over those dimensions at
-    once along which windows overlap or leave elements out, and over the others as it
-    does for a product; where the program is written out, over all at once.
+    Where devices share space, that of a convolution's kernel is reduced over all
+    dimensions at once.
     """
-    space = _spatial_axes(row, hits)
-    if row.kind != CONVOLUTION or not space:
+    if row.kind != CONVOLUTION or not _spatial_axes(row, hits):
         return _sums(roles, hits, s)
-    if written_out(row.windows, s.shape):
-        axes = _axes_on(roles, hits)
-        return (axes,) if axes else ()
-    wide = {
-        axis
-        for n, axis in space.items()
-        if row.windows[n].span > 1 or row.windows[n].stride > 1
-    }
-    rest = {axis: role for axis, role in hits.items() if axis not in wide}
-    together = tuple(axis for axis in _axes_on(roles, hits) if axis in wide)
-    return (*_sums(roles, rest, s), *((together,) if together else ()))
+    axes = _axes_on(roles, hits)
+    return (axes,) if axes else ()
 
 
 def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
@@ -413,15 +401,12 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
         return []
     image, result = row.operands[0], row.results[0]
     extents = [tuple(map(math.prod, slot.sizes)) for slot in (image, result)]
-    kept = [local_bytes(slot, hits, s) for slot in (image, result)]
-    compiler, kernel = s.cluster.compiler, row.kind == CONVOLUTION
+    nbytes, compiler = local_bytes(image, hits, s), s.cluster.compiler
+    multiplied = row.kind == CONVOLUTION and image.itemsize_bytes == 4
     backward = BackwardHalo(
-        kernel=kernel and row.operands[1].differentiable,
         image=image.differentiable,
-        local=written_out(row.windows, s.shape),
-        keeps=compiler.keeps_halos,
         merges=compiler.merges_regions,
-        narrow=compiler.narrow_products and kernel and image.itemsize_bytes == 4,
+        narrow=compiler.narrow_products and multiplied,
     )
     return [
         Collective(
@@ -434,7 +419,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
             scope=row.scope,
         )
         for one in exchanges(
-            row.windows, axes, s.shape, extents, kept, row.repeats, backward
+            row.windows, axes, s.shape, extents, nbytes, row.repeats, backward
         )
     ]
 

@@ -32,7 +32,7 @@ class Repeats:
         around_loop: that region holds its loop as a whole, which then runs again before
             the loop of the backward pass does.
         mergeable: the region is given all that the operand is made of, or makes it
-            without an exchange that is left to the compiler.
+            without a sum over devices that is left to the compiler.
     """
 
     runs_again: bool
@@ -70,8 +70,7 @@ def repeats(
         in_loop=op.trip > 1,
         in_region=op.remat is not None,
         around_loop=around,
-        mergeable=op.remat is not None
-        and not _exchanges_before(graph, dims, maker, index),
+        mergeable=op.remat is not None and not _sums_before(graph, dims, maker, index),
     )
 
 
@@ -85,13 +84,10 @@ def _holds_loop(graph: Graph, op: Op) -> bool:
     )
 
 
-def _exchanges_before(
+def _sums_before(
     graph: Graph, dims: Dimensions, maker: Sequence[int | None], index: int
 ) -> bool:
-    """The operand is made, in its region, of what the compiler lets devices exchange.
-
-    That are halos of convolutions, and sums over samples or space.
-    """
+    """The operand is made, in its region, of sums over samples or space."""
     region = graph.ops[index].remat
     waiting, seen = [graph.ops[index].operands[0]], set[int]()
     while waiting:
@@ -100,8 +96,6 @@ def _exchanges_before(
             continue
         seen.add(made)
         op = graph.ops[made]
-        if any(not w.local and w.span > w.stride for w in op.windows):
-            return True
         if op.kind not in LOOPS and not op.reshape and _sums(made, op, dims):
             return True
         waiting.extend(op.operands)

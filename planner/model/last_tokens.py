@@ -7,7 +7,7 @@ part. Capture reads it to put such cuts off.
 from __future__ import annotations
 
 from whalejax.planner.model.dimension_analysis import analyse
-from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.graph import Graph, Op
 from whalejax.planner.model.reshape_factors import slots_of
 
 
@@ -21,7 +21,7 @@ def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
     Args:
         graph: the captured loss.
     """
-    slices = [op.kind == "slice" and op.trip == 1 for op in graph.ops]
+    slices = [_cuts(op) and op.trip == 1 for op in graph.ops]
     if not any(slices):
         return frozenset()
     dims, found = analyse(graph), set[tuple[int, ...]]()
@@ -34,6 +34,12 @@ def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
         if few and before.differentiable and before.kind == "value":
             found.add(op.position)
     return frozenset(found)
+
+
+def _cuts(op: Op) -> bool:
+    """A slice that begins where the program says, by numbers that are no operands."""
+    alone = op.kind == "dynamic_slice" and len(op.operands) == 1
+    return op.kind == "slice" or alone
 
 
 def gathered_bytes(graph: Graph) -> int:

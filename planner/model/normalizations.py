@@ -55,7 +55,7 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
     found = _Kernels(flow=flow, group=list(range(len(flow.graph.ops))))
     for index, op in enumerate(flow.graph.ops):
         single = op.kernel is None and len(op.results) == 1
-        if single and op.kind.startswith("reduce"):
+        if single and not op.elementwise and op.kind.startswith("reduce"):
             found.add(index, op)
     return found.numbers()
 

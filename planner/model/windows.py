@@ -11,9 +11,8 @@ by Exploiting Finer-Grained Parallelism", IPDPS 2019, section III).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 SPACES = ("depth", "height", "width")
@@ -33,10 +32,7 @@ class Window:
         low: elements of padding before the first.
         spread: elements of the result that one of the operand gives: above 1 for a
             transposed convolution, whose windows then do not overlap.
-        local: every device computes its part by itself, after an exchange that the
-            program writes out; else the compiler is left to exchange halos.
         refused: why devices cannot share the dimension here, or empty.
-        uneven: why they could not if each computed its part by itself, or empty.
     """
 
     dim: int
@@ -46,9 +42,7 @@ class Window:
     stride: int = 1
     low: int = 0
     spread: int = 1
-    local: bool = False
     refused: str = ""
-    uneven: str = ""
 
     def halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
         """Elements that a device receives from below and from above.
@@ -81,47 +75,34 @@ class Window:
         )
         return max(0, *below), max(0, *above)
 
-    def gradient_halo(self, size: int, result: int, parts: int) -> tuple[int, int]:
-        """The same of the result's cotangent, for the gradient of the operand.
+    def reach(self, size: int, result: int, parts: int) -> tuple[int, int]:
+        """Elements that a device reads beyond its part, padding among them.
 
         Args:
             size, result, parts: as in ``halo``.
 
-        >>> Window(dim=1, out=1, span=3, stride=2).gradient_halo(16, 8, 4)
-        (1, 0)
+        >>> Window(dim=1, out=1, span=5, low=4).reach(16, 16, 4)  # none behind
+        (4, 0)
+        >>> Window(dim=1, out=1, span=3).reach(16, 14, 2)
+        (1, 1)
         """
-        if parts == 1 or self.spread > 1:
-            return 0, 0
-        own, made = size // parts, result // parts
-        below = (
-            part * made - -(-(part * own + self.low - self.span + 1) // self.stride)
-            for part in range(1, parts)
-        )
-        above = (
-            ((part + 1) * own - 1 + self.low) // self.stride - (part + 1) * made + 1
-            for part in range(parts - 1)
-        )
-        return max(0, *below), max(0, *above)
+        below, above = self.halo(size, result, parts)
+        high = (result - 1) * self.stride + self.span - self.low - size
+        return max(below, self.low), max(above, high)
 
-    def read(self, result: int, parts: int) -> int:
+    def start(self, size: int, result: int, parts: int, part: Any) -> Any:
+        """Where a device begins to read, in its part and what it reaches before it.
+
+        Args:
+            size, result, parts: as in ``halo``.
+            part: number of the device, which may be traced.
+        """
+        before, _ = self.reach(size, result, parts)
+        step = result // parts * self.stride - size // parts
+        return part * step + (before - self.low) if step else before - self.low
+
+    def read(self, size: int, result: int, parts: int) -> int:
         """Elements of the operand that a device's part of the result is made of."""
+        if self.spread > 1:
+            return size // parts
         return (result // parts - 1) * self.stride + self.span
-
-    def gradient_read(self, size: int, parts: int) -> int:
-        """Elements of the cotangent that a device's part of the gradient is made of."""
-        return math.ceil((size // parts + self.span - 1) / self.stride)
-
-
-def written_out(windows: Sequence[Window], mesh: Mapping[str, int]) -> bool:
-    """Whether each device computes its part by itself, after an exchange.
-
-    Beside ``tensor`` every operation does: XLA (JAX 0.10 to 0.12) returns a convolution
-    a multiple too large where the space of what it convolves is sharded over one axis
-    and the channels of its kernel over another that is no smaller.
-
-    Args:
-        windows: of an operation whose space is shared.
-        mesh: axis sizes.
-    """
-    beside = mesh.get("tensor", 1) > 1
-    return bool(windows) and (beside or any(window.local for window in windows))

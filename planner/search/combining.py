@@ -18,8 +18,10 @@ from whalejax.planner.entries import Collective
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.layer_axes import layer_axes
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.layout import shards
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
@@ -133,6 +135,18 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
             f"because the loss does not read them: {some}. There is nothing of them "
             "to combine; leave them out of trainable="
         )
+    blocks = [
+        f"{graph.tensors[t].path} {list(graph.tensors[t].shape)}"
+        for t, axes in layer_axes(graph).items()
+        if axes is None
+    ]
+    if blocks:
+        yield (
+            f"{len(blocks)} of {len(trained)} trained parameters are taken in blocks "
+            f"that do not divide them into layers: {', '.join(blocks[:3])}. Adasum is "
+            "of each layer: take single layers, or equal blocks of all of them; or "
+            "leave combine out"
+        )
     odd = [f"{t.path} ({t.dtype})" for t in trained if t.dtype.startswith("complex")]
     if odd:
         yield (
@@ -190,7 +204,9 @@ class CombiningCosts:
         combine: str,
     ) -> None:
         self._facts, self._cluster, self._combine = facts, cluster, combine
-        self._averaged_bytes = 0 if combine == "mean" else averaged_bytes(graph, dims)
+        asked = combine != "mean"
+        self._averaged_bytes = averaged_bytes(graph, dims) if asked else 0
+        self._axes = layer_axes(graph) if asked else {}
         self._known: dict[tuple[object, ...], Combined] = {}
 
     def of(self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]) -> Combined:
@@ -204,7 +220,7 @@ class CombiningCosts:
             return Combined()
         key = (layouts, *mesh.items())
         if key not in self._known:
-            found = _combined(self._facts, layouts, mesh, self._cluster, self._combine)
+            found = self._combined(layouts, mesh)
             mean = dataclasses.replace(
                 found.collectives[0],
                 kind="all-reduce",
@@ -214,6 +230,33 @@ class CombiningCosts:
             collectives = (*found.collectives, mean)
             self._known[key] = dataclasses.replace(found, collectives=collectives)
         return self._known[key]
+
+    def _combined(
+        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
+    ) -> Combined:
+        parts, itemsize, state = list[Part](), 4, 0.0
+        pairs = zip(self._facts.tensors, self._facts.group_of, strict=True)
+        for tensor, place in pairs:
+            (group, _), spec = self._facts.groups[place], layouts[place].param
+            if not group.trained:
+                continue
+            axes = self._axes.get(tensor.id)
+            if axes is None:
+                parts.append(Part.of(tensor.shape, spec, 1, mesh))
+            else:
+                laid = axes.stacked_spec(spec, mesh)
+                parts.append(Part.of(axes.stacked, laid, axes.count, mesh))
+            itemsize = max(itemsize, tensor.itemsize_bytes)
+            state += group.optimizer_bytes / shards(spec, mesh)
+        node = node_size(mesh, self._cluster, self._combine)
+        found = combining(parts, mesh, node=node, itemsize_bytes=itemsize)
+        nbytes = found[0].payload_bytes
+        if self._combine == "adasum_updates" and state:
+            mean = dataclasses.replace(
+                found[0], kind="all-reduce", what="moments", payload_bytes=int(state)
+            )
+            found.append(mean)
+        return Combined(collectives=tuple(found), nbytes=nbytes)
 
 
 def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
@@ -230,32 +273,6 @@ def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
         if not any(role in batch for atoms in dims.layouts[t] for role in atoms):
             found += math.prod(tensor.shape) * max(4, tensor.itemsize_bytes)
     return found
-
-
-def _combined(
-    facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
-    mesh: Mapping[str, int],
-    cluster: Cluster,
-    combine: str,
-) -> Combined:
-    parts, itemsize, state = list[Part](), 4, 0.0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        if not group.trained:
-            continue
-        parts += [Part.of(group.shape, layout.param, group.slices, mesh)] * count
-        itemsize = max(itemsize, group.nbytes // max(1, math.prod(group.shape)))
-        cut = math.prod(mesh[a] for axes in layout.param for a in axes)
-        state += count * group.optimizer_bytes / cut
-    node = node_size(mesh, cluster, combine)
-    found = combining(parts, mesh, node=node, itemsize_bytes=itemsize)
-    nbytes = found[0].payload_bytes
-    if combine == "adasum_updates" and state:
-        mean = dataclasses.replace(
-            found[0], kind="all-reduce", what="moments", payload_bytes=int(state)
-        )
-        found.append(mean)
-    return Combined(collectives=tuple(found), nbytes=nbytes)
 
 
 def with_buffers(memory: MemoryTerms, nbytes: int) -> MemoryTerms:

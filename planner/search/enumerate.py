@@ -33,7 +33,7 @@ from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.windows import Window, written_out
+from whalejax.planner.model.windows import Window
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.combining import (
     CombiningCosts,
@@ -81,7 +81,6 @@ where samples are shared (``SPATIAL_AXES``)."""
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
 NO_SPACE = "no dimension for a spatial axis"
-SPACE_BESIDE_TENSOR = "a spatial axis beside tensor, and windows that differ by device"
 SPACE_DOES_NOT_DIVIDE = "an extent does not divide by its spatial axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
@@ -438,16 +437,7 @@ class Search:
                 return NO_SPACE
             if any(role.divisible % size for role in roles):
                 return SPACE_DOES_NOT_DIVIDE
-        if any(self.uneven_windows(mesh)):
-            return SPACE_BESIDE_TENSOR
         return HALO_IS_WIDER if any(self.wide_halos(mesh)) else ""
-
-    def uneven_windows(self, mesh: Mapping[str, int]) -> Iterator[tuple[Row, Window]]:
-        """What ``tensor`` beside space needs written out and devices do unequally."""
-        if mesh.get("tensor", 1) > 1:
-            for row, window, _, _ in self._shared_windows(mesh):
-                if window.uneven:
-                    yield row, window
 
     def scaled_space(self, mesh: Mapping[str, int]) -> set[str]:
         """Spatial axes whose dimension every window makes a fraction or multiple of.
@@ -477,10 +467,6 @@ class Search:
             halo = max(window.halo(size, result, mesh[axis]))
             if halo > size // mesh[axis]:
                 yield WideHalo(axis=axis, row=row, halo=halo, size=size)
-            elif not written_out(row.windows, mesh):
-                halo = max(window.gradient_halo(size, result, mesh[axis]))
-                if halo > result // mesh[axis]:
-                    yield WideHalo(axis=axis, row=row, halo=halo, size=result)
 
     def _shared_windows(
         self, mesh: Mapping[str, int]

@@ -14,13 +14,13 @@ from whalejax.meshes.errors import Problems
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
+from whalejax.planner.model.graph import Tensor
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     HALO_IS_WIDER,
     NO_SEQUENCE,
     NO_SPACE,
     SEQUENCE_DOES_NOT_DIVIDE,
-    SPACE_BESIDE_TENSOR,
     SPACE_DOES_NOT_DIVIDE,
     Search,
     fixed_space,
@@ -93,7 +93,6 @@ def _reason(search: Search, why: str) -> str:
         ),
         SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
         NO_SPACE: _no_space(search),
-        SPACE_BESIDE_TENSOR: _uneven_windows(search),
         SPACE_DOES_NOT_DIVIDE: _extents(search),
         HALO_IS_WIDER: _wide_halos(search),
         UPDATED_IN_OTHER_SHARDS: (
@@ -188,22 +187,6 @@ def _wide_halos(search: Search) -> str:
             f"{wide.axis} {most}, or a larger extent"
         )
     return "; ".join(dict.fromkeys(found))
-
-
-def _uneven_windows(search: Search) -> str:
-    """The operations that devices cannot compute alike beside tensor."""
-    mesh = search.request.mesh or {}
-    found = [
-        f"{row.kind}{f' at {row.scope}' if row.scope else ''}: {window.uneven}"
-        for row, window in search.uneven_windows(mesh)
-    ]
-    which = f" {'; '.join(dict.fromkeys(found))}." if found else ""
-    return (
-        "XLA computes convolutions wrongly where their space and the channels of their "
-        f"kernel are sharded, so that each device computes its own part there.{which} "
-        "Leave tensor out (fsdp shards what weights take of memory), or the spatial "
-        "axes"
-    )
 
 
 def _devices(count: int) -> str:
@@ -366,20 +349,29 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
     ]
     own = [(t, d) for home, t, d in held if home == choice.task_graph]
     for tensor, dim in (own or [(t, d) for _, t, d in held])[:MOST_LEAVES]:
-        yield _dimension(search, tensor.path, dim, tensor.shape[dim], axis)
+        yield _dimension(search, tensor, dim, axis)
 
 
-def _dimension(search: Search, path: str, dim: int, size: int, axis: int) -> str:
-    padded = math.ceil(size / axis) * axis
-    remedies = [f"Pad it to {padded}"]
-    usable = [
-        n for n in divisors(search.request.num_devices) if n > 1 and size % n == 0
-    ]
-    if usable:
+def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
+    """A dimension that an axis does not divide, or the first of those it holds."""
+    parts, size = search.dims.sizes[tensor.id][dim], tensor.shape[dim]
+    first, what, remedies = parts[0], f"is {size}; ", list[str]()
+    if len(parts) > 1:
+        regrouped = " × ".join(map(str, parts))
+        what = (
+            f"is {size}, which the model reshapes to {regrouped}, and only the first "
+            "of these can be sharded: "
+        )
+    else:
+        remedies.append(f"pad it to {math.ceil(size / axis) * axis}")
+    usable = [n for n in divisors(search.request.num_devices) if first % n == 0]
+    if max(usable) > 1:
         best = max(usable)
         remedies.append(f"split over {best} devices (split(devices={best}))")
-    listed = ", ".join([*remedies, "or leave it whole"])
+    first_remedy, *others = [*remedies, "leave it whole"]
+    listed = ", ".join([first_remedy.capitalize(), *others[:-1]])
+    listed += f", or {others[-1]}" if others else ""
     return (
-        f"{path} dim {dim} is {size}; an axis of {axis} does not divide {size}. "
+        f"{tensor.path} dim {dim} {what}an axis of {axis} does not divide {first}. "
         f"{listed}"
     )

@@ -15,6 +15,7 @@ from whalejax.meshes.catalogue import (
     entry_of_device,
     number_paths,
 )
+from whalejax.meshes.formats.device_aliases import read_device
 
 
 KINDS = (
@@ -88,6 +89,18 @@ def test_no_name_means_two_kinds() -> None:
     shown = [n.lower() for e in entries().values() for n in e.jax_names]
     assert len(names) == len(set(names))
     assert len(shown) == len(set(shown))
+
+
+@pytest.mark.parametrize("name", ["v3", "TPU-v2", "gaudi3", "trn1"])
+def test_kinds_that_estimates_alone_know(name: str) -> None:
+    with pytest.raises(WhaleError) as error:
+        device_kind(name)
+    assert str(error.value).startswith(
+        f"of device kind '{name}' the datasheet is known, and not how such devices are "
+        "joined: whalejax estimate takes it with the links of another kind, and a "
+        "cluster must say its own. "
+    )
+    assert read_device(name).notes
 
 
 def test_unknown_name_gives_the_nearest() -> None:

@@ -71,7 +71,6 @@ def test_compilers_by_platform() -> None:
         reduces_in_parts=False,
         fuses_products=True,
         narrow_products=True,
-        keeps_halos=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,

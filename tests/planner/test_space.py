@@ -114,3 +114,31 @@ def test_halos_are_those_counted_by_hand(span: int, stride: int, parts: int) -> 
     found = window.halo(size, size // stride, parts)
     assert found == by_hand(window, size, size // stride, parts)
     assert found == (low, max(0, span - low - stride))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("span", "stride"), [(1, 2), (3, 1), (3, 2), (4, 3), (5, 1)])
+def test_what_a_device_reads_is_what_its_windows_read(
+    span: int, stride: int, parts: int
+) -> None:
+    """Of every padding, down to none and below, that leaves equal parts."""
+    for size, low, high in itertools.product(
+        range(3 * parts, 9 * parts, parts), range(-2, span + 2), range(-2, span + 2)
+    ):
+        result = (size + low + high - span) // stride + 1
+        window = Window(dim=1, out=1, span=span, stride=stride, low=low)
+        if result < parts or result % parts:
+            continue
+        halo = window.halo(size, result, parts)
+        assert halo == by_hand(window, size, result, parts)
+        reach = window.reach(size, result, parts)
+        own, made = size // parts, result // parts
+        for part in range(parts):
+            first = part * own - reach[0] + window.start(size, result, parts, part)
+            assert first == part * made * stride - low
+            last = first + window.read(size, result, parts)
+            assert part * own - reach[0] <= first
+            assert last <= (part + 1) * own + reach[1]
+            # Beyond what a neighbour sends lies padding.
+            assert part == 0 or first >= part * own - halo[0]
+            assert part == parts - 1 or last <= (part + 1) * own + halo[1]

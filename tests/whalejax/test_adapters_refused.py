@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -110,3 +111,76 @@ def test_models_are_still_models() -> None:
     assert adapt(fields, loss).kind == "linen"
     assert adapt(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), loss).kind == "nnx"
     assert adapt(state().params, loss).param_paths == ("w",)
+
+
+class Positions(nnx.Module):
+    """A linear layer, beside an array in some place."""
+
+    def __init__(self, rngs: nnx.Rngs, place: str) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        array = jnp.arange(8.0)
+        if place == "attribute":
+            self.rates = array
+        elif place == "data":
+            self.rates = nnx.data(array)
+        elif place == "variable":
+            self.rates = nnx.Variable(array)
+        elif place == "NumPy":
+            self.rates = np.arange(8.0, dtype=np.float32)
+        elif place == "tuple":
+            self.rates = (array, array)
+        elif place == "function":
+            self.rates = lambda: array
+        self.place = place
+
+    def __call__(self, x: Any) -> Any:
+        rates: Any = self.rates
+        rates = rates() if self.place == "function" else rates
+        rates = rates[0] if self.place == "tuple" else rates
+        return self.linear(x * jnp.asarray(rates)[None])
+
+
+class Around(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, place: str) -> None:
+        if place == "norm":
+            self.inner: Any = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
+        else:
+            self.inner = Positions(rngs, place)
+
+    def __call__(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def squared(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("place", "holds"),
+    [
+        ("attribute", "inner.rates is"),
+        ("tuple", "inner.rates (tuple) holds"),
+        ("function", "inner.rates (function) holds"),
+        ("norm", "inner.scales (dict) holds"),
+    ],
+)
+def test_arrays_of_which_a_described_module_has_no_values(
+    place: str, holds: str
+) -> None:
+    model = nnx.eval_shape(lambda: Around(nnx.Rngs(0), place))
+    with pytest.raises(wh.WhaleError) as caught:
+        adapt(model, squared)
+    assert str(caught.value) == (
+        f"model: 1 problem\n  1. {holds} a plain array, float32[8], of which "
+        "nnx.eval_shape leaves no value. Give the module itself, built without "
+        "nnx.eval_shape; or make it a variable, as in nnx.Variable(jnp.arange(8.0)), "
+        "or a NumPy array"
+    )
+
+
+@pytest.mark.parametrize("place", ["data", "variable", "NumPy"])
+def test_arrays_that_a_described_module_describes(place: str) -> None:
+    model = nnx.eval_shape(lambda: Around(nnx.Rngs(0), place))
+    assert adapt(model, squared).param_paths == (
+        *("inner.linear.bias", "inner.linear.kernel"),
+    )

@@ -55,3 +55,69 @@ def test_set_mesh(way: str, kind: AxisType, names: tuple[str, str]) -> None:
         np.testing.assert_allclose(state.opt_state["gradient"]["w"], wanted, atol=1e-6)
         np.testing.assert_allclose(metrics["loss"], loss(p, x), rtol=1e-5)
         assert np.isfinite(again["loss"])
+
+
+def refusal(function: Any) -> str:
+    """Why a loss is not planned."""
+    model, x = {"w": jnp.ones((8, 8))}, jnp.ones((16, 8))
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.plan(function, model, x, cluster=free_links(8))
+    return str(caught.value)
+
+
+def test_a_layout_of_no_mesh() -> None:
+    assert refusal(constrained) == (
+        "loss_fn calls with_sharding_constraint with a PartitionSpec, and no mesh says "
+        "what its axes are. Leave the call out: the plan divides the work itself, and "
+        "takes no such layout; or plan and compile under jax.set_mesh(mesh), whose "
+        "axes may be any"
+    )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto, None])
+def test_explicit_layouts_are_refused(kind: AxisType | None) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind or AxisType.Auto,))
+    rows = PartitionSpec("data", None)
+
+    def product(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.einsum("bi,ij->bj", x, p["w"], out_sharding=rows) ** 2)
+
+    def moved(p: Any, x: Any) -> Any:
+        return jnp.mean(jax.sharding.reshard(x @ p["w"], rows) ** 2)
+
+    def picked(p: Any, x: Any) -> Any:
+        return jnp.mean(p["w"].at[jnp.arange(8)].get(out_sharding=rows))
+
+    for function in (product, moved, picked):
+        with jax.set_mesh(mesh) if kind else contextlib.nullcontext():
+            text = refusal(function)
+        assert text.startswith(
+            "loss_fn asks for layouts along explicit mesh axes (out_sharding=, "
+            "reshard), and programs with explicit axes are not planned yet: "
+        )
+        assert "Leave these layouts out" in text
+
+
+def test_meshes_with_explicit_axes_inside_a_loss() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    rows = PartitionSpec("data", None)
+
+    def moved(p: Any, x: Any) -> Any:
+        return jnp.mean(jax.sharding.reshard(x @ p["w"], NamedSharding(mesh, rows)))
+
+    assert "float32[16@data,8] in test_ambient_mesh.py:" in refusal(moved)
+
+    def laid(p: Any, x: Any) -> Any:
+        sharding = NamedSharding(mesh, rows)
+        return jnp.mean(jax.lax.with_sharding_constraint(x @ p["w"], sharding))
+
+    def mapped(p: Any, x: Any) -> Any:
+        double = jax.shard_map(
+            lambda x: 2 * x, mesh=mesh, in_specs=rows, out_specs=rows
+        )
+        return jnp.mean(double(x @ p["w"]))
+
+    for function, name in ((laid, "with_sharding_constraint"), (mapped, "shard_map")):
+        text = refusal(function)
+        assert f"names a mesh with explicit axes in {name}" in text.replace("jax.", "")
+        assert "axis_types=(jax.sharding.AxisType.Auto,) * its number of axes" in text

@@ -126,6 +126,24 @@ def test_a_dimension_that_the_fixed_axis_does_not_divide() -> None:
     )
 
 
+def test_a_dimension_of_which_the_axis_divides_only_the_whole() -> None:
+    model = {"w": leaf(8, 3)}
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        pairs = b["x"].reshape(len(b["x"]), 2, -1)[:, :, :4]
+        rows = jnp.repeat(pairs.sum(1, keepdims=True), 2, axis=1)
+        return jnp.mean(jnp.tanh(rows.reshape(-1, 8) @ p["w"]))
+
+    assert refused(loss, model, mesh={"tensor": 8}) == (
+        "no layout of 8 devices serves this model: 2 problems\n"
+        "  1. w dim 0 is 8, which the model reshapes to 2 × 4, and only the first of "
+        "these can be sharded: an axis of 8 does not divide 2. Split over 2 devices "
+        "(split(devices=2)), or leave it whole\n"
+        "  2. w dim 1 is 3; an axis of 8 does not divide 3. Pad it to 8, or leave it "
+        "whole"
+    )
+
+
 def test_more_devices_than_there_are() -> None:
     assert refused(hybrid(wh.split(devices=16))) == (
         "the marks cannot be obeyed: 1 problem\n"

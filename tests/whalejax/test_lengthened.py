@@ -44,6 +44,14 @@ def by_label(params: Any, tokens: Array) -> Array:
     return jnp.mean(each)
 
 
+def by_start_and_length(params: Any, tokens: Array) -> Array:
+    each = optax.softmax_cross_entropy_with_integer_labels(
+        jax.lax.dynamic_slice_in_dim(logits_of(params, tokens), 0, SEQ - 1, 1),
+        jax.lax.dynamic_slice(tokens, (0, 1), (BATCH, SEQ - 1)),
+    )
+    return jnp.mean(each)
+
+
 def by_one_hot(params: Any, tokens: Array) -> Array:
     likely = jax.nn.log_softmax(logits_of(params, tokens)[..., :-1, :])
     right = jax.nn.one_hot(tokens[..., 1:], VOCAB, dtype=likely.dtype)
@@ -74,6 +82,7 @@ def without_a_slope_at_zero(params: Any, tokens: Array) -> Array:
 
 LOSSES: Final[tuple[Callable[[Any, Array], Array], ...]] = (
     by_label,
+    by_start_and_length,
     by_one_hot,
     of_real_tokens,
     cut_before_the_product,
@@ -119,8 +128,11 @@ def _as_written(loss: Callable[[Any, Array], Array]) -> Any:
     return jax.make_jaxpr(flat)(*avals, tokens)
 
 
-def test_logits_of_all_but_the_last_token_are_made_in_parts() -> None:
-    plan = planned(by_label, loss_chunks=2, **CONTEXT)
+@pytest.mark.parametrize("loss", [by_label, by_start_and_length])
+def test_logits_of_all_but_the_last_token_are_made_in_parts(
+    loss: Callable[[Any, Array], Array],
+) -> None:
+    plan = planned(loss, loss_chunks=2, **CONTEXT)
     assert plan.loss_chunks == 2
     gathered = sum(c.payload_bytes for c in plan.collectives if c.what == "border")
     assert gathered < BATCH * SEQ * VOCAB * 4, "no logits among them"

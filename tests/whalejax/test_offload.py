@@ -274,10 +274,17 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     assert plan.what_if(offload=()).offload == ()
 
 
+@pytest.mark.parametrize("offload", ["none", ["none"], ("none",), []])
+def test_nothing_is_asked_for_by_name(offload: Any) -> None:
+    """As on the command line."""
+    assert asked(80e9, offload=offload).hash == asked(80e9, offload=()).hash
+
+
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
         ("disk", "'disk' is none of optimizer, activations, params"),
+        (["none", "params"], "'none' is none of .*; 'none', alone, is nothing"),
         (False, r"offload is False; expected some of optimizer"),
     ],
 )

@@ -75,7 +75,7 @@ def test_another_optimizer_takes_the_model(
     whole = shared_step().restore(saved)
     step = step_of(make_job(optimizer=SCHEDULED), **options)
     assert type(step._runner).__name__ == runner
-    found = step.restore(saved, only="model")
+    found = step.restore(saved, only="model", keep_schedule=False)
     assert host_leaves(found.params) == host_leaves(whole.params)
     assert (int(found.step), found.samples) == (3, 48)
     assert host_leaves(found.rng) == host_leaves(whole.rng)
@@ -116,8 +116,69 @@ def test_the_remedy_is_named(saved: Path) -> None:
         assert title.startswith(
             f"{saved} is a checkpoint of another model or optimizer. The model is the "
             'same: step.restore(path, only="model") takes it, keeps the step counter '
-            "and begins the optimizer anew: "
+            "and begins the optimizer anew; keep_schedule=True lets its schedule go "
+            "on: "
         )
+
+
+def rate(count: Any) -> Any:
+    """A schedule that tells its count."""
+    return 0.01 * (1 + count)
+
+
+SCHEDULES = {
+    "a schedule": optax.sgd(rate),
+    "moments before it": optax.adam(rate),
+    "hyperparameters": optax.inject_hyperparams(optax.sgd)(rate),
+    "of a group": optax.multi_transform(
+        {"all": optax.sgd(rate)}, lambda params: jax.tree.map(lambda _: "all", params)
+    ),
+    "every second step": optax.MultiSteps(optax.sgd(rate), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on(saved: Path, name: str) -> None:
+    """From the updates that the other optimizer made; moments begin anew."""
+    step = step_of(make_job(optimizer=SCHEDULES[name]))
+    anew = step.restore(saved, only="model", keep_schedule=False)
+    found = step.restore(saved, only="model", keep_schedule=True)
+    before, after = (
+        jax.tree_util.tree_flatten_with_path(x.opt_state)[0] for x in (anew, found)
+    )
+    changed = {
+        jax.tree_util.keystr(path): (int(old), int(new))
+        for (path, old), (_, new) in zip(before, after, strict=True)
+        if not np.array_equal(old, new)
+    }
+    assert set(changed.values()) == {(0, 3)}, changed
+    assert all(place.endswith(".count") for place in changed)
+    for one, sharding in zip(
+        jax.tree.leaves(found), jax.tree.leaves(step.shardings), strict=True
+    ):
+        assert one.sharding.is_equivalent_to(sharding, one.ndim)
+    found, metrics = step(found, batch_at(3, 16))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_schedule_that_begins_anew_is_said(saved: Path) -> None:
+    step = step_of(make_job(optimizer=SCHEDULED))
+    with pytest.warns(UserWarning) as caught:
+        found = step.restore(saved, only="model")
+    assert int(found.step) == 3
+    assert str(caught[0].message) == (
+        "the optimizer begins anew, and so does its schedule: it counts from 0, and "
+        "the checkpoint's optimizer had made 3 updates. Pass keep_schedule=True to let "
+        "it go on from 3, or False to begin it anew without this warning"
+    )
+
+
+def test_there_must_be_a_schedule_to_keep(saved: Path) -> None:
+    with pytest.raises(wh.WhaleError, match="nothing in this optimizer's state counts"):
+        shared_step().restore(saved, only="model", keep_schedule=True)
+    with pytest.raises(wh.WhaleError, match='without only="model" all of the'):
+        shared_step().restore(saved, keep_schedule=True)
 
 
 class OfLinen(linen.Module):

@@ -16,6 +16,7 @@ from flax import nnx
 
 from whalejax import _compat
 from whalejax.adapters.leaves import abstract_tree
+from whalejax.adapters.plain_arrays import refuse_arrays_without_values
 from whalejax.adapters.pytrees import Selection
 from whalejax.meshes.errors import WhaleError
 
@@ -35,6 +36,8 @@ class NnxForm:
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self._graph, state = nnx.split(model)
         self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
+        values = {path: _value(v) for path, v in self._variables.items()}
+        refuse_arrays_without_values(model, values)
         self._by_path = {_dotted(p): v for p, v in self._variables.items()}
         self._trained = _trained_paths(self._variables, trainable)
         self.frozen = frozenset(

@@ -110,8 +110,9 @@ def plan(
         offload: what lies in host memory: ``"optimizer"`` (its state),
             ``"activations"`` (what layers that are computed again keep, from the
             forward to the backward pass), ``"params"`` (what scans over layers slice;
-            their gradients stay on the device), several as a list, or nothing, ``()``.
-            None lets the planner choose, where nothing fits without.
+            their gradients stay on the device), several as a list, or nothing,
+            ``"none"`` or ``()``. None lets the planner choose, where nothing fits
+            without.
         sequence_parallel: whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards; None lets the planner
             choose.

@@ -17,7 +17,7 @@ from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
 from whalejax.planner.sharding.remat import checked_policies
-from whalejax.planner.step_options import FixedOptions, UserOptions
+from whalejax.planner.step_options import FixedOptions, UserOptions, is_nothing
 from whalejax.planner.terms import ALL, OFFLOADS, Chosen
 
 
@@ -122,6 +122,8 @@ def _offload(
     """What is to lie in host memory, in the usual order; all problems at once."""
     if offload is None:
         return None
+    if is_nothing(offload):
+        return ()
     problems = Problems("offload", PlanError)
     given = [offload] if isinstance(offload, str) else offload
     if "gradients" in given and "params" not in given:

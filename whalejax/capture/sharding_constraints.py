@@ -1,8 +1,9 @@
-"""Layouts of values that the model itself asks for, with ``with_sharding_constraint``.
+"""Layouts of values that the model itself asks for, and meshes that it asks for.
 
-They name axes of a mesh of the user's, which need not exist in the plan's, and were
-written for another division of the work: a plan's program leaves them out, and the plan
-says so.
+Layouts of ``with_sharding_constraint`` name axes of a mesh of the user's, which need
+not exist in the plan's, and were written for another division of the work: a plan's
+program leaves them out, and the plan says so. Explicit axes, along which JAX itself
+tells the layout of every value, are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from whalejax import _compat
+from whalejax.meshes.errors import WhaleError
 
 
 CONSTRAINT: Final = "sharding_constraint"
@@ -37,6 +39,73 @@ def constraint_notes(jaxpr: Any) -> list[str]:
         "What an axis is to shard is said by the metadata of parameters, or by "
         "wh.split(axis=...)"
     ]
+
+
+_DIVIDES: Final = "the plan divides the work itself"
+_EXPLICIT: Final = (
+    "loss_fn asks for layouts along explicit mesh axes (out_sharding=, reshard), and "
+    "programs with explicit axes are not planned yet: {what}. Leave these layouts out, "
+    f"as {_DIVIDES}; what an axis is to shard is said by the metadata of parameters, "
+    "or by wh.split(axis=...)"
+)
+_OTHER_KIND: Final = (
+    "loss_fn names a mesh with explicit axes in {what}, and is traced without a layout "
+    "along them. Make that mesh with axis_types=(jax.sharding.AxisType.Auto,) * its "
+    "number of axes, or leave the call out: " + _DIVIDES
+)
+_OF_MESHES: Final = {
+    "context mesh cannot be empty": "loss_fn calls jax.shard_map without a mesh, and "
+    "the plan's own is chosen after the loss is traced. Give the call mesh=, plan and "
+    "compile under jax.set_mesh(mesh), or leave jax.shard_map out: " + _DIVIDES,
+    "with_sharding_constraint requires a non-empty mesh": "loss_fn calls "
+    "with_sharding_constraint with a PartitionSpec, and no mesh says what its axes "
+    f"are. Leave the call out: {_DIVIDES}, and takes no such layout; or plan and "
+    "compile under jax.set_mesh(mesh), whose axes may be any",
+    "can only refer to Auto axes of the mesh": _OTHER_KIND.format(
+        what="with_sharding_constraint"
+    ),
+    "in_specs passed to shard_map": _OTHER_KIND.format(what="jax.shard_map"),
+    "should match the mesh passed to shard_map": _OTHER_KIND.format(
+        what="jax.shard_map"
+    ),
+}
+"""What JAX says of a mesh that is missing or of another kind, and what to say of it."""
+
+_OF_EXPLICIT: Final = (
+    "when you are not under a mesh context is not allowed",
+    "cannot contain axis names that are of type Auto or Manual",
+)
+"""What JAX says of layouts along axes that are not explicit, or not there."""
+
+
+def mesh_error_text(error: Exception) -> str:
+    """What to say of an error about a mesh that a loss needs; empty for other errors.
+
+    Args:
+        error: raised while the loss was traced.
+    """
+    given = str(error)
+    if any(text in given for text in _OF_EXPLICIT):
+        return _EXPLICIT.format(what=given.splitlines()[0].removesuffix("."))
+    return next((to for text, to in _OF_MESHES.items() if text in given), "")
+
+
+def refuse_explicit_axes(jaxpr: Any) -> None:
+    """Refuse a program in which values lie along explicit axes.
+
+    Args:
+        jaxpr: of the loss, as written.
+
+    Raises:
+        WhaleError: the first such value, and the line that makes it.
+    """
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        for variable in equation.outvars:
+            if _compat.has_explicit_axes(variable.aval):
+                what = f"{variable.aval} in {_compat.line_text(equation)}"
+                raise WhaleError(_EXPLICIT.format(what=what))
+        for inner in _compat.inner_jaxprs(equation):
+            refuse_explicit_axes(inner)
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:

@@ -50,7 +50,11 @@ from whalejax.capture.separability.proof import (
     Separability,
     prove,
 )
-from whalejax.capture.sharding_constraints import constraint_notes
+from whalejax.capture.sharding_constraints import (
+    constraint_notes,
+    mesh_error_text,
+    refuse_explicit_axes,
+)
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.errors import WhaleError
@@ -580,18 +584,16 @@ def _traced(
         part: which part of the batch that is, for errors; or empty.
     """
     try:
-        return traced_with_axes(tracing(_compat.trace), flat, arguments)
+        jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
     except Exception as error:
-        if "context mesh cannot be empty" in str(error):
-            raise WhaleError(
-                "loss_fn calls jax.shard_map without a mesh, and the plan's own is "
-                "chosen after the loss is traced. Give the call mesh=, plan and "
-                "compile under jax.set_mesh(mesh), or leave jax.shard_map out: the "
-                "plan divides the work itself"
-            ) from error
+        message = mesh_error_text(error)
+        if message:
+            raise WhaleError(message) from error
         if not isinstance(error, WhaleError):
             error.add_note(f"whalejax: raised in loss_fn, traced without values{part}")
         raise
+    refuse_explicit_axes(jaxpr)
+    return jaxpr, axes
 
 
 def _part(size: int, count: int) -> str:

@@ -210,6 +210,9 @@ class Walk:
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
         if rule.parts is not None:
             self._equal_parts(rule.parts, view, position, operands, results, here)
+        elif _is_constant(equation, operands, rule):
+            rule = Behaviour(elementwise=True)
+            self._emit(_FULL, position, (), results, rule, here)
         else:
             kept = _compat.is_kept(equation, here.policy)
             self._emit(view.name, position, operands, results, rule, here, kept=kept)
@@ -496,6 +499,19 @@ class Walk:
 
 
 _RESHAPE = Behaviour(reshape=True)
+_FULL = "broadcast_in_dim"
+
+
+def _is_constant(equation: Any, operands: Sequence[Value], rule: Behaviour) -> bool:
+    """Whether an operation moves, adds up or multiplies numbers of the program's text.
+
+    Such numbers are no operands, and so the result is one that is filled with a number,
+    as in ``jnp.zeros``. A random key made of a number stays what it is.
+    """
+    if not operands or any(t is not None for t in operands):
+        return False
+    is_key = any(_compat.is_key_dtype(var.aval.dtype) for var in equation.outvars)
+    return not (rule.elementwise or rule.unknown or is_key)
 
 
 def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:

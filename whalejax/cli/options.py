@@ -565,11 +565,6 @@ def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:
     return lambda words: _word_or_words(words, f"--{option}", example)
 
 
-def _offload(words: Sequence[str]) -> Sequence[str] | None:
-    """What lies in host memory; nothing for ``none``, None if left out."""
-    return () if tuple(words) == ("none",) else words or None
-
-
 _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "mesh": ("mesh", mesh_sizes),
     "precision": ("precision", _by_task_graph("precision", "bf16")),
@@ -578,7 +573,7 @@ _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "group_size": ("group_size", int),
     "shares": ("shares", share_counts),
     "remat": ("remat", _by_task_graph("remat", "full")),
-    "offload": ("offload", _offload),
+    "offload": ("offload", tuple),
     "attention": ("attention", _by_task_graph("attention", "ring")),
     "loss_chunks": ("loss_chunks", int),
     "combine": ("combine", str),

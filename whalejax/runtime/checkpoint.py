@@ -51,6 +51,7 @@ from whalejax.runtime.checkpoint_record import (
     write_record,
 )
 from whalejax.runtime.mixed_precision import LossScale
+from whalejax.runtime.schedule_counts import COUNT
 from whalejax.runtime.state import check_alive
 
 
@@ -77,6 +78,7 @@ class SavedModel:
         rng: the run's random key.
         step: number of steps done.
         samples: that these took.
+        updates: that its optimizer counted; ``step`` where it counts none.
     """
 
     params: Any
@@ -84,6 +86,7 @@ class SavedModel:
     rng: Any
     step: int
     samples: int | None
+    updates: int
 
 
 def save(
@@ -246,12 +249,26 @@ def restore_model(
         (saved[leaf.place], None if on_host else _on_device(array.sharding))
         for leaf, array in wanted
     ]
-    values = _read(target, record, entries)
+    counters = [(leaf, None) for leaf in record.leaves if _counts_updates(leaf)]
+    values = _read(target, record, [*entries, *counters])
     tree: Any = jax.tree.structure(parts)
-    params, rest, number, rng = tree.unflatten(values)
+    params, rest, number, rng = tree.unflatten(values[: len(entries)])
     step = int(number)
-    seen = _samples(record, step, batch_size)
-    return SavedModel(params=params, rest=rest, rng=rng, step=step, samples=seen)
+    return SavedModel(
+        params=params,
+        rest=rest,
+        rng=rng,
+        step=step,
+        samples=_samples(record, step, batch_size),
+        updates=max(map(int, values[len(entries) :]), default=step),
+    )
+
+
+def _counts_updates(leaf: Leaf) -> bool:
+    """Whether it is a counter of optax's."""
+    name = leaf.name.rpartition(".")[2]
+    scalar = leaf.section == "opt_state" and not leaf.shape and not leaf.key_impl
+    return scalar and name == COUNT and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:

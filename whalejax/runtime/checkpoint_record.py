@@ -382,6 +382,6 @@ def check_same(
     if not is_model:
         title += (
             f". The model is the same: {SAME_MODEL} takes it, keeps the step counter "
-            "and begins the optimizer anew"
+            "and begins the optimizer anew; keep_schedule=True lets its schedule go on"
         )
     problems.raise_if_any(title=title)

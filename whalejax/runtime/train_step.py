@@ -47,6 +47,7 @@ from whalejax.runtime.ragged_batch import (
 from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, resumed
 from whalejax.runtime.runner import OneProgram, Runner, abstract_state
 from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
+from whalejax.runtime.schedule_counts import with_schedule
 from whalejax.runtime.state import Origin, following, host_copy, typed_key
 from whalejax.runtime.state import TrainState as TrainState
 from whalejax.runtime.validate import (
@@ -511,7 +512,11 @@ class TrainStep:
         return found.state
 
     def restore(
-        self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        only: Literal["model"] | None = None,
+        keep_schedule: bool | None = None,
     ) -> TrainState:
         """Read a checkpoint into this plan's layout, whatever plan wrote it.
 
@@ -524,15 +529,25 @@ class TrainStep:
                 run's random key and the numbers of steps and samples; the optimizer's
                 state and the loss scale begin anew. So a model is trained on with
                 another optimizer or schedule, or evaluated.
+            keep_schedule: with ``only="model"``, whether schedules of the optimizer go
+                on from as many updates as the checkpoint's had made. Else they begin at
+                0, whatever ``state.step`` is; left out, a warning says so.
 
         Raises:
-            WhaleError: no checkpoint is there, it is damaged, or it is another model's.
+            WhaleError: no checkpoint is there, it is damaged, or it is another model's;
+                or ``keep_schedule`` has nothing to keep.
         """
         from whalejax.runtime.checkpoint import restore, restore_model
 
         problems = Arguments("TrainStep.restore")
         problems.path("path", path, "the path of a checkpoint")
         problems.choice("only", only, ("model",), none=True)
+        problems.switch("keep_schedule", keep_schedule, none=True)
+        if only is None and isinstance(keep_schedule, bool):
+            problems.add(
+                f'keep_schedule is {keep_schedule}, and without only="model" all of '
+                "the optimizer's state is the checkpoint's. Leave it out"
+            )
         problems.raise_if_any()
         given = path, self.abstract_state(), self.plan, self._batch_size
         if only is None:
@@ -541,6 +556,7 @@ class TrainStep:
         on_host = not isinstance(self._runner, OneProgram)
         found = restore_model(*given, on_host=on_host)
         born = self._born_from((found.params, found.rest), found.rng)
+        born = with_schedule(born, found.updates, keep_schedule)
         number = jax.device_put(np.int32(found.step), born.step.sharding)
         return self._begun(dataclasses.replace(born, step=number), found.samples)
 

@@ -93,18 +93,38 @@ def _cut(value: Any) -> Any:
     return value.cut() if isinstance(value, Long) else value
 
 
+_CUTS = frozenset(("slice", "dynamic_slice"))
+
+
 def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
     """Of a slice of one dimension: that, its length before and after, the start."""
-    if equation.primitive.name != "slice":
-        return None
-    if any(stride != 1 for stride in equation.params["strides"] or ()):
+    if equation.primitive.name not in _CUTS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     changed = [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     if len(changed) != 1:
         return None
     (dim,) = changed
-    return dim, before[dim], after[dim], equation.params["start_indices"][dim]
+    start = _start(equation, dim, before[dim] - after[dim])
+    return None if start is None else (dim, before[dim], after[dim], start)
+
+
+def _start(equation: Any, dim: int, last: int) -> int | None:
+    """Where a slice begins, if that is a number of the program's text.
+
+    Args:
+        equation: one of ``_CUTS``.
+        dim: the dimension that is cut.
+        last: the last place where such a slice can begin.
+    """
+    if equation.primitive.name == "slice":
+        strides = equation.params["strides"] or ()
+        even = all(stride == 1 for stride in strides)
+        return equation.params["start_indices"][dim] if even else None
+    starts = equation.invars[1:]
+    if not all(map(_compat.is_literal, starts)):
+        return None
+    return min(max(int(starts[dim].val), 0), last)
 
 
 def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]]:
@@ -175,7 +195,7 @@ class _Runner:
         if one is None or one[1:3] not in self.lengths:
             return None
         dim, _, after, start = one
-        (value,) = operands
+        value = operands[0]
         if position in self.cuts and start == 0:
             zero = jnp.zeros((), value.dtype)
             long = Long(whole=value, dim=dim, length=after)

@@ -84,7 +84,7 @@ def _reading_all(equation: Equation) -> Behaviour:
     )
 
 
-def _mul(equation: Equation) -> Behaviour:
+def multiplication(equation: Equation) -> Behaviour:
     return Behaviour(
         factors=pass_through(equation), elementwise=True, saves=((1, 0), (0, 1))
     )
@@ -138,7 +138,7 @@ RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(_NARY_LINEAR, _linear),
     **dict.fromkeys(_NARY_READING_ALL, _reading_all),
     **dict.fromkeys(_FLAT, _flat),
-    "mul": _mul,
+    "mul": multiplication,
     "div": _div,
     "integer_pow": _integer_pow,
     "select_n": _select,

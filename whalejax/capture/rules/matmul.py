@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
+from whalejax.capture.rules.elementwise import multiplication
 from whalejax.capture.rules.windows import windows_of_convolution
 
 
@@ -15,6 +16,8 @@ def _product(shape: Sequence[int], dims: Iterable[int]) -> int:
 
 
 def _dot_general(equation: Equation) -> Behaviour:
+    if () in equation.inputs:
+        return multiplication(equation)
     (left_in, right_in), (left_batch, right_batch) = equation.params[
         "dimension_numbers"
     ]

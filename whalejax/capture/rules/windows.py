@@ -6,7 +6,6 @@ does. What devices cannot share says why.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,23 +30,19 @@ def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
     found = []
     for number, space in enumerate(SPACES[-len(dims) :]):
         dilation = params["rhs_dilation"][number]
-        window = Window(
-            dim=dims[number],
-            out=outs[number],
-            space=space,
-            span=dilation * (taps[number] - 1) + 1,
-            stride=params["window_strides"][number],
-            low=params["padding"][number][0],
-            spread=params["lhs_dilation"][number],
-            local=params["feature_group_count"] > 1 or _spreads(params),
-            refused=_refused_convolution(params, number, taps[number]),
+        found.append(
+            Window(
+                dim=dims[number],
+                out=outs[number],
+                space=space,
+                span=dilation * (taps[number] - 1) + 1,
+                stride=params["window_strides"][number],
+                low=params["padding"][number][0],
+                spread=params["lhs_dilation"][number],
+                refused=_refused_convolution(params, number, taps[number]),
+            )
         )
-        found.append(_even(window, equation, 2))
     return tuple(found)
-
-
-def _spreads(params: Any) -> bool:
-    return any(n > 1 for n in params["lhs_dilation"])
 
 
 def _refused_convolution(params: Any, number: int, taps: int) -> str:
@@ -75,22 +70,16 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
         equation: ``reduce_window`` or one of its kin.
     """
     sizes, strides, padding, spread, dilation = pooled(equation)
-    result = len(equation.inputs)
     if len(equation.outputs) != 1:
         return ()
     return tuple(
-        _even(
-            Window(
-                dim=dim,
-                out=dim,
-                span=dilation[dim] * (size - 1) + 1,
-                stride=strides[dim],
-                low=padding[dim][0],
-                local=True,
-                refused=_refused_pooling(equation, spread[dim]),
-            ),
-            equation,
-            result,
+        Window(
+            dim=dim,
+            out=dim,
+            span=dilation[dim] * (size - 1) + 1,
+            stride=strides[dim],
+            low=padding[dim][0],
+            refused=_refused_pooling(equation, spread[dim]),
         )
         for dim, size in enumerate(sizes)
         if size > 1 or strides[dim] > 1
@@ -123,31 +112,3 @@ def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
         params.get("base_dilation") or ones,
         params.get("window_dilation") or ones,
     )
-
-
-def _even(window: Window, equation: Equation, result: int) -> Window:
-    """The window; refused where what each device does cannot be the same."""
-    uneven = "" if window.refused else _uneven(window, equation, result)
-    if window.local and uneven:
-        return dataclasses.replace(window, refused=uneven)
-    return dataclasses.replace(window, uneven=uneven)
-
-
-def _uneven(window: Window, equation: Equation, result: int) -> str:
-    """Why devices cannot do the same, each with its own part."""
-    size = equation.inputs[0][window.dim]
-    made = equation.shape(result)[window.out]
-    if size * window.spread != made * window.stride:
-        equal = size * window.spread / window.stride
-        return (
-            f"its windows of {window.span} with stride {window.stride} make {made} of "
-            f"{size}, and equal parts would make {equal:g}: "
-            'take padding="SAME" and an extent that the stride divides'
-        )
-    if window.spread == 1 and not 0 <= window.low < window.span:
-        return (
-            f"the first of its windows of {window.span} begins {window.low} before the "
-            "first element, so that some windows lie on other devices as a whole; with "
-            f"a padding of 0 to {window.span - 1} devices could share them"
-        )
-    return ""

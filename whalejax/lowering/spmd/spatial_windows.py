@@ -1,11 +1,13 @@
-"""Windows that slide over space which devices share, where the program says how.
+"""Windows that slide over space which devices share.
 
-XLA exchanges halos of plain convolutions as cheaply as can be. Of poolings it exchanges
-far more in the backward pass than windows read (seven strips for one of three with
-stride two, two where windows do not overlap at all), and for the kernels' gradients of
-transposed and grouped convolutions it gathers whole samples. Those are written out
-here: each device receives strips from its neighbours, one dimension after the other so
-that corners arrive too, and computes its own part.
+Each device receives strips from its neighbours, one dimension after the other so that
+corners arrive too, and computes its own part. Nothing of it is left to
+XLA, which (JAX 0.10.2) makes gradients of convolutions too large where two axes or more
+share what they read, space among them, and a part is no larger than a halo
+(``docs/spatial.md`` holds an example), and convolutions too large where the channels of
+the kernel and the space of what it convolves are both sharded; exchanges far more than
+windows read in the backward pass of poolings; and gathers whole samples for the
+kernels' gradients of transposed and grouped convolutions.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from whalejax.capture.rules.behaviour import Equation
 from whalejax.capture.rules.table import behaviour
 from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
 from whalejax.planner.model.graph import CONVOLUTION, LINEAR_WINDOWS
-from whalejax.planner.model.windows import Window, written_out
+from whalejax.planner.model.windows import Window
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Spec
 
 
@@ -49,12 +51,9 @@ def shared_windows(
         inputs=tuple(tuple(atom.aval.shape) for atom in equation.invars),
         outputs=tuple(tuple(atom.aval.shape) for atom in equation.outvars),
     )
-    windows = behaviour(view).windows
-    if not written_out(windows, mesh.shape):
-        return {}
     return {
         axis: window
-        for window in windows
+        for window in behaviour(view).windows
         for axis in specs[0][window.dim]
         if axis in SPATIAL_AXES
     }
@@ -77,7 +76,7 @@ def in_slabs(
         windows: from ``shared_windows``.
         mesh: the devices.
     """
-    image = equation.invars[0].aval
+    image, result = equation.invars[0].aval, equation.outvars[0].aval
     divisible = _divisible(equation)
     given = [
         axes if dim in divisible and image.shape[dim] % _parts(axes, mesh) == 0 else ()
@@ -91,8 +90,10 @@ def in_slabs(
     local = _without_padding(equation, {w.dim for w in windows.values()})
 
     def run(x: Any, *others: Any) -> list[Any]:
+        padding = _padding_value(equation, x.dtype)
         for axis, window in windows.items():
-            x = _with_halo(x, axis, window, _padding_value(equation, x.dtype), mesh)
+            sizes = image.shape[window.dim], result.shape[window.out]
+            x = _with_halo(x, axis, window, sizes, padding, mesh.shape[axis])
         return list(_compat.bind(local, [x, *others]))
 
     return on_each(
@@ -196,36 +197,67 @@ def _without_padding(equation: Any, shared: set[int]) -> Any:
     return equation.replace(params=params)
 
 
-def _with_halo(x: Any, axis: str, window: Window, padding: Any, mesh: Any) -> Any:
-    """A device's part with what its windows read of its neighbours'."""
-    parts, dim = mesh.shape[axis], window.dim
-    own = x.shape[dim]
-    below, above = window.halo(own * parts, own * parts // window.stride, parts)
-    strips = [x]
-    if below:
-        strips.insert(0, _received(x, axis, dim, below, padding, parts, up=True))
-    if above:
-        strips.append(_received(x, axis, dim, above, padding, parts, up=False))
-    return x if len(strips) == 1 else jnp.concatenate(strips, axis=dim)
-
-
-def _received(
-    x: Any, axis: str, dim: int, width: int, padding: Any, parts: int, *, up: bool
+def _with_halo(
+    x: Any, axis: str, window: Window, sizes: tuple[int, int], padding: Any, parts: int
 ) -> Any:
-    """A strip from a neighbour, which is no wider than its part.
+    """What the windows of a device's part of the result read.
+
+    Where parts of operand and result begin at the same windows, all devices read from
+    the same place on; else each from its own.
+
+    Args:
+        x: a device's part.
+        axis, window: the mesh axis, and the window along the dimension that it shares.
+        sizes: extents of operand and result, of all devices.
+        padding: what stands beyond the first and the last device.
+        parts: devices.
+    """
+    if window.spread > 1:
+        return x
+    halo, reach = window.halo(*sizes, parts), window.reach(*sizes, parts)
+    sides = [
+        _strip(x, axis, window.dim, halo[side], reach[side], padding, parts, up=up)
+        for side, up in enumerate((True, False))
+    ]
+    kept = [strip for strip in (sides[0], x, sides[1]) if strip.shape[window.dim]]
+    grown = jnp.concatenate(kept, axis=window.dim) if len(kept) > 1 else x
+    start = window.start(*sizes, parts, jax.lax.axis_index(axis))
+    length = window.read(*sizes, parts)
+    if length == grown.shape[window.dim]:
+        return grown
+    return jax.lax.dynamic_slice_in_dim(grown, start, length, axis=window.dim)
+
+
+def _strip(
+    x: Any,
+    axis: str,
+    dim: int,
+    halo: int,
+    reach: int,
+    padding: Any,
+    parts: int,
+    *,
+    up: bool,
+) -> Any:
+    """What a device reads beyond one side of its part.
 
     Args:
         x: a device's part.
         axis, dim: the mesh axis and the dimension that it shares.
-        width: elements of the strip.
+        halo: elements that come from a neighbour, which has no fewer.
+        reach: elements in all; those beyond the halo are read by the first device
+            before its part, or by the last behind it.
         padding: what stands beyond the first and the last device.
         parts: devices.
         up: from the one below, whose elements come before; else from the one above.
     """
-    own = x.shape[dim]
-    start = own - width if up else 0
-    strip = jax.lax.slice_in_dim(x, start, start + width, axis=dim)
-    pairs = [(i, i + 1) if up else (i + 1, i) for i in range(parts - 1)]
-    place = jax.lax.axis_index(axis)
-    inside = place > 0 if up else place < parts - 1
-    return jnp.where(inside, jax.lax.ppermute(strip, axis, pairs), padding)
+    start = x.shape[dim] - halo if up else 0
+    strip = jax.lax.slice_in_dim(x, start, start + halo, axis=dim)
+    if halo:
+        pairs = [(i, i + 1) if up else (i + 1, i) for i in range(parts - 1)]
+        place = jax.lax.axis_index(axis)
+        inside = place > 0 if up else place < parts - 1
+        strip = jnp.where(inside, jax.lax.ppermute(strip, axis, pairs), padding)
+    edges = [(0, 0, 0)] * x.ndim
+    edges[dim] = (reach - halo, 0, 0) if up else (0, reach - halo, 0)
+    return jax.lax.pad(strip, padding, edges)

@@ -1,0 +1,75 @@
+"""Devices that the catalogue lacks, by the numbers of their datasheets.
+
+Nothing says here how such devices are joined, so that no cluster can be planned for.
+Tables of runs name them all the same: estimates take the links of a kind that the
+catalogue has. They are apart from the catalogue because its every number has a source
+and a date.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DatasheetCard:
+    """A device that the catalogue lacks, by its datasheet, without sparsity.
+
+    Attributes:
+        words: of a name, that mean it; regular expressions.
+        like: entry whose family's efficiency, node and network stand in.
+        half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
+        memory: gigabytes, and how many of them a second.
+        cores: streaming multiprocessors or compute units.
+    """
+
+    words: tuple[str, ...]
+    like: str
+    half: float
+    eight: float
+    single: float
+    memory: tuple[int, int]
+    cores: int
+
+
+CARDS = (
+    # Intel's white papers of Gaudi 2 (2022) and Gaudi 3 (2024).
+    DatasheetCard(
+        ("gaudi2", "gaudi 2", "gaudi-2"), "a100-80", 432, 865, 11, (96, 2450), 0
+    ),
+    DatasheetCard(
+        ("gaudi3", "gaudi 3", "gaudi-3"), "h100", 1835, 1835, 14.3, (128, 3700), 0
+    ),
+    # Amazon's documentation of Trainium chips.
+    DatasheetCard(("trainium2", "trn2"), "h100", 667, 1299, 181, (96, 2900), 0),
+    DatasheetCard(("trainium", "trn1"), "a100-80", 190, 190, 47.5, (32, 820), 0),
+    # Google's documentation of TPU v2 and v3: half a chip, as JAX counts them.
+    DatasheetCard(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
+    DatasheetCard(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
+)
+"""Devices that JAX has no plug-in for, or no longer: estimates alone know them."""
+
+
+def datasheet_card(name: str) -> DatasheetCard | None:
+    """The card that a name means, if any.
+
+    Args:
+        name: in small letters.
+
+    >>> card = datasheet_card("tpu v3")
+    >>> card and card.memory
+    (16, 450)
+    """
+    found = (card for card in CARDS if any(is_word(w, name) for w in card.words))
+    return next(found, None)
+
+
+def is_word(word: str, name: str) -> bool:
+    """A name says it, and does not go on with a number, or begin with another word.
+
+    Args:
+        word: a regular expression.
+        name: in small letters.
+    """
+    return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None

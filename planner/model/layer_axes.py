@@ -1,0 +1,352 @@
+"""Which dimensions of a parameter count layers, each of which is a tensor of its own.
+
+Layers are taken off a stack by scans, nested or over parts of it, by an index that a
+loop counts, or one by one by numbers. What is made of a parameter alone is followed
+through the program: each of its dimensions is a list of *atoms*, runs of elements of
+one of the parameter's dimensions. A dimension counts layers where single elements of
+all its atoms have been taken before the value meets the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.planner.entries import Spec
+from whalejax.planner.model.graph import LOOPS, Graph, Op
+
+
+_PICKS = frozenset(
+    ("slice", "dynamic_slice", "gather", "unstack", "split", "dynamic_index_in_dim")
+)
+"""Kinds of operations whose result may hold single elements of a dimension."""
+
+_COUNTED = frozenset(("dynamic_slice", "gather"))
+"""Those of them whose elements an index tells."""
+
+_TURNS = frozenset(("rev", "concatenate", "pad", "roll"))
+"""Kinds that keep a dimension's elements, in another order or among others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAxes:
+    """How a parameter divides into layers.
+
+    Attributes:
+        sizes: its dimensions, of which one that counts layers and more is written as
+            several.
+        sources: for each of these the dimension that it is, or is a part of.
+        layers: those of ``sizes`` that count layers.
+    """
+
+    sizes: tuple[int, ...]
+    sources: tuple[int, ...]
+    layers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many layers there are."""
+        return math.prod(self.sizes[i] for i in self.layers)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Numbers of ``sizes``, those that count layers first."""
+        rest = (i for i in range(len(self.sizes)) if i not in self.layers)
+        return (*self.layers, *rest)
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The shape with all layers along one dimension, the first.
+
+        >>> LayerAxes(sizes=(2, 3, 8), sources=(0, 0, 1), layers=(0, 1)).stacked
+        (6, 8)
+        """
+        return (self.count, *(self.sizes[i] for i in self.order[len(self.layers) :]))
+
+    def stacked_spec(self, spec: Spec, mesh: Mapping[str, int]) -> Spec:
+        """The layout of that shape: what shards layers shards them in order, or not.
+
+        Args:
+            spec: of the parameter.
+            mesh: axis sizes.
+        """
+        found: list[tuple[str, ...]] = []
+        for place, source in enumerate(self.sources):
+            axes = () if source in self.sources[:place] else spec[source]
+            parts = math.prod(mesh[axis] for axis in axes)
+            inner = place in self.layers[1:]
+            found.append(() if inner or self.sizes[place] % parts else axes)
+        rest = self.order[len(self.layers) :]
+        return tuple(found[i] for i in (*self.layers[:1], *rest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Atom:
+    """Elements of one dimension of a parameter, ``step`` apart; or of none (-1).
+
+    Attributes:
+        dim: the dimension.
+        size: how many elements.
+        step: how far apart.
+        cut: the value holds only some of them, or holds others besides.
+    """
+
+    dim: int
+    size: int
+    step: int = 1
+    cut: bool = False
+
+
+_Atoms = tuple[_Atom, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A value that is made of one parameter, and perhaps of others.
+
+    Attributes:
+        param: its tensor.
+        dims: atoms of each dimension.
+        taken: atoms of which it holds a single element.
+        counted: dimensions whose element a loop told.
+    """
+
+    param: int
+    dims: tuple[_Atoms, ...]
+    taken: frozenset[_Atom] = frozenset()
+    counted: frozenset[int] = frozenset()
+
+    @property
+    def reads_elements(self) -> bool:
+        """Some of its elements are those of the parameter, not sums of all."""
+        return any(a.dim >= 0 for atoms in self.dims for a in atoms)
+
+    def without(self, dim: int, *, counted: bool) -> _View:
+        """With one element of a dimension, which is left as one of size 1."""
+        atoms = [a for a in self.dims[dim] if a.dim >= 0]
+        dims = (*self.dims[:dim], (), *self.dims[dim + 1 :])
+        by = {a.dim for a in atoms} if counted else set[int]()
+        return replace(
+            self, dims=dims, taken=self.taken | set(atoms), counted=self.counted | by
+        )
+
+
+def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
+    """The parameters that stack layers.
+
+    A dimension counts layers if a loop takes its elements one by one, or if all that
+    reads the parameter takes one.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Parameter's tensor to its layers, or to None where it is taken in blocks that
+        are no division of it. Others are one tensor.
+    """
+    found: dict[int, LayerAxes | None] = {}
+    for param, reads in _Following(graph).reads().items():
+        shape = graph.tensors[param].shape
+        dims = [_counting(dim, size, reads) for dim, size in enumerate(shape)]
+        if any(cut is None for cut in dims):
+            found[param] = None
+            continue
+        sizes, sources, layers = list[int](), list[int](), list[int]()
+        for dim, cut in enumerate(dims):
+            for size, counts in cut or ((shape[dim], False),):
+                if counts:
+                    layers.append(len(sizes))
+                sizes.append(size)
+                sources.append(dim)
+        if layers:
+            found[param] = LayerAxes(
+                sizes=tuple(sizes), sources=tuple(sources), layers=tuple(layers)
+            )
+    return found
+
+
+_Cut = tuple[tuple[int, bool], ...]
+"""Sizes that a dimension is written as, and which of them count layers."""
+
+
+def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
+    """How one dimension divides; empty where it counts nothing, None where unclear."""
+    took = [view for view in reads if any(a.dim == dim for a in view.taken)]
+    looped = any(dim in view.counted for view in took)
+    whole = any(view not in took and view.reads_elements for view in reads)
+    if size == 1 or not took or (whole and not looped):
+        return ()
+    cuts = {_division(dim, size, view) for view in took}
+    every = ((size, True),)
+    if every in cuts:
+        return every
+    return None if len(cuts) > 1 else cuts.pop()
+
+
+def _division(dim: int, size: int, view: _View) -> _Cut | None:
+    """How one read divides a dimension; None where it takes blocks of a part of it."""
+    taken = sorted((a for a in view.taken if a.dim == dim), key=lambda a: -a.step)
+    left = any(a.dim == dim for atoms in view.dims for a in atoms)
+    if any(a.cut for a in taken):
+        return None if left or taken[-1].step > 1 else ((size, True),)
+    found, inside = list[tuple[int, bool]](), size
+    for atom in taken:
+        found.append((inside // (atom.size * atom.step), False))
+        found.append((atom.size, True))
+        inside = atom.step
+    found = [(n, counts) for n, counts in (*found, (inside, False)) if n > 1]
+    return tuple(found) if not all(c for _, c in found) else ((size, True),)
+
+
+class _Following:
+    """Follows parameters through a program until they meet its samples."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.tensors = graph.tensors
+        self.varying = _varying(graph)
+        self.views: dict[int, tuple[_View, ...]] = {
+            t.id: (
+                _View(
+                    param=t.id,
+                    dims=tuple(
+                        (_Atom(dim=d, size=n),) if n > 1 else ()
+                        for d, n in enumerate(t.shape)
+                    ),
+                ),
+            )
+            for t in graph.params
+            if not t.frozen
+        }
+
+    def reads(self) -> dict[int, list[_View]]:
+        """By parameter, the values as which operations on samples read it."""
+        found: dict[int, list[_View]] = defaultdict(list)
+        for op in self.graph.ops:
+            own = [t for t in op.operands if t in self.views]
+            if not own or not op.results:
+                continue
+            if any(self.varying[t] for t in (*op.operands, *op.results)):
+                for t in dict.fromkeys(own):
+                    for view in self.views[t]:
+                        found[view.param].append(view)
+                continue
+            for slot, result in enumerate(op.results):
+                views = tuple(self._passed(op, slot))
+                known = self.views.get(result, ())
+                self.views[result] = tuple(dict.fromkeys((*known, *views)))
+        for t in (self.graph.loss, *self.graph.whole):
+            for view in self.views.get(t, ()):
+                found[view.param].append(view)
+        return found
+
+    def _passed(self, op: Op, slot: int) -> Iterator[_View]:
+        """What a result is made of, of what the operands are."""
+        for place, operand in enumerate(op.operands):
+            for view in self.views.get(operand, ()):
+                if op.reshape:
+                    shape = self.tensors[op.results[slot]].shape
+                    yield replace(view, dims=_regrouped(view.dims, shape))
+                else:
+                    yield self._moved(op, slot, place, view)
+
+    def _moved(self, op: Op, slot: int, place: int, view: _View) -> _View:
+        before = self.tensors[op.operands[place]].shape
+        after = self.tensors[op.results[slot]].shape
+        there = _links(op, place, len(op.operands) + slot)
+        dims: list[_Atoms] = [_unknown(size) for size in after]
+        looped = op.kind in LOOPS and len(before) == len(after) + 1
+        picks = place == 0 and (op.kind in _PICKS or looped)
+        counted = looped or (op.kind in _COUNTED and op.trip > 1)
+        for dim in (d for d, size in enumerate(before) if size > 1):
+            out = there.get(dim)
+            if out is not None:
+                dims[out] = view.dims[dim]
+                continue
+            out = _others(op, dim, before, after, there)
+            if picks and out is None:
+                view = view.without(dim, counted=counted)
+            elif out is not None and (picks or op.kind in _TURNS):
+                dims[out] = _part(view.dims[dim], after[out])
+        return replace(view, dims=tuple(dims))
+
+
+def _unknown(size: int) -> _Atoms:
+    return (_Atom(dim=-1, size=size),) if size > 1 else ()
+
+
+def _part(atoms: _Atoms, size: int) -> _Atoms:
+    """Some elements of a dimension, or all of them among others."""
+    if len(atoms) == 1:
+        return (replace(atoms[0], size=size, cut=True),)
+    return tuple(replace(a, cut=True) for a in atoms)
+
+
+def _links(op: Op, place: int, slot: int) -> dict[int, int]:
+    """Dimensions of an operand that are dimensions of a result, and which."""
+    found = {}
+    for factor in op.factors:
+        if factor.whole and op.kind != "rev":
+            continue
+        ends = dict(factor.members)
+        if place in ends and slot in ends:
+            found[ends[place]] = ends[slot]
+    return found
+
+
+def _others(
+    op: Op,
+    dim: int,
+    before: Sequence[int],
+    after: Sequence[int],
+    there: Mapping[int, int],
+) -> int | None:
+    """The dimension of a result that holds several of an operand's elements."""
+    if op.kind == "gather":
+        rows = (d for d in range(len(after)) if d not in there.values())
+        return next((d for d in rows if after[d] > 1), None)
+    same = len(before) == len(after) and after[dim] > 1
+    return dim if same else None
+
+
+def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ...]:
+    """Atoms of a reshape's result; unknown ones where it cuts across them."""
+    waiting = [a for atoms in dims for a in atoms]
+    found: list[_Atoms] = []
+    for size in shape:
+        here, left = list[_Atom](), size
+        while left > 1 and waiting:
+            atom = waiting.pop(0)
+            if left % atom.size == 0:
+                here.append(atom)
+                left //= atom.size
+            elif atom.size % left == 0:
+                inner = atom.size // left
+                here.append(replace(atom, size=left, step=atom.step * inner))
+                waiting.insert(0, replace(atom, size=inner))
+                left = 1
+            else:
+                break
+        if left > 1:
+            return tuple(map(_unknown, shape))
+        found.append(tuple(here))
+    return tuple(map(_unknown, shape)) if waiting else tuple(found)
+
+
+def _varying(graph: Graph) -> list[bool]:
+    """For every tensor, whether it depends on samples or random numbers."""
+    found = [t.kind in ("batch", "rng") for t in graph.tensors]
+    changed = True
+    while changed:
+        changed = False
+        for op in graph.ops:
+            if not any(found[t] for t in op.operands):
+                continue
+            # What a loop produces it consumes in its next turn.
+            carried = op.operands[1:] if op.kind in ("scan", "while") else ()
+            for t in (*op.results, *carried):
+                changed |= not found[t]
+                found[t] = True
+    return found

@@ -1,0 +1,73 @@
+"""Arrays of NNX modules that are none of their variables, and have no values.
+
+A module that ``nnx.eval_shape`` made holds descriptions in place of values. Of arrays
+that are plain attributes, or stand in containers, it holds what was left of its trace:
+no loss can compute with these. It is apart from the modules' form because it looks at
+attributes, which nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from whalejax.meshes.errors import Problems
+
+
+def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> None:
+    """Raise if modules hold arrays without values beside their variables.
+
+    Args:
+        model: a module, or a container of some.
+        variables: its variables and arrays, as Flax finds them.
+
+    Raises:
+        WhaleError: every attribute that holds one, and what to give.
+    """
+    known = {id(value) for value in variables.values()}
+    problems = Problems("model")
+    for path, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if name.startswith("_pytree__"):
+                continue
+            arrays = [x for x in _arrays(value) if id(x) not in known]
+            if arrays:
+                where = ".".join(map(str, (*path, name)))
+                problems.add(_text(where, value, arrays[0]))
+    problems.raise_if_any()
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    """Arrays without values in an attribute, its containers and its functions."""
+    if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _arrays(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _arrays(item)
+    elif callable(value) and not isinstance(value, nnx.Module | nnx.Variable):
+        for cell in getattr(value, "__closure__", None) or ():
+            if isinstance(_content(cell), jax.core.Tracer):
+                yield cell.cell_contents
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # It is empty.
+        return None
+
+
+def _text(where: str, value: Any, array: Any) -> str:
+    kind = f"{array.dtype}{list(array.shape)}"
+    holds = "is" if array is value else f"({type(value).__name__}) holds"
+    return (
+        f"{where} {holds} a plain array, {kind}, of which nnx.eval_shape leaves no "
+        "value. Give the module itself, built without nnx.eval_shape; or make it a "
+        "variable, as in nnx.Variable(jnp.arange(8.0)), or a NumPy array"
+    )

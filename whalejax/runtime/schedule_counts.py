@@ -1,0 +1,96 @@
+"""Schedules of an optimizer that begins anew with a model that was trained before.
+
+It is apart from checkpoints because it knows what optax's states look like, and reads
+no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from whalejax.meshes.errors import WhaleError, warn
+
+
+COUNT: Final = "count"
+"""The field of optax's states that counts updates."""
+
+
+def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
+    """A training state whose schedules go on, if that is asked for.
+
+    Args:
+        state: with a fresh optimizer's state.
+        updates: number of updates that were made before.
+        keep: they go on; with None a warning says that they do not.
+
+    Raises:
+        WhaleError: they shall go on, and there are none.
+    """
+    going_on, found = with_schedule_counts(state.opt_state, updates)
+    if keep and not found:
+        raise WhaleError(
+            "keep_schedule is True, and nothing in this optimizer's state counts the "
+            "updates of a schedule (optax keeps such a number as count). Leave "
+            "keep_schedule out"
+        )
+    if keep:
+        return dataclasses.replace(state, opt_state=going_on)
+    if keep is None and found and updates:
+        warn(
+            "the optimizer begins anew, and so does its schedule: it counts from 0, "
+            f"and the checkpoint's optimizer had made {updates} updates. Pass "
+            f"keep_schedule=True to let it go on from {updates}, or False to begin it "
+            "anew without this warning"
+        )
+    return state
+
+
+def with_schedule_counts(state: Any, updates: int) -> tuple[Any, int]:
+    """An optimizer's state whose schedules go on, and how many these are.
+
+    A count that stands beside moments (as Adam's does) corrects the bias of moments
+    that began at zero with it: it stays as it is.
+
+    Args:
+        state: a fresh one.
+        updates: number of updates that were made before.
+
+    >>> import optax
+    >>> fresh = optax.adam(optax.constant_schedule(0.1)).init({"w": np.zeros(3)})
+    >>> (adam, schedule), found = with_schedule_counts(fresh, 7)
+    >>> int(adam.count), int(schedule.count), found
+    (0, 7, 1)
+    """
+    found = 0
+
+    def going_on(node: Any) -> Any:
+        nonlocal found
+        if not _counts(node):
+            return node
+        fields: dict[str, Any] = node._asdict()
+        changed = {name: every(x) for name, x in fields.items() if name != COUNT}
+        if not any(_holds_moments(x) for name, x in fields.items() if name != COUNT):
+            found += 1
+            array = np.asarray(updates, node.count.dtype)
+            sharding = getattr(node.count, "sharding", None)
+            changed[COUNT] = jax.device_put(array, sharding)
+        return node._replace(**changed)
+
+    def every(tree: Any) -> Any:
+        return jax.tree.map(going_on, tree, is_leaf=_counts)
+
+    return every(state), found
+
+
+def _counts(node: Any) -> bool:
+    return isinstance(node, tuple) and COUNT in getattr(node, "_fields", ())
+
+
+def _holds_moments(value: Any) -> bool:
+    """Whether a field of an optimizer's state holds arrays, but for those of others."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "_fields"))
+    return any(getattr(leaf, "ndim", 0) > 0 for leaf in leaves)
