@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -98,6 +98,10 @@ class Node:
 
     def __post_init__(self) -> None:
         check_fields(self, "node of a cluster")
+
+
+RETIRED_FACTS: Final = ("keeps_halos",)
+"""Facts of compilers that older files hold and nothing asks for any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import ASSUMED
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES, node_levels
 from whalejax.meshes.read_file import Unreadable, check_depth, parse_toml, read_text
+from whalejax.meshes.topology import RETIRED_FACTS
 
 
 def load(path: str | os.PathLike[str]) -> ClusterData:
@@ -171,6 +172,7 @@ def _compiler(table: Table) -> dict[str, Any]:
         if field.name in table and field.name not in found:
             found[field.name] = table.boolean(field.name)
     table.asked = [field.name for field in dataclasses.fields(CompilerProfile)]
+    table.asked += [name for name in RETIRED_FACTS if name in table]
     table.done()
     return found
 

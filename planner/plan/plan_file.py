@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
 from whalejax.meshes.texts import quoted
+from whalejax.meshes.topology import RETIRED_FACTS
 from whalejax.planner.errors import PlanError
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.validate import check_plan
@@ -24,6 +25,9 @@ from whalejax.planner.plan_data import PLAN_VERSION, PlanData
 
 
 P = TypeVar("P", bound=PlanData)
+
+_READ_TOO: Final = (15,)
+"""Older formats whose plans are read, too: their layouts are still those."""
 
 _VERSION, _HASH, _WHOLE = "whalejax_plan", "hash", "document_hash"
 
@@ -104,24 +108,40 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
     """
     if not isinstance(document, dict) or _VERSION not in document:
         raise PlanError(f"{name} is not a plan: it has no entry {_VERSION!r}")
-    _check_version(document[_VERSION], name)
+    version = document[_VERSION]
+    older = type(version) is int and version in _READ_TOO
+    if not older:
+        _check_version(document[_VERSION], name)
     fields = {k: v for k, v in document.items() if k not in (_VERSION, _HASH, _WHOLE)}
     try:
         check_depth(document)
-        plan: P = decode(cls, fields)
+        plan: P = decode(cls, _upgraded(fields) if older else fields)
         check_plan(plan)
         whole, stated = document_hash(document), document.get(_WHOLE)
     except (DataError, Unreadable, WhaleError, KeyError, TypeError) as error:
         raise PlanError(
             f"{name} is a damaged plan: {error}. Make it again with whalejax plan"
         ) from error
-    if whole != stated or plan.hash != document.get(_HASH):
+    # The hash of an older plan is of fields that there were then.
+    if whole != stated or (not older and plan.hash != document.get(_HASH)):
         raise PlanError(
             f"{name} was changed by hand or damaged: its content has hash "
             f"{whole[:16]}, the file says {quoted(stated)[:18]}. Make it again with "
             "whalejax plan"
         )
     return plan
+
+
+def _upgraded(data: Any) -> Any:
+    """What an older document holds, as this version writes it."""
+    if isinstance(data, list):
+        return [_upgraded(one) for one in data]
+    if not isinstance(data, dict):
+        return data
+    found = {k: _upgraded(v) for k, v in data.items() if k not in RETIRED_FACTS}
+    if "model_hash" in found and found.get("version") in _READ_TOO:
+        found["version"] = PLAN_VERSION
+    return found
 
 
 def _check_version(version: Any, name: str) -> None:

@@ -213,6 +213,13 @@ def test_own_kind_with_own_links() -> None:
     assert own.compiler == cluster("h100:8").compiler
 
 
+def test_facts_that_nothing_asks_for_any_more_are_read() -> None:
+    text = toml_text(cluster("v5e:2x2").to_json())
+    older = text.replace("compiler = {", "compiler = {keeps_halos = true, ")
+    assert older != text
+    assert _load(older) == _load(text)
+
+
 def test_every_problem_of_a_file_at_once() -> None:
     text = """
         nods = 1

@@ -17,6 +17,7 @@ from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import PLAN_VERSION, Plan
+from whalejax.planner.plan.plan_file import document_hash
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,18 @@ def test_an_edited_file(saved: Path) -> None:
     text = refused(saved)
     assert text.startswith(f"{saved} was changed by hand or damaged: its content has")
     assert text.endswith("Make it again with whalejax plan")
+
+
+def test_a_plan_of_the_format_before_is_read(plan: Plan, saved: Path) -> None:
+    def older(data: dict[str, Any]) -> None:
+        data.update(whalejax_plan=15, version=15, hash="of fields that there were")
+        data["cluster"]["compiler"]["keeps_halos"] = True
+        data["document_hash"] = document_hash(data)
+
+    edit(saved, older)
+    assert dataclasses.replace(Plan.load(saved), question=plan.question) == plan
+    edit(saved, lambda data: data.update(num_micro_batches=3))
+    assert "was changed by hand" in refused(saved)
 
 
 def test_a_newer_version(saved: Path) -> None:
