@@ -763,7 +763,9 @@ def average_with_weights(p: Any, b: Any) -> Any:
 
 @loss
 def regularised(p: Any, b: Any) -> Any:
-    return -log_probabilities(p, b).mean() + 1e-2 * optax.global_norm(p) ** 2
+    return -log_probabilities(p, b).mean() + 1e-2 * sum(
+        jnp.square(x).sum() for x in p.values()
+    )
 
 
 @loss
