@@ -45,7 +45,7 @@ from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.options import fixed_options
 from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
-from whalejax.capture.split_checks import split_note
+from whalejax.capture.split_checks import check_split, split_note
 from whalejax.lowering.pipeline_mpmd.update_split import check_update
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.lowering.uneven.zero1_update import elementwise
@@ -190,7 +190,9 @@ class PlanQuestion:
                 else dataclasses.replace(wanted, num_micro_batches=count),
             )
         )
+        check_split(rules.loss(), found, rules.whole)
         found = question.finished(found, programs, wanted)
+        notes = [*notes, *split_note(rules.loss(), found, rules.whole)]
         if self.beside_swarm and slow_link(self.cluster) is not None:
             from whalejax.swarm.planning import swarm_note
 
@@ -494,7 +496,6 @@ class PlanQuestion:
             *bf16_note(found, graph),
             *efficiency_notes(self.cluster.kinds, widest_work(graph)),
             *loss_notes(captured, found),
-            *split_note(captured, found),
             *combine_notes(found),
         )
         found = dataclasses.replace(

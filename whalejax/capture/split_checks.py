@@ -67,17 +67,18 @@ def split_of(plan: Plan, whole: int) -> SplitBatch:
     return SplitBatch(whole=whole, part=whole // (count * ranks), what=what)
 
 
-def check_split(captured: Captured, plan: Plan) -> None:
+def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> None:
     """Refuse a plan that splits a batch whose samples are not independent.
 
     Args:
         captured: The loss, traced with any number of samples in a micro-batch.
         plan: What is to be run.
+        whole: Samples of the plan's batch, where the loss was traced for another.
 
     Raises:
         DependentSamplesError: What combines samples, where, and what to do.
     """
-    split = split_of(plan, samples_of(captured))
+    split = split_of(plan, whole or samples_of(captured))
     if split.part % plan.group_size:
         raise DependentSamplesError(
             f"group_size is {plan.group_size}, and the plan has {split}: expected a "
@@ -172,14 +173,15 @@ def _remedy(
     return f"Give {one}{_CONSENT}."
 
 
-def split_note(captured: Captured, plan: Plan) -> list[str]:
+def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
     """What a plan says of a batch that it splits.
 
     Args:
         captured: The loss.
         plan: What was planned.
+        whole: Samples of its batch.
     """
-    split = split_of(plan, samples_of(captured))
+    split = split_of(plan, whole)
     notes: list[str] = []
     if split.part == split.whole:
         return notes
