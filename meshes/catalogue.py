@@ -18,7 +18,6 @@ from whalejax.meshes.checks import shown
 from whalejax.meshes.device_kinds import DeviceKind, Source
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import constants
-from whalejax.meshes.formats.datasheet_cards import datasheet_card
 from whalejax.meshes.ratings import catalogue_data, rating_of
 from whalejax.meshes.ratings import catalogue_text as catalogue_text
 
@@ -151,12 +150,6 @@ def is_kind(name: str) -> bool:
 
 def unknown_kind(name: str) -> str:
     """What to say of a name that is no kind's: the nearest ones, with a space last."""
-    if datasheet_card(name.strip().lower()):
-        return (
-            f"of device kind {shown(name.strip())} the datasheet is known, and not how "
-            "such devices are joined: whalejax estimate takes it with the links of "
-            "another kind, and a cluster must say its own. "
-        )
     known = tuple(_by_name())
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""

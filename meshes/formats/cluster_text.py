@@ -22,8 +22,10 @@ from whalejax.meshes.catalogue import (
     unknown_kind,
 )
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError, warn
 from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
+from whalejax.meshes.formats.datasheet_cards import datasheet_card
+from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.texts import quoted
 
 
@@ -106,10 +108,10 @@ def _part(term: str, problems: Problems) -> _Part | None:
     if match is None:
         problems.add(_malformed(term))
         return None
-    if not is_kind(match[1]):
+    found = _entry(match[1])
+    if found is None:
         problems.add(f"{unknown_kind(match[1])}{DESCRIBE_IN_TOML}")
         return None
-    found = entry(match[1])
     digits = match[2].split("x")
     if max(map(len, digits)) > len(str(MAX_DEVICES)):
         problems.add(f"{term!r}: expected at most {MAX_DEVICES} devices")
@@ -126,6 +128,23 @@ def _part(term: str, problems: Problems) -> _Part | None:
     if found.torus is not None:
         return _torus_part(term, found, found.torus, numbers, problems)
     return _node_part(term, found, numbers, problems)
+
+
+def _entry(name: str) -> Entry | None:
+    """What a name means: a kind of the catalogue, or a device by its datasheet.
+
+    How such devices are joined is taken from another kind, as estimates do.
+    """
+    if is_kind(name):
+        return entry(name)
+    if datasheet_card(name) is None:
+        return None
+    device = read_device(name)
+    warn(
+        f"cluster {quoted(name)}: {'; '.join(device.notes)}, and joined as that is. A "
+        "TOML file with [[levels]] says how yours are joined"
+    )
+    return device.entry
 
 
 def _is_kind(name: str) -> bool:

@@ -1,9 +1,8 @@
 """Devices that the catalogue lacks, by the numbers of their datasheets.
 
-Nothing says here how such devices are joined, so that no cluster can be planned for.
-Tables of runs name them all the same: estimates take the links of a kind that the
-catalogue has. They are apart from the catalogue because its every number has a source
-and a date.
+Nothing says here how such devices are joined: estimates and plans take the links of a
+kind that the catalogue has, and say so. They are apart from the catalogue because its
+every number has a source and a date.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ CARDS = (
     DatasheetCard(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
     DatasheetCard(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
 )
-"""Devices that JAX has no plug-in for, or no longer: estimates alone know them."""
+"""Devices that JAX has no plug-in for, or no longer."""
 
 
 def datasheet_card(name: str) -> DatasheetCard | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from whalejax.meshes import WhaleError, device_kind, kind_names, kind_table
+from whalejax.meshes import WhaleError, cluster, device_kind, kind_names, kind_table
 from whalejax.meshes.catalogue import (
     catalogue_text,
     entries,
@@ -91,16 +92,16 @@ def test_no_name_means_two_kinds() -> None:
     assert len(shown) == len(set(shown))
 
 
-@pytest.mark.parametrize("name", ["v3", "TPU-v2", "gaudi3", "trn1"])
-def test_kinds_that_estimates_alone_know(name: str) -> None:
-    with pytest.raises(WhaleError) as error:
-        device_kind(name)
-    assert str(error.value).startswith(
-        f"of device kind '{name}' the datasheet is known, and not how such devices are "
-        "joined: whalejax estimate takes it with the links of another kind, and a "
-        "cluster must say its own. "
-    )
-    assert read_device(name).notes
+@pytest.mark.parametrize("text", ["v3:2x4", "v2:8", "gaudi3:2x8", "trn1:16"])
+def test_devices_known_by_their_datasheet_alone_are_joined_as_another(
+    text: str,
+) -> None:
+    name, numbers = text.split(":")
+    device = read_device(name)
+    with pytest.warns(UserWarning, match="by its datasheet, as efficient as"):
+        found = cluster(text)
+    assert found.nodes[0].kind == device.entry.kind
+    assert found.num_devices == math.prod(map(int, numbers.split("x")))
 
 
 def test_unknown_name_gives_the_nearest() -> None:
