@@ -203,7 +203,7 @@ def _notes(
         obeyed = len(marked) - len(idle)
         notes.append(f"{obeyed} {OBEYED[obeyed > 1]}")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
-    notes += _held_notes(search, best.mesh)
+    notes += _held_notes(search, best.mesh, leaves)
     named = dict.fromkeys(name for t in graph.params for name in t.names if name)
     if named:
         notes.append(
@@ -234,20 +234,43 @@ def _notes(
     return tuple(notes)
 
 
-def _held_notes(search: Search, mesh: Mapping[str, int]) -> list[str]:
-    """What metadata shards though operations need all of it."""
+def _held_notes(
+    search: Search, mesh: Mapping[str, int], leaves: Sequence[LeafPlan]
+) -> list[str]:
+    """What metadata shards though operations need all of it, or are cut otherwise."""
+    specs = {leaf.path: leaf.param_spec for leaf in leaves}
     held: dict[str, list[str]] = {}
+    elsewhere: dict[str, list[str]] = {}
     for number, pairs in search.options.stored.items():
+        path = search.graph.tensors[number].path
         for dim, axis in pairs:
-            if mesh[axis] > 1:
-                path = search.graph.tensors[number].path
+            if mesh[axis] == 1:
+                continue
+            spec = specs[path]
+            if axis in spec[dim]:
                 held.setdefault(axis, []).append(f"{path} dim {dim}")
+                continue
+            taken = next((d for d, axes in enumerate(spec) if axis in axes), None)
+            other = "no dimension" if taken is None else f"dim {taken}"
+            elsewhere.setdefault(axis, []).append(f"{path} dim {dim}, not {other}")
     return [
-        f"stored over {axis} as the metadata says, and gathered where it is read, "
-        "because operations there are cut along other dimensions or need all of it: "
-        f"{places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
-        for axis, places in held.items()
+        *(
+            f"stored over {axis} as the metadata says, and gathered where it is read, "
+            "because operations there are cut along other dimensions or need all of "
+            f"it: {_first_of(places)}"
+            for axis, places in held.items()
+        ),
+        *(
+            f"{axis} shards another dimension than the metadata says, because an "
+            "operation that reads it is cut along that one and an axis shards a tensor "
+            f"once: the metadata says {_first_of(places)}"
+            for axis, places in elsewhere.items()
+        ),
     ]
+
+
+def _first_of(places: Sequence[str]) -> str:
+    return places[0] + f" and {len(places) - 1} more" * (len(places) > 1)
 
 
 def _sharded(best: Scored) -> set[int]:

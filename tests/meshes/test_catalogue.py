@@ -92,7 +92,7 @@ def test_no_name_means_two_kinds() -> None:
     assert len(shown) == len(set(shown))
 
 
-@pytest.mark.parametrize("text", ["v3:2x4", "v2:8", "gaudi3:2x8", "trn1:16"])
+@pytest.mark.parametrize("text", ["v3:2x4", "v2:8", "gaudi3:2x8", "trn1:8"])
 def test_devices_known_by_their_datasheet_alone_are_joined_as_another(
     text: str,
 ) -> None:

@@ -130,3 +130,46 @@ def test_metadata_of_weights_that_are_not_trained_is_read() -> None:
 def test_a_box_may_be_empty() -> None:
     net = {"w": jnp.ones(3), "bias": nn.Partitioned(None, names=())}
     assert adapt(net, two).param_paths == ("w",)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_notes_say_of_layers_which_dimension_is_sharded(dim: int) -> None:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            kernel = jax.random.normal(rngs.params(), (16, 16))
+            names = ("tensor", None) if dim == 0 else (None, "tensor")
+            self.up = nnx.Param(kernel, out_sharding=names, eager_sharding=False)
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(x @ self.up[...])
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            @nnx.split_rngs(splits=4)
+            @nnx.vmap
+            def make(rngs: nnx.Rngs) -> Layer:
+                return Layer(rngs)
+
+            self.layers = make(rngs)
+
+        def __call__(self, x: Any) -> Any:
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            def run(layer: Layer, h: Any) -> Any:
+                return layer(h)
+
+            return run(self.layers, x)
+
+    plan = wh.plan(
+        lambda model, x: jnp.square(model(x)).mean(),
+        nnx.eval_shape(lambda: Stack(nnx.Rngs(0))),
+        jax.ShapeDtypeStruct((32, 16), jnp.float32),
+        cluster="cpu:8",
+        mesh={"tensor": 2},
+    )
+    spec = plan.leaf("layers.up").param_spec
+    (taken,) = (place for place, axes in enumerate(spec) if "tensor" in axes)
+    notes = " ".join(plan.notes)
+    assert ("not dim" in notes) == (taken != dim + 1)
+    if taken != dim + 1:
+        assert f"the metadata says layers.up dim {dim + 1}, not dim {taken}" in notes
+    assert "stored over tensor as the metadata says" not in notes
