@@ -9,6 +9,7 @@ for others. ``Rebalancer`` decides which of them is worth what it costs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -510,4 +511,28 @@ def _improve(
             if _is_better(_measure(moved), old):
                 placed[peer], placed[mate] = slowest, stage
                 return True
+    return _rotate(speeds, placed, sums, slowest)
+
+
+def _rotate(
+    speeds: Mapping[str, Sequence[float]],
+    placed: dict[str, int],
+    sums: Sequence[float],
+    slowest: int,
+) -> bool:
+    """Exchange three peers in a ring where that helps; whether there are such."""
+    old = _measure(sums)
+    here = [peer for peer in placed if placed[peer] == slowest]
+    others = [peer for peer in placed if placed[peer] != slowest]
+    for mate, peer, third in itertools.product(here, others, others):
+        stage, last = placed[peer], placed[third]
+        if stage == last:
+            continue
+        moved = list(sums)
+        moved[slowest] += speeds[third][slowest] - speeds[mate][slowest]
+        moved[stage] += speeds[mate][stage] - speeds[peer][stage]
+        moved[last] += speeds[peer][last] - speeds[third][last]
+        if _is_better(_measure(moved), old):
+            placed[mate], placed[peer], placed[third] = stage, last, slowest
+            return True
     return False

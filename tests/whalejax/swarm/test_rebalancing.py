@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes.errors import WhaleError
@@ -74,6 +74,7 @@ def test_counts_of_alike_peers_are_the_optimum(seconds: list[float], more: int) 
 
 
 @settings(max_examples=60, deadline=None)
+@example([(0.25, 1.0, 0.25), (1.0, 0.25, 1.0), (1.0, 1.0, 0.25)])
 @given(
     st.integers(2, 3).flatmap(
         lambda stages: st.lists(
