@@ -25,7 +25,6 @@ from tests.whalejax.test_sequence_whole import (
 from whalejax._compat import bind
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.capture.batch_reductions import batch_reductions
 from whalejax.jaxpr import rebuild
 from whalejax.planner.model.last_tokens import gathered_bytes
 
@@ -142,5 +141,5 @@ def test_a_mean_over_tokens_stays_one() -> None:
     first = jax.eval_shape(parameters)
     tokens = jax.ShapeDtypeStruct((2 * BATCH, SEQ), np.int32)
     found = capture(adapt(first, by_label), tokens, num_micro_batches=2)
-    assert batch_reductions(found) == ()
+    assert found.independence(BATCH, 2 * BATCH, None).proven
     assert isinstance(planned(by_label, num_micro_batches=2), wh.Plan)

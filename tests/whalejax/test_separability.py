@@ -23,6 +23,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.separability.proof import Separability
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.elastic.programs import ReplicaPrograms, local_cluster, planned_replica
+from whalejax.runtime.resume import resumed
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -416,3 +417,19 @@ def test_a_resumed_run_goes_on_at_the_next_sample() -> None:
     )
     (rows,) = programs.batch(4, 32)
     assert np.asarray(rows).tolist() == [*range(32, 48)]
+
+
+def test_a_resumed_run_says_that_other_parts_draw_other_numbers(tmp_path: Path) -> None:
+    def step(name: str, count: int) -> Any:
+        plan = planned(name, num_micro_batches=count, cluster="cpu:1")
+        given: Any = {"optimizer": TX, "devices": jax.devices()[:1]}
+        return wh.compile(plan, zoo.LOSSES[name], zoo.parameters(), **given)
+
+    for name, matters in (("dropout", True), ("mean_of_classes", False)):
+        two = step(name, 2)
+        two.save(tmp_path / name, two.init_from(zoo.parameters()))
+        for count in (2, 4):
+            found = resumed(step(name, count), [tmp_path / name])
+            assert found is not None
+            told = [n for n in found.notes if "2 micro-batches per step" in n]
+            assert len(told) == (matters and count == 4)

@@ -167,7 +167,8 @@ def _remedy(
             f"{group} samples, or num_micro_batches=1; or {_CONSENT}."
         )
     mean = ""
-    if "sum over" in found.reason.why and not weighted:
+    counts = found.reason.operation in ("div", "max", "clamp", "integer_pow")
+    if counts and "sum over" in found.reason.why and not weighted:
         mean = ", wh.WeightedLoss(total, weight) if that is the number of what counts"
     one = f"num_micro_batches=1{mean}, or " if whole_fits else ""
     return f"Give {one}{_CONSENT}."

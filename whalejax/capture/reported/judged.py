@@ -49,9 +49,7 @@ def judged(
         pairing=pairing,
         rows=frozenset(rows_of(small.graph)),
         changing=changing,
-        statistics=statistics(
-            small.graph, small.program, [*loss.values()], [*after.values()]
-        ),
+        statistics=statistics(small.graph, [*loss.values()], [*after.values()]),
     )
     parts.run()
     tensors = _tensors(small, wanted)

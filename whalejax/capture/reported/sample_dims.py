@@ -4,7 +4,7 @@ With several micro-batches a reported value with a row for each sample has to be
 together in the order of the global batch, while any other is a mean or a sum. This
 module follows the samples of the batch forward through the graph's operations and says
 of each reported value where its rows stand, or why that cannot be told. It is apart
-from ``batch_reductions`` because that one asks what the loss mixes, not where rows are.
+from ``sample_following`` because that one asks what the loss mixes, not where rows are.
 """
 
 from __future__ import annotations

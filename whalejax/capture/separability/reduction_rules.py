@@ -255,9 +255,17 @@ def _fft(equation: PairedEquation) -> list[Value]:
     return [value.shaped([*value.dims[:first], *behind])]
 
 
-def _replicated(equation: PairedEquation) -> list[Value]:
-    """Collectives over an axis of one member, or that a loss binds itself."""
-    raise CoupledError(f"calls {equation.name}")
+def _over_places(equation: PairedEquation) -> list[Value]:
+    """Collectives over an axis that the loss binds, which is a dimension here."""
+    (axes,) = equation.same("axes")
+    if not all(isinstance(axis, int) for axis in axes):
+        raise CoupledError(f"calls {equation.name} over {axes}")
+    found = []
+    for value in equation.values:
+        if equation.name != "psum":
+            _check_apart(equation, value, axes)
+        found.append(summed(value, axes, _kept(value.dims, axes)))
+    return found
 
 
 _MATRICES: Final = (
@@ -289,5 +297,8 @@ RULES: Final[dict[str, Any | Rule]] = {
     "select_and_gather_add": _windows,
     "select_and_scatter_add": _select_and_scatter_add,
     "fft": _fft,
+    "psum": _over_places,
+    "pmax": _over_places,
+    "pmin": _over_places,
     **dict.fromkeys(_MATRICES, _matrices),
 }
