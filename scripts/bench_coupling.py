@@ -88,6 +88,7 @@ def main() -> None:
         for name in [n for n in names() if given.only in n]:
             if name not in runs or given.only:
                 runs[name] = outcome(name)
+                jax.clear_caches()
                 print(name, json.dumps(runs[name]), flush=True)
                 kept.update(commit=commit(), jax=jax.__version__)
                 FILE.write_text(json.dumps(kept, indent=1) + "\n")
