@@ -179,7 +179,7 @@ def check_adapted(
     devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
     leaves = jax.tree.leaves((adapter.params, adapter.rest))
     request = CheckRequest(
-        plan=dataclasses.replace(plan, question=None).document(),
+        plan=_without_predictions(plan).document(),
         target=virtual_devices(devices),
         adapter=adapter.without_values(),
         optimizer=optimizer,
@@ -209,6 +209,21 @@ def check_adapted(
         runs=tuple(runs),
         unchecked=tuple(failures),
         seconds=time.monotonic() - started,
+    )
+
+
+def _without_predictions(plan: Plan) -> Plan:
+    """A plan without what its program does not depend on."""
+    stages = plan.stages
+    if stages is not None:
+        plans = tuple(map(_without_predictions, stages.plans))
+        stages = dataclasses.replace(stages, paces=(), plans=plans)
+    return dataclasses.replace(
+        plan,
+        stages=stages,
+        pipelines=tuple(map(_without_predictions, plan.pipelines)),
+        candidates=(),
+        question=None,
     )
 
 
