@@ -16,7 +16,8 @@ holds TEXT, or which are not in the file yet); it takes an hour, and goes on whe
 was interrupted. The last line is one JSON object: checked, wrong, refused (draws that
 the planner or an executor refuses in words), unchecked (plans of which nothing could be
 run), axis_pairs, axis_triples, their numbers possible_pairs and possible_triples (what
-no plan can have left out), models, worst_error, worst_over_limit, fresh and fresh_wrong.
+no plan can have left out), models, worst_error, worst_over_limit, fresh, fresh_wrong
+and commits.
 """
 
 from __future__ import annotations

@@ -136,9 +136,7 @@ def images() -> wh.Job:
     """Two convolutions along two dimensions of space."""
     shape = jax.ShapeDtypeStruct((BATCH, 24, 24, 4), jnp.float32)
     net = _convolution(2)
-    return wh.Job(
-        _image_loss, lambda: net, shape, optax.sgd(0.1), BATCH, name="images"
-    )
+    return wh.Job(_image_loss, lambda: net, shape, optax.sgd(0.1), BATCH, name="images")
 
 
 def volumes() -> wh.Job:

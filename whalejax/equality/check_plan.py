@@ -176,24 +176,17 @@ def check_adapted(
         multiples: elements of each device along a dimension that is shared, a run each.
     """
     started = time.monotonic()
-    devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
-    leaves = jax.tree.leaves((adapter.params, adapter.rest))
-    request = CheckRequest(
-        plan=_without_predictions(plan).document(),
-        target=virtual_devices(devices),
-        adapter=adapter.without_values(),
+    request = check_request(
+        plan,
+        adapter,
+        batch,
         optimizer=optimizer,
-        batch=jax.tree.map(aval_of, batch),
         batch_axes=batch_axes,
-        samples=(
-            [sample(leaf) for leaf in leaves],
-            [sample(leaf) for leaf in jax.tree.leaves(batch)],
-        ),
         multiples=multiples,
         seed=seed,
-        wide=False,
         limit_bytes=memory_bytes or _half_of_memory(),
     )
+    devices = request.target.num_devices
     tell(f"checking on {devices} virtual devices, in a process of its own")
     runs, failures = _asked(request, timeout_seconds)
     computes_wide = plan.precision == "f32" and not plan.precisions
@@ -209,6 +202,44 @@ def check_adapted(
         runs=tuple(runs),
         unchecked=tuple(failures),
         seconds=time.monotonic() - started,
+    )
+
+
+def check_request(
+    plan: Plan,
+    adapter: Adapter,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None,
+    batch_axes: Any,
+    multiples: tuple[int, ...],
+    seed: int,
+    limit_bytes: int,
+) -> CheckRequest:
+    """What the process that checks is asked for.
+
+    Args:
+        plan, adapter, batch, optimizer, batch_axes, multiples, seed: as for
+            ``check_adapted``.
+        limit_bytes: memory that the process may take.
+    """
+    devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
+    leaves = jax.tree.leaves((adapter.params, adapter.rest))
+    return CheckRequest(
+        plan=_without_predictions(plan).document(),
+        target=virtual_devices(devices),
+        adapter=adapter.without_values(),
+        optimizer=optimizer,
+        batch=jax.tree.map(aval_of, batch),
+        batch_axes=batch_axes,
+        samples=(
+            [sample(leaf) for leaf in leaves],
+            [sample(leaf) for leaf in jax.tree.leaves(batch)],
+        ),
+        multiples=multiples,
+        seed=seed,
+        wide=False,
+        limit_bytes=limit_bytes,
     )
 
 
@@ -262,9 +293,7 @@ def _confirmed(
     except WhaleError:
         return runs
     by_extents = {run.extents: run for run in again}
-    return [
-        run if run.is_right else by_extents.get(run.extents, run) for run in runs
-    ]
+    return [run if run.is_right else by_extents.get(run.extents, run) for run in runs]
 
 
 def _half_of_memory() -> int:

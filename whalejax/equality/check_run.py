@@ -101,7 +101,9 @@ class CheckRun:
         dimensions = tuple(ReducedDimension(**one) for one in data["dimensions"])
         tuples = {name: tuple(data[name]) for name in ("kept", "refused")}
         axes = tuple((axis, size) for axis, size in data["axes"])
-        return cls(**{**data, **leaves, **tuples, "axes": axes, "dimensions": dimensions})
+        return cls(
+            **{**data, **leaves, **tuples, "axes": axes, "dimensions": dimensions}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,9 +92,7 @@ def reference(
         loss = sum(s[0] for s in sums) / sum(s[1] for s in sums) / scale
         return Reference(
             loss=float(loss),
-            gradients=[
-                [g / s[1] / scale for g in jax.tree.leaves(s[2])] for s in sums
-            ],
+            gradients=[[g / s[1] / scale for g in jax.tree.leaves(s[2])] for s in sums],
             weights=[float(s[1]) for s in sums],
         )
 
@@ -110,7 +108,8 @@ def _part(
     ranks: int,
 ) -> Any:
     """A micro-batch of all samples, or of the block of them that one rank has."""
-    leaves, tree = jax.tree.flatten(batch)
+    leaves, structure = jax.tree.flatten(batch)
+    tree: Any = structure
     found = []
     for leaf, axis in zip(leaves, axes, strict=True):
         if axis is None:

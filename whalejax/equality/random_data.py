@@ -115,17 +115,17 @@ def _batch_leaf(
             return _redrawn(some, aval, chance)
         return (0.1 + chance.random(aval.shape)).astype(aval.dtype)
     if some is not None:
-        known = some.ravel()
+        known: Any = some.ravel()
         known = known if bound is None else known[(known < bound) & (known >= 0)]
         few = bound is not None and len(np.unique(known)) < min(bound, 3)
         if known.size and not few:
-            return chance.choice(known, aval.shape).astype(aval.dtype)
+            return np.asarray(chance.choice(known, aval.shape), aval.dtype)
     return chance.integers(0, bound or 2, aval.shape).astype(aval.dtype)
 
 
 def _redrawn(some: np.ndarray, aval: Any, chance: np.random.Generator) -> np.ndarray:
-    """Values of the user's in another order; those of a few kinds stay what they are."""
-    drawn = chance.choice(some.ravel(), aval.shape).astype(np.float64)
+    """Values of the user's in another order; zeros and ones stay what they are."""
+    drawn = np.asarray(chance.choice(some.ravel(), aval.shape), np.float64)
     if len(np.unique(some)) > 2:
         drawn = drawn * (1 + 0.1 * chance.standard_normal(aval.shape))
-    return drawn.astype(aval.dtype)
+    return np.asarray(drawn, aval.dtype)

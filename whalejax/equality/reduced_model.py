@@ -1,4 +1,4 @@
-"""A user's model and loss at reduced sizes, or at their own where there is no other way.
+"""A user's model and loss at reduced sizes, or at their own if there is no other way.
 
 First the user's own code is traced with smaller leaves: that is all it takes where it
 reads its sizes from arrays. Where it does not, its traced program runs at the reduced
@@ -176,12 +176,12 @@ def _by_program(
         except UnresizableError as error:
             blamed = error.roles & sizes.keys()
             batch = {role.index for role in model.analysed.dims.batch}
+            if not sizes:
+                raise CheckError(error.text) from error
             # The batch is reduced in any case, unless nothing else is left to blame.
-            for role in blamed - batch or blamed or sizes.keys() - batch:
+            for role in blamed - batch or blamed or [*sizes]:
                 kept.append((role, error.text))
                 sizes.pop(role)
-            if not blamed and not sizes:
-                raise CheckError(error.text) from error
             continue
         yield ReducedModel(
             planned=planned, way="program", sizes=sizes, kept=tuple(kept)
@@ -217,7 +217,8 @@ def _at_sizes(
     params = jax.tree.map(leaf, adapter.params)
     rest = jax.tree.map(leaf, adapter.rest)
     axes = model.captured.batch_axes
-    leaves, tree = jax.tree.flatten(model.batch)
+    leaves, found = jax.tree.flatten(model.batch)
+    tree: Any = found
     batch = [
         _global(leaf(x), axis, num_micro_batches)
         for x, axis in zip(leaves, axes, strict=True)
@@ -244,6 +245,4 @@ def state_bytes(model: PlannedModel) -> int:
     """Bytes of a model's parameters and of what else it holds."""
     leaves = jax.tree.leaves((model.adapter.params, model.adapter.rest, model.batch))
     avals = [aval_of(x) for x in leaves]
-    return sum(
-        math.prod(x.shape) * _compat.itemsize_bytes(x.dtype) for x in avals
-    )
+    return sum(math.prod(x.shape) * _compat.itemsize_bytes(x.dtype) for x in avals)

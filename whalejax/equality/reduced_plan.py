@@ -18,7 +18,8 @@ from whalejax.equality.check_errors import CheckError
 from whalejax.equality.mesh_reduction import MeshReduction
 from whalejax.equality.reduced_model import PlannedModel, ReducedModel
 from whalejax.planner.entries import BatchLeaf, LeafPlan, RegionTable, RoleInfo
-from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.plan.plan import Plan
 
 
@@ -102,17 +103,13 @@ class _Builder:
 
     def _leaf(self, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
         aval = self.avals[leaf.path]
-        return dataclasses.replace(
-            leaf, shape=tuple(aval.shape), dtype=str(aval.dtype)
-        )
+        return dataclasses.replace(leaf, shape=tuple(aval.shape), dtype=str(aval.dtype))
 
     def _batch_leaf(self, leaf: BatchLeaf) -> BatchLeaf:
         aval = self.batch.get(leaf.path)
         if aval is None:
             return leaf
-        return dataclasses.replace(
-            leaf, shape=tuple(aval.shape), dtype=str(aval.dtype)
-        )
+        return dataclasses.replace(leaf, shape=tuple(aval.shape), dtype=str(aval.dtype))
 
     def _table(self, table: RegionTable) -> RegionTable:
         return dataclasses.replace(table, axes=self._renamed(table.axes))
@@ -151,27 +148,50 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
 
 
 def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
-    """Roles of a model to those that stand in the same places of the reduced one."""
-    tensors = model.captured.graph.tensors
-    again = small.captured.graph.tensors
-    same = [t.kind for t in tensors] == [t.kind for t in again]
-    pairs = (
-        [(t.id, t.id) for t in tensors if len(t.shape) == len(again[t.id].shape)]
-        if same
-        else [
-            (t.id, t.id)
-            for t in tensors
-            if t.kind in ("param", "state", "batch") and t.id < len(again)
-        ]
-    )
+    """Roles of a model to those that stand in the same places of the reduced one.
+
+    First come parameters and the batch; then the operations of each kind of which both
+    programs have as many, in their order.
+    """
+    full, now = model.analysed, small.analysed
     found: dict[int, int] = {}
-    full, now = model.analysed.dims, small.analysed.dims
-    for one, other in pairs:
-        for atoms, others in zip(full.layouts[one], now.layouts[other], strict=True):
+
+    def pair(one: Layout, other: Layout) -> None:
+        if len(one) != len(other):
+            return
+        for atoms, others in zip(one, other, strict=True):
             if len(atoms) == len(others):
                 for role, there in zip(atoms, others, strict=True):
                     found.setdefault(role, there)
+
+    inputs = ("param", "state", "batch")
+    for tensor in full.graph.tensors:
+        if tensor.kind in inputs and tensor.id < len(now.graph.tensors):
+            pair(full.dims.layouts[tensor.id], now.dims.layouts[tensor.id])
+    again = _by_kind(now)
+    for kind, indices in _by_kind(full).items():
+        if len(again.get(kind, ())) == len(indices):
+            for one, other in zip(indices, again[kind], strict=True):
+                for before, after in zip(
+                    _layouts(full, one), _layouts(now, other), strict=False
+                ):
+                    pair(before, after)
     return found
+
+
+def _by_kind(analysed: Analysed) -> dict[str, list[int]]:
+    """Operations by kind, products first."""
+    found: dict[str, list[int]] = {"dot_general": []}
+    for index, op in enumerate(analysed.graph.ops):
+        found.setdefault(op.kind, []).append(index)
+    return found
+
+
+def _layouts(analysed: Analysed, index: int) -> list[Layout]:
+    """Layouts of the operands and results of an operation, as it sees them."""
+    op, dims = analysed.graph.ops[index], analysed.dims
+    slots = enumerate((*op.operands, *op.results))
+    return [dims.seen.get((index, slot), dims.layouts[t]) for slot, t in slots]
 
 
 def _check_task_graphs(plan: Plan, model: PlannedModel, small: PlannedModel) -> None:
@@ -183,9 +203,3 @@ def _check_task_graphs(plan: Plan, model: PlannedModel, small: PlannedModel) -> 
         raise CheckError(
             f"the TaskGraphs {', '.join(lost)} are not found at reduced sizes"
         )
-
-
-def layout_text(dims: Dimensions, sizes: Mapping[int, int]) -> list[tuple[str, int, int]]:
-    """(name, size, reduced size) of each dimension that is reduced, largest first."""
-    found = [(dims.roles[i].name, dims.roles[i].size, n) for i, n in sizes.items()]
-    return sorted(found, key=lambda row: (-row[1], row[0]))

@@ -60,9 +60,11 @@ class ResizedProgram:
     sizes: Mapping[int, int]
     _walk: Walk = field(default_factory=Walk)
     _constants: dict[int, int] = field(default_factory=dict)
+    _operands: dict[Position, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._walk.run(self.captured.jaxpr)
+        self._operands.update((op.position, op.operands) for op in self._walk.ops)
         for tensor in self.captured.graph.tensors:
             if tensor.kind == "const":
                 self._constants[id(self._walk.constant(tensor.id))] = tensor.id
@@ -117,6 +119,11 @@ class ResizedProgram:
         """Ids of an equation's results."""
         return self.captured.outputs.get(position, ())
 
+    def blamed(self, position: Position) -> frozenset[int]:
+        """Reduced roles that stand in an equation."""
+        given = self._operands.get(position, ())
+        return self.roles((*given, *self.outputs(position)))
+
     def constant(self, value: Any) -> Any:
         """A part of an array that the program holds."""
         tensor = self._constants.get(id(value))
@@ -143,9 +150,7 @@ class _Run:
         self.program = program
         self.sizes = sizes
 
-    def body(
-        self, jaxpr: Any, values: Sequence[Any], position: Position
-    ) -> list[Any]:
+    def body(self, jaxpr: Any, values: Sequence[Any], position: Position) -> list[Any]:
         """Run a jaxpr, whole or inside another."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         cut = map(self.program.constant, constants)
@@ -175,7 +180,7 @@ class _Run:
                 return _compat.bind(equation, values, **changed)
             return self._call(kind, equation, values, position)
         except _NOT_CUT as error:
-            roles = self.program.roles(self._results(position))
+            roles = self.program.blamed(position)
             name, line = equation.primitive.name, _compat.line_text(equation)
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UnresizableError(
@@ -213,9 +218,7 @@ class _Run:
     def _body(self, jaxpr: Any, position: Position) -> rebuild.Body:
         return lambda values: self.body(jaxpr, values, position)
 
-    def _length(
-        self, equation: Any, values: Sequence[Any], position: Position
-    ) -> int:
+    def _length(self, equation: Any, values: Sequence[Any], position: Position) -> int:
         """Turns of a scan: as many as its stacks have slices now."""
         parts = _compat.scan_parts(equation)
         stacks = values[parts.num_consts + parts.num_carries :]

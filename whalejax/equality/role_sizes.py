@@ -41,9 +41,7 @@ class _Divisors:
 
     def like(self, size: int, whole: int) -> bool:
         """Whether the same axes divide both."""
-        return all(
-            (size % now == 0) == (whole % full == 0) for full, now in self.pairs
-        )
+        return all((size % now == 0) == (whole % full == 0) for full, now in self.pairs)
 
 
 def reduced_sizes(

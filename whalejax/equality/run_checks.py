@@ -147,9 +147,10 @@ def _check_memory(
     needed = state_bytes(reduced.planned) * copies
     if needed > request.limit_bytes:
         raise CheckError(
-            f"up to {needed / 1e9:.1f} GB would be needed on {mesh.num_devices} virtual "
-            f"devices; the check may take {request.limit_bytes / 1e9:.1f} GB. Give "
-            "memory_bytes= more of this machine's, or check a smaller model of the kind"
+            f"up to {needed / 1e9:.1f} GB would be needed on {mesh.num_devices} "
+            f"virtual devices; the check may take {request.limit_bytes / 1e9:.1f} GB. "
+            "Give memory_bytes= more of this machine's, or check a smaller model of "
+            "the kind"
         )
 
 
@@ -266,9 +267,9 @@ def _check_finite(expected: Any) -> None:
     """Refuse to judge by numbers that are none."""
     if not np.isfinite(expected.loss):
         raise CheckError(
-            f"on random data the loss is {expected.loss} on one device, too, so nothing "
-            "can be compared. Give wh.check a model and a batch with real values, whose "
-            "kinds of numbers it then keeps"
+            f"on random data the loss is {expected.loss} on one device, too, so "
+            "nothing can be compared. Give wh.check a model and a batch with real "
+            "values, whose kinds of numbers it then keeps"
         )
     if not any(np.any(g) for g in expected.gradients):
         raise CheckError(

@@ -104,9 +104,7 @@ def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
     if not plan.precisions:
         return adapter
     narrow = planned.captured.with_precisions(plan.precisions)
-    fields = {
-        f.name: getattr(adapter, f.name) for f in dataclasses.fields(Adapter)
-    }
+    fields = {f.name: getattr(adapter, f.name) for f in dataclasses.fields(Adapter)}
     program = ResizedProgram(captured=narrow, analysed=planned.analysed, sizes={})
     return ResizedAdapter(**fields, program=program)
 
@@ -114,9 +112,7 @@ def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
 # Ways to combine what ranks have.
 
 
-def _gradients(
-    plan: Plan, planned: PlannedModel, found: Reference
-) -> list[np.ndarray]:
+def _gradients(plan: Plan, planned: PlannedModel, found: Reference) -> list[np.ndarray]:
     if plan.combine == "mean":
         return found.gradients[0]
     return _combined(plan, planned, found.gradients, found.weights)

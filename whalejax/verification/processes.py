@@ -116,6 +116,7 @@ _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """Without a GPU there is nothing to time kernels on, and products that are not timed
 are better left to the library: the compiler's own first guess fails for some sizes."""
 
+
 def _pickled(request: Request) -> bytes:
     """The settings of JAX that decide what is traced, and then the request."""
     import jax
