@@ -500,6 +500,7 @@ def test_rounding_is_told_from_errors_in_float64() -> None:
         gradients=(LeafError(path="up", error=0.0, norm=1.0),),
         parameters=(LeafError(path="up", error=0.0, norm=1.0),),
         limit=1e-6,
+        parameter_limit=1e-6,
         noise=0.0,
     )
     off = dataclasses.replace(
@@ -569,6 +570,7 @@ def result(*, error: float) -> CheckResult:
         gradients=(leaf,),
         parameters=(leaf,),
         limit=1e-5,
+        parameter_limit=1e-5,
         noise=1e-7,
     )
     return CheckResult(plan_hash="abc", runs=(one,), unchecked=("odd extents: none",))

@@ -54,7 +54,8 @@ class CheckRun:
         loss_error: their relative difference.
         gradients: error of every gradient.
         parameters: error of every parameter after the update.
-        limit: what an error may be.
+        limit: what an error of a gradient or of the loss may be.
+        parameter_limit: what an error of an updated parameter may be.
         noise: what rounding the parameters changes of one device's gradients.
         seconds: time of the run.
     """
@@ -73,23 +74,37 @@ class CheckRun:
     gradients: tuple[LeafError, ...]
     parameters: tuple[LeafError, ...]
     limit: float
+    parameter_limit: float
     noise: float
     seconds: float = 0.0
 
     @property
     def worst(self) -> LeafError:
-        """The gradient or parameter with the largest error."""
-        return max((*self.gradients, *self.parameters), key=lambda leaf: leaf.error)
+        """The gradient or parameter with the largest error, in units of its limit."""
+        gradient = max(self.gradients, key=lambda leaf: leaf.error)
+        parameter = max(self.parameters, key=lambda leaf: leaf.error)
+        less = gradient.error / self.limit < parameter.error / self.parameter_limit
+        return parameter if less else gradient
 
     @property
     def error(self) -> float:
         """The largest error of all, the loss included."""
-        return max(self.loss_error, self.worst.error)
+        leaves = (*self.gradients, *self.parameters)
+        return max(self.loss_error, *(leaf.error for leaf in leaves))
+
+    @property
+    def error_over_limit(self) -> float:
+        """The largest error of all in units of its limit; above 1 it is wrong."""
+        return max(
+            self.loss_error / self.limit,
+            *(leaf.error / self.limit for leaf in self.gradients),
+            *(leaf.error / self.parameter_limit for leaf in self.parameters),
+        )
 
     @property
     def is_right(self) -> bool:
-        """Every error is within the limit."""
-        return self.error <= self.limit
+        """Every error is within its limit."""
+        return self.error_over_limit <= 1
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> CheckRun:
@@ -132,7 +147,7 @@ class CheckResult:
     @property
     def worst(self) -> CheckRun:
         """The run that is furthest from one device, in units of its limit."""
-        return max(self.runs, key=lambda run: run.error / run.limit)
+        return max(self.runs, key=lambda run: run.error_over_limit)
 
     def document(self) -> dict[str, Any]:
         """The result as plain JSON data."""
@@ -178,15 +193,18 @@ def _run_lines(run: CheckRun) -> Iterator[str]:
         yield f"  reduced      {sizes}"
     for reason in run.kept:
         yield f"  not reduced  {reason}"
-    rows = [("loss", run.loss_error, run.true_loss)]
-    for what, leaves in (("gradient", run.gradients), ("updated", run.parameters)):
+    rows = [("loss", run.loss_error, run.true_loss, run.limit)]
+    for what, leaves, limit in (
+        ("gradient", run.gradients, run.limit),
+        ("updated", run.parameters, run.parameter_limit),
+    ):
         largest = sorted(leaves, key=lambda leaf: -leaf.error)
-        shown = SHOWN if largest[0].error > run.limit else 1
-        rows += [(f"{what} {x.path}", x.error, x.norm) for x in largest[:shown]]
-    width = max(len(name) for name, _, _ in rows)
+        shown = SHOWN if largest[0].error > limit else 1
+        rows += [(f"{what} {x.path}", x.error, x.norm, limit) for x in largest[:shown]]
+    width = max(len(name) for name, *_ in rows)
     yield f"  {'':{width}}    error   of norm"
-    for name, error, norm in rows:
-        wrong = "  WRONG" if not error <= run.limit else ""
+    for name, error, norm, limit in rows:
+        wrong = "  WRONG" if not error <= limit else ""
         yield f"  {name:{width}}  {error:7.1e}  {norm:8.2g}{wrong}"
     yield f"  an error may be {run.limit:.1e}; rounding changes {run.noise:.1e}"
 

@@ -240,7 +240,9 @@ def _compared(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> Check
     true = true_step(plan, planned, request.optimizer)
     expected = true(numbers, recorded)
     _check_finite(expected)
-    limit, noise = _limit(plan, true, numbers, expected, recorded)
+    limit, parameter_limit, noise = _limits(
+        plan, planned, true, numbers, expected, recorded
+    )
     paths = planned.adapter.param_paths
     updated = leaf_errors(after, expected.params)
     return CheckRun(
@@ -250,6 +252,7 @@ def _compared(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> Check
         gradients=_leaves(paths, leaf_errors(recorded, expected.gradients)),
         parameters=_leaves(paths, updated),
         limit=limit,
+        parameter_limit=parameter_limit,
         noise=noise,
     )
 
@@ -278,19 +281,22 @@ def _check_finite(expected: Any) -> None:
         )
 
 
-def _limit(
+def _limits(
     plan: Plan,
+    planned: PlannedModel,
     true: Callable[..., TrueStep],
     numbers: _Numbers,
     expected: TrueStep,
     recorded: Sequence[np.ndarray],
-) -> tuple[float, float]:
-    """What an error may be, and by how much one device differs from itself.
+) -> tuple[float, float, float]:
+    """What an error of a gradient and of a parameter may be, and one device's noise.
 
-    The second is measured with parameters that are moved by one unit in the last place
-    of what is computed with.
+    The noise is what changes with parameters that are moved by one unit in the last
+    place of what is computed with. An update is compared with that of the very
+    gradients that the plan's step gave its optimizer, so that it has none; but where
+    every rank has an optimizer of its own, whose gradients are not seen.
     """
-    tolerance, unit = _tolerance(plan, numbers)
+    tolerance, unit = _tolerance(plan, planned)
     chance = np.random.default_rng(1)
 
     def moved(x: Any) -> Any:
@@ -299,19 +305,26 @@ def _limit(
 
     other = dataclasses.replace(numbers, params=jax.tree.map(moved, numbers.params))
     again = true(other, recorded)
-    noise = max(error for error, _ in leaf_errors(again.gradients, expected.gradients))
-    return max(tolerance, NOISE_FACTOR * noise), noise
+    noise = _largest(again.gradients, expected.gradients)
+    of_params = 0.0
+    if plan.combine == "adasum_updates":
+        of_params = _largest(again.params, expected.params)
+    limit = max(tolerance, NOISE_FACTOR * noise)
+    return limit, max(tolerance, NOISE_FACTOR * of_params), noise
 
 
-def _tolerance(plan: Plan, numbers: _Numbers) -> tuple[float, float]:
-    """The least limit of a precision, and its unit in the last place."""
+def _largest(got: Sequence[np.ndarray], true: Sequence[np.ndarray]) -> float:
+    return max(error for error, _ in leaf_errors(got, true))
+
+
+def _tolerance(plan: Plan, planned: PlannedModel) -> tuple[float, float]:
+    """The least limit of what is computed with, and its unit in the last place."""
     kinds = {plan.precision, *dict(plan.precisions).values()}
-    for x in jax.tree.leaves((numbers.params, numbers.batch)):
-        kinds.add(str(x.dtype))
+    kinds.update(tensor.dtype for tensor in planned.captured.graph.tensors)
     if kinds & {"bf16", "bfloat16"}:
         return 2e-2, 2.0**-8
     if kinds & {"f16", "float16"}:
         return 5e-3, 2.0**-11
     if "float32" not in kinds and "float64" in kinds:
-        return 1e-6, 2.0**-53  # of what the model itself casts to float32
+        return 1e-9, 2.0**-52
     return TOLERANCE, 2.0**-23
