@@ -64,6 +64,10 @@ def true_step(
         optax.sgd(0.125) if optimizer is None else optimizer
     )
 
+    @jax.jit
+    def change(gradients: Any, params: Any, loss: Any) -> Any:
+        return updates(own, gradients, own.init(params), params, loss)[0]
+
     def step(numbers: Any, recorded: Sequence[np.ndarray]) -> TrueStep:
         found = run(numbers.params, numbers.rest, numbers.batch, numbers.key)
         structure: Any = jax.tree.structure(numbers.params)
@@ -74,9 +78,7 @@ def true_step(
             tree = structure.unflatten(
                 [np.asarray(g, p.dtype) for g, p in zip(gradients, flat, strict=True)]
             )
-            state = own.init(numbers.params)
-            added, _ = updates(own, tree, state, numbers.params, found.loss)
-            return list(jax.tree.leaves(added))
+            return list(jax.tree.leaves(change(tree, numbers.params, found.loss)))
 
         if plan.combine == "adasum_updates":
             of_ranks = [moved(gradients) for gradients in found.gradients]
@@ -88,7 +90,7 @@ def true_step(
         tree = structure.unflatten(
             [np.asarray(u, p.dtype) for u, p in zip(added, flat, strict=True)]
         )
-        after = optax.apply_updates(numbers.params, tree)
+        after = jax.jit(optax.apply_updates)(numbers.params, tree)
         return TrueStep(
             loss=found.loss,
             gradients=gradients,
