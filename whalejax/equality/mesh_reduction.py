@@ -37,7 +37,6 @@ class MeshReduction:
         ranks: which ranks of ``data`` of the plan are kept, where each has a plan or
             shares of its own.
         stage_layers: layers of each part of a pipeline in lockstep.
-        loss_chunks: parts of a device's tokens whose logits are made one at a time.
     """
 
     sizes: Mapping[str, int]
@@ -46,7 +45,6 @@ class MeshReduction:
     shares: tuple[int, ...]
     ranks: tuple[int, ...]
     stage_layers: tuple[int, ...]
-    loss_chunks: int
 
     def axes(self, axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
         """The axes of a plan, or of one of its stages, reduced."""
@@ -73,7 +71,6 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
         shares=shares,
         ranks=ranks,
         stage_layers=_stage_layers(plan),
-        loss_chunks=min(plan.loss_chunks, 2),
     )
     if found.num_devices > MOST_DEVICES:
         raise CheckError(

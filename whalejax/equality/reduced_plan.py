@@ -86,7 +86,6 @@ class _Builder:
             axes=axes,
             device_order=plan.device_order if hosts else (),
             num_micro_batches=mesh.num_micro_batches,
-            loss_chunks=mesh.loss_chunks,
             shares=shares,
             stages=stages,
             pipelines=tuple(self.plan(plan.pipelines[rank]) for rank in kept),
