@@ -24,6 +24,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.equality.check_errors import CheckError
 from whalejax.equality.resized_program import ResizedProgram, UnresizableError
+from whalejax.equality.skipped_layers import SkippedLayers, skipped_layers
 from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.runtime.mixed_precision import at_precision
 
@@ -93,12 +94,14 @@ class ReducedModel:
             sizes, or either at its ``"own sizes"``.
         sizes: role of the model as planned to its reduced size.
         kept: (role, why) of those that could not be reduced.
+        layers: layers of a Python loop, where only three of them run; else 0.
     """
 
     planned: PlannedModel
     way: Way
     sizes: Mapping[int, int]
     kept: tuple[tuple[int, str], ...] = ()
+    layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +126,11 @@ class ResizedAdapter(Adapter):
 
 
 def reduced_models(
-    model: PlannedModel, sizes: Mapping[int, int], num_micro_batches: int
+    model: PlannedModel,
+    sizes: Mapping[int, int],
+    num_micro_batches: int,
+    *,
+    skips: bool,
 ) -> Iterator[ReducedModel]:
     """A model at reduced sizes, in every way that it can be had, the best first.
 
@@ -131,7 +138,11 @@ def reduced_models(
         model: as planned.
         sizes: role to its reduced size.
         num_micro_batches: reduced number of them.
+        skips: equal layers of a Python loop may be left out.
     """
+    skipped = skipped_layers(model.captured) if skips else None
+    if skipped is not None:
+        yield from _by_program(model, sizes, num_micro_batches, skipped)
     if not sizes and num_micro_batches == model.num_micro_batches:
         yield ReducedModel(planned=model, way="own sizes", sizes={})
         return
@@ -161,7 +172,10 @@ def _by_code(
 
 
 def _by_program(
-    model: PlannedModel, sizes: Mapping[int, int], num_micro_batches: int
+    model: PlannedModel,
+    sizes: Mapping[int, int],
+    num_micro_batches: int,
+    skipped: SkippedLayers | None = None,
 ) -> Iterator[ReducedModel]:
     if model.captured.axes:
         raise CheckError(
@@ -171,7 +185,7 @@ def _by_program(
     sizes, kept = dict(sizes), list[tuple[int, str]]()
     for _ in range(_MOST_TRIES):
         try:
-            adapter = _resized(model, sizes)
+            adapter = _resized(model, sizes, skipped)
             planned = _at_sizes(model, sizes, num_micro_batches, adapter)
         except UnresizableError as error:
             blamed = error.roles & sizes.keys()
@@ -184,16 +198,25 @@ def _by_program(
                 sizes.pop(role)
             continue
         yield ReducedModel(
-            planned=planned, way="program", sizes=sizes, kept=tuple(kept)
+            planned=planned,
+            way="program",
+            sizes=sizes,
+            kept=tuple(kept),
+            layers=0 if skipped is None else skipped.layers,
         )
         return
 
 
-def _resized(model: PlannedModel, sizes: Mapping[int, int]) -> ResizedAdapter:
+def _resized(
+    model: PlannedModel, sizes: Mapping[int, int], skipped: SkippedLayers | None
+) -> ResizedAdapter:
     own = model.adapter
     fields = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)}
     program = ResizedProgram(
-        captured=model.captured, analysed=model.analysed, sizes=dict(sizes)
+        captured=model.captured,
+        analysed=model.analysed,
+        sizes=dict(sizes),
+        skipped=skipped,
     )
     return ResizedAdapter(**fields, program=program)
 

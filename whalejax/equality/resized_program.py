@@ -21,6 +21,7 @@ from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.walk import Walk
 from whalejax.equality.equation_sizes import changed_parameters
+from whalejax.equality.skipped_layers import SkippedLayers, stand_ins
 from whalejax.jaxpr import rebuild
 from whalejax.planner.model.analysis import Analysed
 
@@ -53,11 +54,13 @@ class ResizedProgram:
         captured: the loss as traced.
         analysed: its logical dimensions.
         sizes: role to its reduced size; roles that are left out keep theirs.
+        skipped: layers that do not run.
     """
 
     captured: Captured
     analysed: Analysed
     sizes: Mapping[int, int]
+    skipped: SkippedLayers | None = None
     _walk: Walk = field(default_factory=Walk)
     _constants: dict[int, int] = field(default_factory=dict)
     _operands: dict[Position, tuple[int, ...]] = field(default_factory=dict)
@@ -162,7 +165,14 @@ class _Run:
                 return env[atom]
             return self.program.constant(atom.val) if atom.aval.shape else atom.val
 
+        others = stand_ins(self.program.skipped, position)
         for index, equation in enumerate(inner.eqns):
+            if index in others:
+                made = inner.eqns[others[index]].outvars
+                env.update(
+                    (v, env[m]) for v, m in zip(equation.outvars, made, strict=True)
+                )
+                continue
             given, here = [read(atom) for atom in equation.invars], (*position, index)
             with _compat.equation_context(equation):
                 results = self._equation(equation, given, here)

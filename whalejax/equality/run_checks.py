@@ -95,7 +95,7 @@ def _run(
 ) -> CheckRun:
     """Check a plan in the first way in which it runs."""
     reasons: list[str] = []
-    for reduced in _ways(model, sizes, mesh, reasons):
+    for reduced in _ways(plan, model, sizes, mesh, reasons):
         started = time.monotonic()
         try:
             _check_memory(request, reduced, mesh)
@@ -126,6 +126,7 @@ def _run(
 
 
 def _ways(
+    plan: Plan,
     model: PlannedModel,
     sizes: dict[int, int],
     mesh: MeshReduction,
@@ -133,7 +134,9 @@ def _ways(
 ) -> Iterator[ReducedModel]:
     """Forms of a model to be tried, the smallest first; its own sizes come last."""
     try:
-        yield from reduced_models(model, sizes, mesh.num_micro_batches)
+        # Stages are cut between layers, each of which one of them has to have.
+        skips = plan.stages is None
+        yield from reduced_models(model, sizes, mesh.num_micro_batches, skips=skips)
     except CheckError as error:
         reasons.append(str(error))
     if sizes and not mesh.sizes and not mesh.stage_layers:
@@ -155,6 +158,8 @@ def _check_memory(
 
 
 def _dimensions(dims: Any, reduced: ReducedModel) -> Iterator[ReducedDimension]:
+    if reduced.layers:
+        yield ReducedDimension(name="layers", size=reduced.layers, reduced=3)
     rows = [(dims.roles[i], size) for i, size in reduced.sizes.items()]
     for role, size in sorted(rows, key=lambda row: (-row[0].size, row[0].name)):
         yield ReducedDimension(name=role.name, size=role.size, reduced=size)
