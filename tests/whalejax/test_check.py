@@ -177,9 +177,12 @@ def test_options_of_a_plan_run_as_they_are(
 ) -> None:
     batch = shape(48, 24)
     plan = plan_of(dense_loss, DENSE, batch, mesh, **options)
-    (found,), failures = run(plan, dense_loss, DENSE, batch)
+    found, failures = run(plan, dense_loss, DENSE, batch)
     assert not failures
-    assert found.is_right, found
+    assert all(one.is_right for one in found), found
+    assert [one.precision for one in found] == list(
+        dict.fromkeys(["f32", plan.precision])
+    )
 
 
 @pytest.mark.full
@@ -273,6 +276,27 @@ def test_a_part_of_the_batch_left_out_is_found() -> None:
         (found,), _ = run(plan, dense_loss, DENSE, batch)
     assert not found.is_right
     assert found.loss_error > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_16_bits_hide_no_wrong_layout(precision: str) -> None:
+    """An error that rounding to 16 bits would hide is seen in float32."""
+    batch = shape(48, 24)
+    plan = plan_of(
+        dense_loss, DENSE, batch, {"data": 2, "tensor": 2}, precision=precision
+    )
+    right = runner.gradients_of
+
+    def wrong(*given: Any, **more: Any) -> Any:
+        sums, rest = right(*given, **more)
+        scaled = tuple(g * 1.0005 for g in sums.gradients)
+        return dataclasses.replace(sums, gradients=scaled), rest
+
+    with mock.patch.object(runner, "gradients_of", wrong):
+        (exact, narrow), _ = run(plan, dense_loss, DENSE, batch)
+    assert (exact.precision, narrow.precision) == ("f32", precision)
+    assert not exact.is_right
+    assert narrow.is_right
 
 
 # Sizes.
@@ -472,7 +496,7 @@ def test_what_cannot_be_compared_is_an_error() -> None:
     with (
         mock.patch.object(check_plan, "run", return_value=answer),
         pytest.raises(
-            CheckError, match="the plan was not checked: even extents: .*nan"
+            CheckError, match="the plan was not checked: even extents in f32: .*nan"
         ),
     ):
         wh.check(plan, loss_fn, net, shape(64, 24))
@@ -514,6 +538,7 @@ def test_rounding_is_told_from_errors_in_float64() -> None:
     plan = plan_of(dense_loss, DENSE, shape(64, 24), {"data": 2})
     right = CheckRun(
         extents="even",
+        precision="f32",
         loss=1.0,
         true_loss=1.0,
         loss_error=0.0,

@@ -189,8 +189,7 @@ def check_adapted(
     devices = request.target.num_devices
     tell(f"checking on {devices} virtual devices, in a process of its own")
     runs, failures = _asked(request, timeout_seconds)
-    computes_wide = plan.precision == "f32" and not plan.precisions
-    if computes_wide and any(not run.is_right for run in runs):
+    if any(not run.is_right and run.precision == "f32" for run in runs):
         left = max(1.0, timeout_seconds - (time.monotonic() - started))
         runs = _confirmed(request, runs, left)
     if not runs:
@@ -292,8 +291,11 @@ def _confirmed(
         again, _ = _asked(wide, timeout_seconds)
     except WhaleError:
         return runs
-    by_extents = {run.extents: run for run in again}
-    return [run if run.is_right else by_extents.get(run.extents, run) for run in runs]
+    wide_runs = {(run.extents, run.precision): run for run in again}
+    return [
+        run if run.is_right else wide_runs.get((run.extents, run.precision), run)
+        for run in runs
+    ]
 
 
 def _half_of_memory() -> int:

@@ -42,6 +42,8 @@ class CheckRun:
 
     Attributes:
         extents: ``"even"`` or ``"odd"``, the number of elements of each device.
+        precision: what was computed in; a plan that computes in 16 bits is checked in
+            float32 too, whose errors are not hidden by rounding.
         way: what ran: the user's ``"code"`` on smaller arrays, its traced ``"program"``
             with other sizes, or either at its ``"own sizes"``.
         axes: mesh axes and reduced sizes.
@@ -61,6 +63,7 @@ class CheckRun:
     """
 
     extents: str = ""
+    precision: str = ""
     way: str = ""
     axes: tuple[tuple[str, int], ...] = ()
     num_devices: int = 1
@@ -184,10 +187,9 @@ class CheckResult:
 def _run_lines(run: CheckRun) -> Iterator[str]:
     mesh = " × ".join(f"{axis} {size}" for axis, size in run.axes) or "one device"
     yield ""
-    yield (
-        f"{run.extents} extents on {mesh} ({run.num_devices} virtual devices, "
-        f"{run.num_micro_batches} micro-batches), the {_WAYS[run.way]}:"
-    )
+    devices = f"{run.num_devices} virtual devices"
+    yield f"{run.extents} extents, {run.precision or 'f32'}, the {_WAYS[run.way]}:"
+    yield f"  on           {mesh} ({devices}, {run.num_micro_batches} micro-batches)"
     if run.dimensions:
         sizes = ", ".join(f"{d.name} {d.size} → {d.reduced}" for d in run.dimensions)
         yield f"  reduced      {sizes}"

@@ -14,6 +14,22 @@ from typing import Any, Final
 Shape = tuple[int, ...]
 
 
+class SizeError(ValueError):
+    """Dimensions of an equation whose reduced sizes do not go together.
+
+    Attributes:
+        operand_dims: dimensions of its first operand.
+        result_dims: dimensions of its first result.
+    """
+
+    def __init__(
+        self, text: str, *, operand_dims: Sequence[int], result_dims: Sequence[int]
+    ) -> None:
+        super().__init__(text)
+        self.operand_dims = operand_dims
+        self.result_dims = result_dims
+
+
 def changed_parameters(
     equation: Any, values: Sequence[Any], wanted: Sequence[Shape | None]
 ) -> dict[str, Any]:
@@ -50,6 +66,13 @@ def _made(name: str) -> Callable[..., dict[str, Any]]:
     return rule
 
 
+def _split_keys(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    del equation, whole
+    return {"shape": result[len(shapes[0]) :]}
+
+
 def _broadcast(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
@@ -66,13 +89,45 @@ def _broadcast(
 def _reshape(
     equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
 ) -> dict[str, Any]:
-    del equation
-    if math.prod(result) != math.prod(shapes[0]):
-        raise ValueError(
-            f"{list(whole[0])} is {list(shapes[0])} now, which has another number of "
-            f"elements than {list(result)}"
-        )
-    return {"new_sizes": result}
+    """Dimensions that are regrouped together have as many elements as before.
+
+    What goes into one dimension decides its size, whatever it was to be.
+    """
+    full, found = tuple(equation.outvars[0].aval.shape), list(result)
+    for before, after in _groups(whole[0], full):
+        elements = math.prod(shapes[0][dim] for dim in before)
+        wide = [dim for dim in after if full[dim] > 1]
+        if len(wide) == 1:
+            found[wide[0]] = elements
+        elif elements != math.prod(found[dim] for dim in after):
+            raise SizeError(
+                f"{list(whole[0])} is {list(shapes[0])} now, which has another number "
+                f"of elements than {list(result)}",
+                operand_dims=before,
+                result_dims=after,
+            )
+    return {"new_sizes": tuple(found)}
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of a shape and of its reshaped form that hold the same elements."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs, a, b = list[int](), list[int](), 1, 1
+        while True:
+            if a <= b and i < len(before) and (a < b or not ins):
+                a, i = a * before[i], i + 1
+                ins.append(i - 1)
+            elif j < len(after) and (b < a or not outs):
+                b, j = b * after[j], j + 1
+                outs.append(j - 1)
+            else:
+                break
+        found.append((ins, outs))
+        if not ins and not outs:
+            break
+    return found
 
 
 def _slice(
@@ -154,6 +209,7 @@ def _convolution(
 _RULES: Final[Mapping[str, Callable[..., dict[str, Any]]]] = {
     "iota": _made("shape"),
     "random_bits": _made("shape"),
+    "random_split": _split_keys,
     "rng_bit_generator": _made("shape"),
     "rng_uniform": _made("shape"),
     "broadcast_in_dim": _broadcast,

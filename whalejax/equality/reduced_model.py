@@ -24,6 +24,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.equality.check_errors import CheckError
 from whalejax.equality.resized_program import ResizedProgram, UnresizableError
+from whalejax.equality.role_sizes import tied_roles
 from whalejax.equality.skipped_layers import SkippedLayers, skipped_layers
 from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.runtime.mixed_precision import at_precision
@@ -183,6 +184,7 @@ def _by_program(
             "its traced program cannot be run at other sizes"
         )
     sizes, kept = dict(sizes), list[tuple[int, str]]()
+    tied = [*tied_roles(model.analysed.graph, model.analysed.dims)]
     for _ in range(_MOST_TRIES):
         try:
             adapter = _resized(model, sizes, skipped)
@@ -193,7 +195,9 @@ def _by_program(
             if not sizes:
                 raise CheckError(error.text) from error
             # The batch is reduced in any case, unless nothing else is left to blame.
-            for role in blamed - batch or blamed or [*sizes]:
+            blamed = blamed - batch or blamed or frozenset(sizes)
+            blamed = blamed.union(*(group for group in tied if blamed & group.keys()))
+            for role in blamed & sizes.keys():
                 kept.append((role, error.text))
                 sizes.pop(role)
             continue

@@ -20,7 +20,7 @@ import jax
 from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.walk import Walk
-from whalejax.equality.equation_sizes import changed_parameters
+from whalejax.equality.equation_sizes import SizeError, changed_parameters
 from whalejax.equality.skipped_layers import SkippedLayers, stand_ins
 from whalejax.jaxpr import rebuild
 from whalejax.planner.model.analysis import Analysed
@@ -55,6 +55,7 @@ class ResizedProgram:
         analysed: its logical dimensions.
         sizes: role to its reduced size; roles that are left out keep theirs.
         skipped: layers that do not run.
+        chosen: roles of parameters and of the batch, whose sizes are chosen.
     """
 
     captured: Captured
@@ -64,11 +65,15 @@ class ResizedProgram:
     _walk: Walk = field(default_factory=Walk)
     _constants: dict[int, int] = field(default_factory=dict)
     _operands: dict[Position, tuple[int, ...]] = field(default_factory=dict)
+    chosen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._walk.run(self.captured.jaxpr)
         self._operands.update((op.position, op.operands) for op in self._walk.ops)
         for tensor in self.captured.graph.tensors:
+            if tensor.kind in ("param", "state", "batch"):
+                layout = self.analysed.dims.layouts[tensor.id]
+                self.chosen.update(role for atoms in layout for role in atoms)
             if tensor.kind == "const":
                 self._constants[id(self._walk.constant(tensor.id))] = tensor.id
 
@@ -122,10 +127,22 @@ class ResizedProgram:
         """Ids of an equation's results."""
         return self.captured.outputs.get(position, ())
 
-    def blamed(self, position: Position) -> frozenset[int]:
-        """Reduced roles that stand in an equation."""
-        given = self._operands.get(position, ())
-        return self.roles((*given, *self.outputs(position)))
+    def blamed(self, position: Position, error: Exception) -> frozenset[int]:
+        """Reduced roles that stand in an equation, where it says which: those alone.
+
+        Args:
+            position: of the equation.
+            error: what it raised.
+        """
+        given, made = self._operands.get(position, ()), self.outputs(position)
+        if isinstance(error, SizeError) and given and made and made[0] is not None:
+            layouts = self.analysed.dims.layouts
+            found = {r for d in error.operand_dims for r in layouts[given[0]][d]}
+            found |= {r for d in error.result_dims for r in layouts[made[0]][d]}
+            reduced = frozenset(found & self.sizes.keys())
+            if reduced:
+                return reduced
+        return self.roles((*given, *made))
 
     def constant(self, value: Any) -> Any:
         """A part of an array that the program holds."""
@@ -149,7 +166,7 @@ def scaled(size: int, whole: int, reduced: int | None) -> int:
 class _Run:
     """One run of a resized program: its sizes, and the roles of its values."""
 
-    def __init__(self, program: ResizedProgram, sizes: Mapping[int, int]) -> None:
+    def __init__(self, program: ResizedProgram, sizes: dict[int, int]) -> None:
         self.program = program
         self.sizes = sizes
 
@@ -176,6 +193,7 @@ class _Run:
             given, here = [read(atom) for atom in equation.invars], (*position, index)
             with _compat.equation_context(equation):
                 results = self._equation(equation, given, here)
+            self._learn(here, results)
             env.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in inner.outvars]
 
@@ -190,12 +208,28 @@ class _Run:
                 return _compat.bind(equation, values, **changed)
             return self._call(kind, equation, values, position)
         except _NOT_CUT as error:
-            roles = self.program.blamed(position)
+            roles = self.program.blamed(position, error)
             name, line = equation.primitive.name, _compat.line_text(equation)
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UnresizableError(
                 roles, f"{name}{f' at {line}' if line else ''}: {message:.200}"
             ) from error
+
+    def _learn(self, position: Position, results: Sequence[Any]) -> None:
+        """Take sizes as they come out of operations, such as that of a concatenation.
+
+        Sizes of parameters and of the batch are chosen; others may follow from them.
+        """
+        dims = self.program.analysed.dims
+        for tensor, value in zip(self._results(position), results, strict=False):
+            if tensor is None:
+                continue
+            shape = getattr(value, "shape", ())
+            rows = zip(shape, dims.layouts[tensor], dims.sizes[tensor], strict=False)
+            for size, atoms, whole in rows:
+                if len(atoms) == 1 and atoms[0] not in self.program.chosen:
+                    if whole[0] == dims.roles[atoms[0]].size:
+                        self.sizes[atoms[0]] = size
 
     def _results(self, position: Position) -> tuple[int | None, ...]:
         return self.program.outputs(position)

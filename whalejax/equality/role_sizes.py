@@ -171,15 +171,8 @@ def _keep_edges(
     found: dict[int, int],
 ) -> None:
     """Give roles that differ by a few elements, or by none, sizes that do so too."""
-    larger: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for one, other, difference in {*_edges(graph, dims), *_cuts(graph, dims)}:
-        larger[one].append((other, difference))
-        larger[other].append((one, -difference))
     sizes = {role.index: role.size for role in dims.roles}
-    left = set(larger)
-    while left:
-        group = _connected(left, larger)
-        left -= group.keys()
+    for group in tied_roles(graph, dims):
         alike: dict[int, list[int]] = defaultdict(list)
         for role, difference in group.items():
             alike[difference].append(role)
@@ -201,6 +194,27 @@ def _keep_edges(
         moved = {r: size + group[r] - base for r in group}
         whole_ones = any(n >= sizes[r] or n < 1 for r, n in moved.items())
         found.update({r: sizes[r] for r in group} if whole_ones else moved)
+
+
+def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
+    """Groups of roles whose sizes differ by a few elements or by none.
+
+    Args:
+        graph: the loss.
+        dims: its dimensions.
+
+    Returns:
+        In each group, by how much each is larger than the first.
+    """
+    larger: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for one, other, difference in {*_edges(graph, dims), *_cuts(graph, dims)}:
+        larger[one].append((other, difference))
+        larger[other].append((one, -difference))
+    left = set(larger)
+    while left:
+        group = _connected(left, larger)
+        left -= group.keys()
+        yield group
 
 
 def _cuts(graph: Graph, dims: Dimensions) -> Iterator[tuple[int, int, int]]:
