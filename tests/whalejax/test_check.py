@@ -186,18 +186,25 @@ def test_options_of_a_plan_run_as_they_are(
 
 
 @pytest.mark.full
-def test_stages_keep_unlike_numbers_of_layers() -> None:
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_stages_keep_unlike_numbers_of_layers(precision: str) -> None:
     plan = plan_of(
         attention_loss,
         ATTENTION,
         TOKENS,
         {"stage": 4, "data": 2},
         num_micro_batches=4,
+        precision=precision,
     )
     assert plan.stages is not None
-    (found,), failures = run(plan, attention_loss, ATTENTION, TOKENS)
+    runs, failures = run(plan, attention_loss, ATTENTION, TOKENS)
     assert not failures
-    assert found.is_right, found
+    for found in runs:
+        assert found.is_right, found
+        # Four stages with one and two layers each, as many in all as run.
+        assert sizes_of(found).get("layers.k[0]", (6, 6))[1] == sum(
+            reduced_mesh(plan, 2).stage_layers
+        )
 
 
 class Classifier(nn.Module):

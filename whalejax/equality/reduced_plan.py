@@ -17,6 +17,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.equality.check_errors import CheckError
 from whalejax.equality.mesh_reduction import MeshReduction
 from whalejax.equality.reduced_model import PlannedModel, ReducedModel
+from whalejax.equality.role_sizes import layer_roles
 from whalejax.planner.entries import BatchLeaf, LeafPlan, RegionTable, RoleInfo
 from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import Layout
@@ -41,6 +42,7 @@ def reduced_plan(
     small = reduced.planned
     names = _names(plan, model, small)
     _check_task_graphs(plan, model, small)
+    _check_layers(small, mesh)
     leaves = jax.tree.leaves((small.adapter.params, small.adapter.rest))
     paths = (*small.adapter.param_paths, *small.adapter.rest_paths)
     avals = dict(zip(paths, map(aval_of, leaves), strict=True))
@@ -191,6 +193,18 @@ def _layouts(analysed: Analysed, index: int) -> list[Layout]:
     op, dims = analysed.graph.ops[index], analysed.dims
     slots = enumerate((*op.operands, *op.results))
     return [dims.seen.get((index, slot), dims.layouts[t]) for slot, t in slots]
+
+
+def _check_layers(small: PlannedModel, mesh: MeshReduction) -> None:
+    """Stages in lockstep have all layers between them."""
+    graph, dims = small.analysed.graph, small.analysed.dims
+    counts = {dims.roles[role].size for role in layer_roles(graph, dims)}
+    wanted = sum(mesh.stage_layers)
+    if wanted and counts != {wanted}:
+        raise CheckError(
+            f"stages of {wanted} layers in all would run a model of "
+            f"{', '.join(map(str, sorted(counts))) or 'no'} layers"
+        )
 
 
 def _check_task_graphs(plan: Plan, model: PlannedModel, small: PlannedModel) -> None:

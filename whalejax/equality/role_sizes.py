@@ -57,7 +57,7 @@ def reduced_sizes(
     """
     graph, dims = analysed.graph, analysed.dims
     divisors = _divisors(plan, analysed, mesh)
-    layers = _layer_roles(graph, dims)
+    layers = layer_roles(graph, dims)
     found: dict[int, int] = {}
     for role in dims.roles:
         if role.index in layers:
@@ -148,14 +148,19 @@ def _specs(plan: Plan, analysed: Analysed) -> Iterator[tuple[int, tuple[str, ...
                 yield atoms[0], axes
 
 
-def _layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Roles that are layers: leading dimensions of what a scan slices."""
-    found: set[int] = set()
+def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
+    """Roles that are layers: leading dimensions of weights, cast or not, in a scan.
+
+    Args:
+        graph: the loss.
+        dims: its dimensions.
+    """
+    weight, found = graph.weight_tensors(), set[int]()
     for op in graph.ops:
         if op.kind == "scan" and not op.results:
             for tensor in op.operands:
                 # Positions of a scan along a sequence are no layers.
-                if graph.tensors[tensor].kind == "param" and dims.layouts[tensor]:
+                if weight[tensor] and dims.layouts[tensor]:
                     found.update(dims.layouts[tensor][0])
     return frozenset(found)
 
