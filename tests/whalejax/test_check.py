@@ -598,6 +598,16 @@ def test_bad_arguments_are_said(changes: dict[str, Any], text: str) -> None:
         wh.check(**given)
 
 
+def test_a_plan_for_another_loss_is_refused() -> None:
+    plan = plan_of(dense_loss, DENSE, shape(24, 24), {"data": 2})
+
+    def other(net: dict[str, Any], x: jax.Array) -> jax.Array:
+        return dense_loss(net, x) + jnp.square(x @ net["up"]).mean()
+
+    with pytest.raises(wh.PlanError, match="made for another model or batch"):
+        run(plan, other, DENSE, shape(24, 24))
+
+
 def test_estimates_have_no_program() -> None:
     plan = plan_of(dense_loss, DENSE, shape(64, 24), {"data": 2})
     with pytest.raises(wh.PlanError, match="this plan is an estimate"):

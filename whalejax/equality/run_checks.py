@@ -37,6 +37,7 @@ from whalejax.equality.role_sizes import reduced_sizes
 from whalejax.equality.true_step import TrueStep, true_step
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.train_step import step_of
+from whalejax.runtime.validate import check_same_model
 
 
 TOLERANCE: Final = 1e-5
@@ -60,6 +61,9 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
 
     Returns:
         What was compared, and why what was not was not.
+
+    Raises:
+        PlanError: the plan was made for another model, loss or batch.
     """
     plan = Plan.from_document(request.plan)
     adapter, batch = request.adapter, request.batch
@@ -75,6 +79,8 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
         model = PlannedModel.of(
             adapter, batch, request.batch_axes, one.num_micro_batches, one.precision
         )
+        if one == plan and not request.wide:
+            check_same_model(plan, model.captured, batch)
         for multiple in multiples:
             try:
                 mesh = reduced_mesh(one, multiple)
