@@ -361,6 +361,38 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         kept=("whalejax.verification.checking:run",),
     ),
     "Plan.why": Entry(of=lambda w: w.plan, given=given(path="w")),
+    "check": Entry(
+        given=lambda w: {
+            "plan": w.plan,
+            "loss_fn": loss,
+            "model": w.model,
+            "batch": w.batch,
+            "optimizer": OPTIMIZER,
+            "trainable": None,
+            "axis_names": None,
+            "batch_axes": 0,
+            "odd": True,
+            "seed": 0,
+            "timeout_seconds": 60.0,
+            "memory_bytes": None,
+        },
+        legal={
+            "optimizer": ("none", "gradient descent"),
+            "trainable": NONE,
+            "axis_names": ("none dict", "no names to map"),
+            "batch_axes": (
+                "zero minus",
+                "the dimension it was planned with; of another the process that traces "
+                "the loss says so",
+            ),
+            "odd": ("true", "odd extents too"),
+            "seed": ("zero numpy?", "a seed"),
+            "timeout_seconds": POSITIVE,
+            "memory_bytes": ("none numpy?", "half of this machine's; bytes"),
+        },
+        stops=("whalejax.equality.check_plan:check_adapted",),
+        kept=("whalejax.equality.check_plan:check_adapted",),
+    ),
     # Running.
     "compile": Entry(
         given=lambda w: {

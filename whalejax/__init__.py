@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         init_distributed as init_distributed,
     )
     from whalejax.elastic.training import train_elastic as train_elastic
+    from whalejax.equality.check_plan import check as check
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
@@ -60,6 +61,7 @@ _MODULE_OF_NAME = {
     "WeightedLoss": "whalejax.api.losses",
     "WhaleError": "whalejax.meshes",
     "attention": "whalejax.api.attention",
+    "check": "whalejax.equality.check_plan",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
     "goodput": "whalejax.planner.plan.goodput",
@@ -90,6 +92,7 @@ __all__ = [
     "WhaleError",
     "__version__",
     "attention",
+    "check",
     "cluster",
     "compile",
     "goodput",

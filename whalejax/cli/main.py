@@ -1,5 +1,5 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
-``diff``, ``verify``, ``estimate``, ``calibrate``, ``launch``, ``agent``,
+``diff``, ``verify``, ``check``, ``estimate``, ``calibrate``, ``launch``, ``agent``,
 ``status``, ``goodput``, ``doctor``, ``completion``; and ``whalejax swarm`` with
 commands of its own.
 
@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import io
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
     CalibrateCommand,
+    CheckCommand,
     Command,
     CompletionCommand,
     DiffCommand,
@@ -64,7 +64,6 @@ from whalejax.distributed.standard_streams import (
     standard_output,
 )
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.texts import quoted
 
 
 if TYPE_CHECKING:
@@ -87,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
         argv: the words after the program's name.
 
     Returns:
-        0; 1 where a plan that was verified does not fit, or a host has a problem; 2
+        0; 1 where a plan that was verified does not fit, one that was checked differs
+        from one device, or a host has a problem; 2
         where something the user gave cannot be used, or standard output cannot be
         written, with the reason on standard error; 130 where the user interrupted.
     """
@@ -206,6 +206,10 @@ def _run(command: Command, started: float) -> int:
             return _estimate(command)
         case VerifyCommand():
             return _verify(command)
+        case CheckCommand():
+            from whalejax.cli import plan_check
+
+            return plan_check.check(command)
         case CalibrateCommand():
             _calibrate(command)
         case CompletionCommand():
@@ -360,11 +364,6 @@ def _settings(command: TrainCommand) -> tuple[str, ...]:
     return found
 
 
-def _set_words(words: Sequence[str]) -> list[str]:
-    """Options of a model as a shell takes them."""
-    return ["--set", *map(shlex.quote, words)] if words else []
-
-
 def _check_output(output: Path | None) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         raise WhaleError(
@@ -375,9 +374,8 @@ def _check_output(output: Path | None) -> None:
 
 def _verify(command: VerifyCommand) -> int:
     from whalejax import jobs
-    from whalejax.cli.plan_source import check_source
+    from whalejax.cli.plan_source import planned_job
     from whalejax.cli.progress import Working, make_console
-    from whalejax.planner.plan.plan import Plan
     from whalejax.verification import gpu, report
 
     _check_output(command.output)
@@ -389,26 +387,8 @@ def _verify(command: VerifyCommand) -> int:
         raise WhaleError(
             "PLAN.json is missing; expected a file that whalejax plan wrote"
         )
-    if command.set and command.model is None:
-        raise WhaleError("--set changes --model; give both, or neither")
-    plan = Plan.load(command.plan)
-    source = plan.source if command.model is None else (command.model, *command.set)
-    if not source:
-        raise WhaleError(
-            f"{command.plan} does not say which model it is for, because it was made "
-            "from Python. Name the model with --model (and --set), or call "
-            "plan.verify(...) where the plan is made"
-        )
-    if command.model is None and is_file(source[0]):
-        raise WhaleError(
-            f"{command.plan} says that its model is made by {quoted(source[0])}. A "
-            "plan file does not choose which code runs: if that file is yours, name "
-            f"it, with --model {shlex.quote(source[0])}"
-            + "".join(f" {word}" for word in _set_words(source[1:]))
-        )
-    if command.model is None:
-        check_source(plan, str(command.plan))
-    question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
+    job, plan = planned_job(command.plan, command.model, command.set)
+    question = jobs.question_of(job, plan)
     with Working("verifying", quiet=command.quiet):
         found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:

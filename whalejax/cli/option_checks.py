@@ -14,6 +14,7 @@ from typing import Any, Final
 from whalejax.cli.options import (
     PLAN_NUMBERS,
     CalibrateCommand,
+    CheckCommand,
     TrainCommand,
     VerifyCommand,
 )
@@ -127,6 +128,10 @@ def checked(command: Any) -> None:
     problems.raise_if_any()
 
 
+_NAMING: Final = (CalibrateCommand, CheckCommand, VerifyCommand)
+"""Commands that name a model by --model."""
+
+
 def word_of(command: type, name: str) -> str:
     """What the help calls an option.
 
@@ -134,7 +139,7 @@ def word_of(command: type, name: str) -> str:
         command: the class of the command.
         name: of its field.
     """
-    if name == "model" and command not in (CalibrateCommand, VerifyCommand):
+    if name == "model" and command not in _NAMING:
         return "MODEL"
     if name == "plan" and command is not TrainCommand:
         return "PLAN.json"

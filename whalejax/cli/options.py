@@ -150,6 +150,9 @@ class TrainCommand:
     remote_shell: RemoteShell = SSH
     replay: Annotated[int, conf.arg(metavar="N")] = 0
     """then do the first N steps (at most all) on one device and compare the losses"""
+    check: bool = False
+    """first run the plan at reduced sizes and compare it with one device, for at most a
+    minute; ends where something differs"""
     json: bool = False
     """print the results as one JSON object in the last line"""
     quiet: bool = False
@@ -326,6 +329,34 @@ class VerifyCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCommand:
+    """Run a plan at reduced sizes on virtual CPU devices, and compare with one device.
+
+    Compares the loss, every gradient and the updated parameters of one step, under the
+    plan's own layout and options; needs none of its devices. Ends with status 1 where
+    something differs.
+    """
+
+    plan: Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
+    """a file that whalejax plan wrote"""
+    model: OptionalText = None
+    """the model: gpt, or file.py:function. Only a reference model is taken from the
+    plan itself: a file of code is run if it is named here"""
+    set: Settings = ()
+    """options of --model"""
+    even: bool = False
+    """leave out extents that are odd on each device; takes half the time"""
+    seed: int = 0
+    """of random numbers"""
+    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
+    """stop the check after so long"""
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""
+    quiet: bool = False
+    """show no progress on the terminal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateCommand:
     """Measure the devices of this machine and write a description of them."""
 
@@ -388,6 +419,7 @@ Command = (
     | Annotated[SearchCommand, conf.subcommand("search")]
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[VerifyCommand, conf.subcommand("verify")]
+    | Annotated[CheckCommand, conf.subcommand("check")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
     | Annotated[CompletionCommand, conf.subcommand("completion")]
     | Annotated[LaunchCommand, conf.subcommand("launch")]

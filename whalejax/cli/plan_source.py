@@ -7,14 +7,20 @@ model of the plan's parameters has would take all memory, or for ever.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from whalejax.cli.named_jobs import find_job, is_file
 from whalejax.cli.options import named_values
-from whalejax.meshes.errors import Problems
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
 
 
 if TYPE_CHECKING:
+    from whalejax.api.losses import Job
     from whalejax.planner.plan.plan import Plan
 
 
@@ -50,3 +56,41 @@ def check_source(plan: Plan, name: str) -> None:
         if not abs(value) <= most:
             problems.add(f"{option}={value}; its largest size is {most}")
     problems.raise_if_any()
+
+
+def planned_job(
+    path: Path, model: str | None, settings: Sequence[str]
+) -> tuple[Job, Plan]:
+    """The job of a plan file, and the plan.
+
+    Args:
+        path: of the file.
+        model: what ``--model`` names, or None for the model that the plan names.
+        settings: options of that model.
+
+    Raises:
+        WhaleError: the plan does not say which model it is for, or names a file of
+            code, which only the user may choose to run.
+    """
+    from whalejax.planner.plan.plan import Plan
+
+    if settings and model is None:
+        raise WhaleError("--set changes --model; give both, or neither")
+    plan = Plan.load(path)
+    source = plan.source if model is None else (model, *settings)
+    if not source:
+        raise WhaleError(
+            f"{path} does not say which model it is for, because it was made from "
+            "Python. Name the model with --model (and --set), or call plan.verify(...) "
+            "or wh.check(...) where the plan is made"
+        )
+    if model is None and is_file(source[0]):
+        words = " ".join(["--set", *map(shlex.quote, source[1:])] * (len(source) > 1))
+        raise WhaleError(
+            f"{path} says that its model is made by {quoted(source[0])}. A plan file "
+            "does not choose which code runs: if that file is yours, name it, with "
+            f"--model {shlex.quote(source[0])}{words and f' {words}'}"
+        )
+    if model is None:
+        check_source(plan, str(path))
+    return find_job(source[0], named_values(source[1:])), plan

@@ -30,6 +30,8 @@ class TrainReport:
         measured_step_s: median seconds of a step, or None where too few were done.
         tokens_per_s, samples_per_s: measured speed; tokens where the batch has any.
         seconds: since the command began, everything counted.
+        checked_error: largest error of a gradient or parameter of the plan at reduced
+            sizes; None where it was not checked.
     """
 
     model: str
@@ -43,6 +45,7 @@ class TrainReport:
     tokens_per_s: float | None
     samples_per_s: float | None
     seconds: float
+    checked_error: float | None = None
 
 
 def units_of(batch: Any) -> tuple[str, int]:

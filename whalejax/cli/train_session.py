@@ -72,12 +72,14 @@ def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
         plan=_plan(job, model, options, console),
     )
     print_plan(session.plan, console)
+    checked = session.check() if options.check and speaks else None
     losses, step_seconds, checkpoint = session.train()
     difference = None
     if losses and options.replay:
         again = session.replay(min(options.replay, len(losses)), checkpoint)
         difference = replay.max_relative_difference(losses, again)
     report = session.report(losses, step_seconds, difference, started)
+    report = dataclasses.replace(report, checked_error=checked)
     for line in words_of(report):
         console.print(line, markup=False)
     if options.json and speaks:
@@ -111,6 +113,11 @@ def check_options(options: TrainCommand) -> None:
         problems.add(
             f"{name} was given without --processes MIN:MAX, whose processes run there. "
             "Give both, or leave it out"
+        )
+    if options.check and options.processes is not None:
+        problems.add(
+            "--check was given with --processes MIN:MAX, whose members plan for "
+            "themselves. Check such a plan by itself: whalejax plan -o, whalejax check"
         )
     _check_save(options, problems)
     problems.raise_if_any()
@@ -215,6 +222,15 @@ class _Session:
     def batch_at(self, index: int) -> Any:
         """The global batch of a step, counted from 0."""
         return self.job.batch_at(index, self.batch_size)
+
+    def check(self) -> float | None:
+        """The largest error of the plan at reduced sizes; None where none is known."""
+        from whalejax.cli.plan_check import check_before_training
+
+        found = check_before_training(
+            self.job, self.model, self.batch_at(0), self.plan, self.console
+        )
+        return None if found is None else found.worst.error
 
     def start(self, step: TrainStep) -> TrainState:
         """A fresh state."""

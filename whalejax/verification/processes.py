@@ -15,11 +15,10 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from whalejax.verification.targets import Target
 from whalejax.verification.targets import VerifyError as VerifyError
-from whalejax.verification.worker import CompileRequest
 
 
 _LAST_WORDS = 2000
@@ -45,19 +44,39 @@ class Answer:
     words: str
 
 
+class Request(Protocol):
+    """What a process of its own is asked for."""
+
+    @property
+    def target(self) -> Target:
+        """The devices that it needs."""
+        ...
+
+
 def run(
-    request: CompileRequest, *, limit_seconds: float, extra_paths: Sequence[str] = ()
+    request: Request,
+    *,
+    limit_seconds: float,
+    extra_paths: Sequence[str] = (),
+    worker: str = "whalejax.verification.worker",
+    task: str = "",
+    xla_flags: str = "",
 ) -> Answer:
-    """Compile in a process of its own.
+    """Compile, or do something else, in a process of its own.
 
     Args:
-        request: what to compile.
+        request: what to do.
         limit_seconds: the process is ended after so long.
         extra_paths: folders of packages that it needs and this process lacks.
+        worker: module that the process runs.
+        task: what it does, for errors; it compiles if left out.
+        xla_flags: further flags of XLA.
 
     Raises:
         VerifyError: it did not end in time, or died; with its last words.
     """
+    compiles = not task
+    task = task or f"compiling for {request.target.words}"
     with tempfile.TemporaryDirectory(prefix="whalejax-verify-") as folder:
         asked, answered = Path(folder, "request"), Path(folder, "answer")
         said = Path(folder, "words")
@@ -65,30 +84,30 @@ def run(
         with said.open("wb") as words:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", _WORKER),
+                    *(sys.executable, "-P", "-m", worker),
                     *(str(asked), str(answered), str(limit_seconds)),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=subprocess.STDOUT,
-                env=_environment(request.target, extra_paths),
+                env=_with_flags(_environment(request.target, extra_paths), xla_flags),
                 start_new_session=True,
             )
             try:
                 status = process.wait(limit_seconds)
             except subprocess.TimeoutExpired as error:
                 raise VerifyError(
-                    f"compiling for {request.target.words} did not end in "
-                    f"{limit_seconds:.0f} s and was stopped; --timeout gives it "
-                    f"longer. {_last(said)}"
+                    f"{task} did not end in {limit_seconds:.0f} s and was stopped; "
+                    f"--timeout gives it longer. {_last(said)}"
                 ) from error
             finally:
                 _end(process)
         text = said.read_text(errors="replace")
         if not answered.exists():
+            ended = f"the compiler for {request.target.words}" if compiles else task
             raise VerifyError(
-                f"the compiler for {request.target.words} ended its process "
-                f"({_status(status)}) without an answer. {_last(said)}"
+                f"{ended} ended its process ({_status(status)}) without an answer. "
+                f"{_last(said)}"
             )
         return Answer(data=json.loads(answered.read_text()), words=text)
 
@@ -97,10 +116,8 @@ _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """Without a GPU there is nothing to time kernels on, and products that are not timed
 are better left to the library: the compiler's own first guess fails for some sizes."""
 
-_WORKER = "whalejax.verification.worker"
 
-
-def _pickled(request: CompileRequest) -> bytes:
+def _pickled(request: Request) -> bytes:
     """The settings of JAX that decide what is traced, and then the request."""
     import jax
 
@@ -206,6 +223,11 @@ def _virtual_devices(environment: dict[str, str], count: int) -> None:
     kept = [flag for flag in flags if not flag.startswith(name)]
     environment["XLA_FLAGS"] = " ".join([*kept, f"{name}={count}"])
     environment.pop("JAX_NUM_CPU_DEVICES", None)
+
+
+def _with_flags(environment: dict[str, str], xla_flags: str) -> dict[str, str]:
+    flags = f"{environment.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    return {**environment, "XLA_FLAGS": flags} if xla_flags else environment
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -59,6 +59,24 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
     """Compile what a file asks for, and write down what came of it."""
+    serve(request_path, answer_path, limit_seconds, _answer)
+
+
+def serve(
+    request_path: str,
+    answer_path: str,
+    limit_seconds: str,
+    answered: Callable[[Any, list[str]], dict[str, Any]],
+) -> None:
+    """Do what a file asks for, and write down what came of it.
+
+    Args:
+        request_path: file with the request, which the parent process wrote.
+        answer_path: where the answer goes.
+        limit_seconds: this process ends soon after so long.
+        answered: from the request to the answer; it adds the phase that begins to its
+            second argument.
+    """
     _lift_stack_limit()
     _end_with_parent(float(limit_seconds))
     import cloudpickle
@@ -68,8 +86,8 @@ def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
     try:
         with open(request_path, "rb") as file:
             _apply(pickle.load(file))
-            request: CompileRequest = cloudpickle.load(file)
-        answer = _answer(request, phase)
+            request = cloudpickle.load(file)
+        answer = answered(request, phase)
     except Exception as error:  # the parent process says it in the user's words
         answer = _failure(error, phase[-1])
     answer["seconds"] = time.monotonic() - started

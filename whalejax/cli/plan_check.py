@@ -1,0 +1,103 @@
+"""``whalejax check`` and ``whalejax train --check``: a plan held against one device."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from rich.console import Console
+
+from whalejax import jobs
+from whalejax.adapters.base import adapt
+from whalejax.api.losses import Job
+from whalejax.cli.options import CheckCommand
+from whalejax.cli.plan_source import planned_job
+from whalejax.cli.progress import Working, make_console
+from whalejax.distributed.standard_streams import say
+from whalejax.equality.check_plan import check as check_plan
+from whalejax.equality.check_plan import check_adapted
+from whalejax.equality.check_run import CheckResult
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+
+
+TRAIN_SECONDS: Final = 60.0
+"""Time that the check before the first step of a training run may take."""
+
+
+def check(command: CheckCommand) -> int:
+    """Check a plan file, and print what was found.
+
+    Args:
+        command: the options.
+
+    Returns:
+        0; 1 where the plan differs from one device.
+    """
+    job, plan = planned_job(command.plan, command.model, command.set)
+    with Working("checking", quiet=command.quiet):
+        found = check_plan(
+            plan,
+            job.loss_fn,
+            jobs.abstract_model(job),
+            jobs.first_batch(job, plan.batch[0].shape[0]),
+            optimizer=job.optimizer,
+            odd=not command.even,
+            seed=command.seed,
+            timeout_seconds=command.timeout,
+        )
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(str(found), markup=False, highlight=False, soft_wrap=True)
+    return 0 if found.is_right else 1
+
+
+def check_before_training(
+    job: Job, model: Any, batch: Any, plan: Plan, console: Console
+) -> CheckResult | None:
+    """Check the plan of a training run, where that takes less than a minute.
+
+    Args:
+        job: what is trained.
+        model: abstract.
+        batch: the first global batch.
+        plan: to train by.
+        console: where to write.
+
+    Returns:
+        What was found; None where there was no time for it or nothing could be run,
+        which is said.
+
+    Raises:
+        WhaleError: the plan differs from one device.
+    """
+    try:
+        with Working("checking", quiet=console.quiet):
+            found = check_adapted(
+                plan,
+                adapt(model, job.loss_fn),
+                batch,
+                optimizer=job.optimizer,
+                batch_axes=0,
+                multiples=(2,),
+                seed=0,
+                timeout_seconds=TRAIN_SECONDS,
+                memory_bytes=None,
+            )
+    except WhaleError as error:
+        say(f"whalejax: --check: {error}")
+        return None
+    if not found.is_right:
+        raise WhaleError(
+            f"--check: {found}\nNothing was trained. Train by another plan, such as "
+            "one with another --mesh, and please report this one"
+        )
+    worst = found.worst
+    console.print(
+        f"checked at reduced sizes on {worst.num_devices} virtual devices in "
+        f"{found.seconds:.0f} s: the largest error of a gradient or parameter is "
+        f"{worst.error:.1e}, and may be {worst.limit:.1e}",
+        markup=False,
+    )
+    return found

@@ -1,0 +1,307 @@
+"""``wh.check``: a plan at reduced sizes, held against one device in another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import optax
+
+from whalejax.adapters.base import Adapter, adapt
+from whalejax.api.argument_checks import refuse_bad_optimizer
+from whalejax.capture.batch import aval_of
+from whalejax.equality.check_errors import CheckError
+from whalejax.equality.check_request import CheckRequest, virtual_devices
+from whalejax.equality.check_run import CheckResult as CheckResult
+from whalejax.equality.check_run import CheckRun
+from whalejax.equality.mesh_reduction import reduced_mesh
+from whalejax.equality.random_data import sample
+from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.progress_events import tell
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.validate import check_planned, check_same_shapes
+from whalejax.verification.processes import run
+
+
+SECONDS: Final = 600.0
+"""Time that a check may take if nobody says otherwise."""
+
+MEMORY_PART: Final = 0.5
+"""Part of this machine's memory that a check may take if nobody says otherwise."""
+
+_MOST_SECONDS: Final = 10**6
+_WORKER: Final = "whalejax.equality.worker"
+
+_QUICK: Final = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
+"""Layouts and collectives are settled before machine code is optimised."""
+
+
+def check(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    trainable: Any = None,
+    axis_names: Any = None,
+    batch_axes: Any = 0,
+    odd: bool = True,
+    seed: int = 0,
+    timeout_seconds: float = SECONDS,
+    memory_bytes: int | None = None,
+) -> CheckResult:
+    """Run a plan at reduced sizes on virtual CPU devices, and compare with one device.
+
+    The plan's own layout, options and executor run for one step in another process:
+    every mesh axis stays above 1, and every dimension keeps a few elements for each
+    device that shares it. Compared are the loss, every gradient and the updated
+    parameters, as ‖difference‖ / ‖true‖; a leaf whose norm is below 1/1000 of the root
+    mean square of all is measured by that.
+
+    Args:
+        plan: from ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: the loss that the plan was made for.
+        model: the same model, abstract or real. Of real arrays a few values are taken,
+            so that numbers have the kinds that they have there.
+        batch: the global batch, abstract or real. Whole numbers stay below what the
+            loss looks up with them.
+        optimizer: an optax transformation; gradient descent if left out.
+        trainable, axis_names, batch_axes: as given to ``wh.plan``.
+        odd: also check extents that are odd on each device, where the layout has them.
+        seed: of random numbers.
+        timeout_seconds: the process is ended after so long.
+        memory_bytes: memory that the process may take; half of this machine's if left
+            out.
+
+    Returns:
+        What was compared and reduced; ``print`` shows it, ``is_right`` says whether
+        all of it equals one device.
+
+    Raises:
+        PlanError: the plan is an estimate, or for another model or batch.
+        WhaleError: nothing could be compared, with the reason of everything tried; or
+            the process died or took too long.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import whalejax as wh
+    >>> def loss_fn(net, x):
+    ...     return (jnp.tanh(x @ net["w"]) ** 2).mean()
+    >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    >>> plan = wh.plan(loss_fn, net, x, optimizer=optax.sgd(0.1), cluster="h100:8")
+    >>> wh.check(plan, loss_fn, net, x, optimizer=optax.sgd(0.1)).is_right
+    True
+    """
+    _check_arguments(plan, odd, seed, timeout_seconds, memory_bytes)
+    refuse_bad_optimizer(optimizer)
+    check_planned(plan, batch, batch_axes)
+    adapter = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
+    check_same_shapes(plan, adapter)
+    return check_adapted(
+        plan,
+        adapter,
+        batch,
+        optimizer=optimizer,
+        batch_axes=batch_axes,
+        multiples=(2, 3) if odd else (2,),
+        seed=seed,
+        timeout_seconds=timeout_seconds,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _check_arguments(
+    plan: Plan, odd: bool, seed: int, timeout_seconds: float, memory_bytes: int | None
+) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
+            "file"
+        )
+    if not plan.runnable:
+        raise PlanError(
+            "this plan is an estimate (runnable=False): there is no program to check. "
+            "Plan again without runnable=False"
+        )
+    if plan.swarm is not None:
+        raise PlanError(
+            "this plan is for the peers of a swarm, each of which runs programs of its "
+            "own; wh.check runs what devices run together. Plan without swarm=True"
+        )
+    problems = Arguments("wh.check")
+    problems.switch("odd", odd)
+    problems.whole("seed", seed, least=0, most=2**31 - 1)
+    _check_seconds(timeout_seconds, problems)
+    problems.whole("memory_bytes", memory_bytes, least=1, none=True)
+    problems.raise_if_any()
+
+
+def _check_seconds(seconds: float, problems: Arguments) -> None:
+    if not is_number(seconds) or not 0 < seconds <= _MOST_SECONDS:
+        problems.refuse(
+            "timeout_seconds",
+            seconds,
+            f"a number of seconds above 0, at most {_MOST_SECONDS}",
+        )
+
+
+def check_adapted(
+    plan: Plan,
+    adapter: Adapter,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None,
+    batch_axes: Any,
+    multiples: tuple[int, ...],
+    seed: int,
+    timeout_seconds: float,
+    memory_bytes: int | None,
+) -> CheckResult:
+    """``check`` of a model that was adapted.
+
+    Args:
+        plan: a runnable plan.
+        adapter: its model, real or abstract.
+        batch: the global batch, real or abstract.
+        optimizer, batch_axes, seed, timeout_seconds, memory_bytes: as for ``check``.
+        multiples: elements of each device along a dimension that is shared, a run each.
+    """
+    started = time.monotonic()
+    request = check_request(
+        plan,
+        adapter,
+        batch,
+        optimizer=optimizer,
+        batch_axes=batch_axes,
+        multiples=multiples,
+        seed=seed,
+        limit_bytes=memory_bytes or _half_of_memory(),
+    )
+    devices = request.target.num_devices
+    tell(f"checking on {devices} virtual devices, in a process of its own")
+    runs, failures = _asked(request, timeout_seconds)
+    if any(not run.is_right and run.precision == "f32" for run in runs):
+        left = max(1.0, timeout_seconds - (time.monotonic() - started))
+        runs = _confirmed(request, runs, left)
+    if not runs:
+        raise CheckError(
+            "the plan was not checked: " + "; ".join(failures or ["nothing to run"])
+        )
+    return CheckResult(
+        plan_hash=plan.hash,
+        runs=tuple(runs),
+        unchecked=tuple(failures),
+        seconds=time.monotonic() - started,
+    )
+
+
+def check_request(
+    plan: Plan,
+    adapter: Adapter,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None,
+    batch_axes: Any,
+    multiples: tuple[int, ...],
+    seed: int,
+    limit_bytes: int,
+) -> CheckRequest:
+    """What the process that checks is asked for.
+
+    Args:
+        plan, adapter, batch, optimizer, batch_axes, multiples, seed: as for
+            ``check_adapted``.
+        limit_bytes: memory that the process may take.
+    """
+    devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
+    leaves = jax.tree.leaves((adapter.params, adapter.rest))
+    return CheckRequest(
+        plan=_without_predictions(plan).document(),
+        target=virtual_devices(devices),
+        adapter=adapter.without_values(),
+        optimizer=optimizer,
+        batch=jax.tree.map(aval_of, batch),
+        batch_axes=batch_axes,
+        samples=(
+            [sample(leaf) for leaf in leaves],
+            [sample(leaf) for leaf in jax.tree.leaves(batch)],
+        ),
+        multiples=multiples,
+        seed=seed,
+        wide=False,
+        limit_bytes=limit_bytes,
+    )
+
+
+def _without_predictions(plan: Plan) -> Plan:
+    """A plan without what its program does not depend on."""
+    stages = plan.stages
+    if stages is not None:
+        plans = tuple(map(_without_predictions, stages.plans))
+        stages = dataclasses.replace(stages, paces=(), plans=plans)
+    return dataclasses.replace(
+        plan,
+        stages=stages,
+        pipelines=tuple(map(_without_predictions, plan.pipelines)),
+        candidates=(),
+        question=None,
+    )
+
+
+def _asked(
+    request: CheckRequest, timeout_seconds: float
+) -> tuple[list[CheckRun], list[str]]:
+    """What the process that checks found.
+
+    Raises:
+        WhaleError: it died, took too long, or could not begin.
+    """
+    answer = run(
+        request,
+        limit_seconds=timeout_seconds,
+        worker=_WORKER,
+        task="checking the plan at reduced sizes",
+        xla_flags=_QUICK,
+    ).data
+    if "failure" in answer:
+        raise CheckError(f"the plan was not checked: {answer['failure']}")
+    runs = [CheckRun.from_data(data) for data in answer["runs"]]
+    return runs, list(answer["failures"])
+
+
+def _confirmed(
+    request: CheckRequest, runs: list[CheckRun], timeout_seconds: float
+) -> list[CheckRun]:
+    """Runs beyond their limit once more in float64, where nothing hides in rounding.
+
+    What float64 clears was rounding; what it does not, or cannot run, stays as it was.
+    """
+    tell("computing again in float64 what differs")
+    wide = dataclasses.replace(request, wide=True)
+    try:
+        again, _ = _asked(wide, timeout_seconds)
+    except WhaleError:
+        return runs
+    wide_runs = {(run.extents, run.precision): run for run in again}
+    return [
+        run if run.is_right else wide_runs.get((run.extents, run.precision), run)
+        for run in runs
+    ]
+
+
+def _half_of_memory() -> int:
+    """Half of this machine's memory; 8 GB where it does not say."""
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 * 10**9
+    return int(MEMORY_PART * pages * size)

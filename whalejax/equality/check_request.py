@@ -1,0 +1,54 @@
+"""What the process that checks a plan is asked for, and how its process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.verification.targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRequest:
+    """What to check.
+
+    Attributes:
+        plan: the plan's document.
+        target: virtual CPU devices.
+        adapter: the model and its loss, without values.
+        optimizer: an optax transformation, or None.
+        batch: the global batch, abstract.
+        batch_axes: as given to ``wh.plan``.
+        samples: some values of each leaf of the model, and of the batch, or None.
+        multiples: elements of each device along a dimension that is shared, of each
+            run.
+        seed: of random numbers.
+        wide: compute in float64 what is in float32.
+        limit_bytes: memory that the process may take.
+    """
+
+    plan: dict[str, Any]
+    target: Target
+    adapter: Any
+    optimizer: Any
+    batch: Any
+    batch_axes: Any
+    samples: tuple[Sequence[Any], Sequence[Any]]
+    multiples: tuple[int, ...]
+    seed: int
+    wide: bool
+    limit_bytes: int
+
+
+def virtual_devices(count: int) -> Target:
+    """So many CPU devices of a process of its own."""
+    return Target(
+        platform="local",
+        words=f"{count} virtual devices",
+        kind="cpu",
+        topology="",
+        slices=1,
+        num_devices=count,
+        memory_bytes=0,
+    )

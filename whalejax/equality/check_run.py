@@ -1,0 +1,219 @@
+"""What a check found, as data and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+SHOWN: Final = 6
+"""Leaves that a report shows, those with the largest errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafError:
+    """How far one leaf is from one device's.
+
+    Attributes:
+        path: dotted path of the parameter.
+        error: ‖difference‖ / ‖true‖.
+        norm: ‖true‖.
+    """
+
+    path: str
+    error: float
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedDimension:
+    """A logical dimension, its size in the plan and its size in the check."""
+
+    name: str
+    size: int
+    reduced: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRun:
+    """One step of a plan at reduced sizes beside the same step of one device.
+
+    Attributes:
+        extents: ``"even"`` or ``"odd"``, the number of elements of each device.
+        precision: what was computed in; a plan that computes in 16 bits is checked in
+            float32 too, whose errors are not hidden by rounding.
+        way: what ran: the user's ``"code"`` on smaller arrays, its traced ``"program"``
+            with other sizes, or either at its ``"own sizes"``.
+        axes: mesh axes and reduced sizes.
+        num_devices: virtual devices.
+        num_micro_batches: reduced number of micro-batches in a step.
+        dimensions: what was reduced.
+        kept: dimensions that could not be reduced, and why.
+        refused: ways that were tried first, and why they do not run.
+        loss, true_loss: of the plan and of one device.
+        loss_error: their relative difference.
+        gradients: error of every gradient.
+        parameters: error of every parameter after the update.
+        limit: what an error of a gradient or of the loss may be.
+        parameter_limit: what an error of an updated parameter may be.
+        noise: what rounding the parameters changes of one device's gradients.
+        seconds: time of the run.
+    """
+
+    extents: str = ""
+    precision: str = ""
+    way: str = ""
+    axes: tuple[tuple[str, int], ...] = ()
+    num_devices: int = 1
+    num_micro_batches: int = 1
+    dimensions: tuple[ReducedDimension, ...] = ()
+    kept: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    loss: float
+    true_loss: float
+    loss_error: float
+    gradients: tuple[LeafError, ...]
+    parameters: tuple[LeafError, ...]
+    limit: float
+    parameter_limit: float
+    noise: float
+    seconds: float = 0.0
+
+    @property
+    def worst(self) -> LeafError:
+        """The gradient or parameter with the largest error, in units of its limit."""
+        gradient = max(self.gradients, key=lambda leaf: leaf.error)
+        parameter = max(self.parameters, key=lambda leaf: leaf.error)
+        less = gradient.error / self.limit < parameter.error / self.parameter_limit
+        return parameter if less else gradient
+
+    @property
+    def error(self) -> float:
+        """The largest error of all, the loss included."""
+        leaves = (*self.gradients, *self.parameters)
+        return max(self.loss_error, *(leaf.error for leaf in leaves))
+
+    @property
+    def error_over_limit(self) -> float:
+        """The largest error of all in units of its limit; above 1 it is wrong."""
+        return max(
+            self.loss_error / self.limit,
+            *(leaf.error / self.limit for leaf in self.gradients),
+            *(leaf.error / self.parameter_limit for leaf in self.parameters),
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """Every error is within its limit."""
+        return self.error_over_limit <= 1
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> CheckRun:
+        """A run from the JSON data of the process that made it."""
+        leaves = {
+            name: tuple(LeafError(**leaf) for leaf in data[name])
+            for name in ("gradients", "parameters")
+        }
+        dimensions = tuple(ReducedDimension(**one) for one in data["dimensions"])
+        tuples = {name: tuple(data[name]) for name in ("kept", "refused")}
+        axes = tuple((axis, size) for axis, size in data["axes"])
+        return cls(
+            **{**data, **leaves, **tuples, "axes": axes, "dimensions": dimensions}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """A plan's own layout, options and executor, held against one device.
+
+    ``print`` shows it.
+
+    Attributes:
+        plan_hash: hash of the plan.
+        runs: what was compared, for even and odd extents.
+        unchecked: what could not be compared, and why.
+        seconds: time of all.
+    """
+
+    plan_hash: str
+    runs: tuple[CheckRun, ...]
+    unchecked: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_right(self) -> bool:
+        """Every run gave what one device gives."""
+        return all(run.is_right for run in self.runs)
+
+    @property
+    def worst(self) -> CheckRun:
+        """The run that is furthest from one device, in units of its limit."""
+        return max(self.runs, key=lambda run: run.error_over_limit)
+
+    def document(self) -> dict[str, Any]:
+        """The result as plain JSON data."""
+        return {
+            "whalejax_check": 1,
+            "plan_hash": self.plan_hash,
+            "is_right": self.is_right,
+            "worst_error": self.worst.error,
+            "worst_path": self.worst.worst.path,
+            "runs": [
+                {
+                    **dataclasses.asdict(run),
+                    "is_right": run.is_right,
+                    "worst_error": run.error,
+                    "worst_path": run.worst.path,
+                }
+                for run in self.runs
+            ],
+            "unchecked": list(self.unchecked),
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        word = "equals one device" if self.is_right else "DIFFERS FROM ONE DEVICE"
+        yield f"plan {self.plan_hash} {word} ({self.seconds:.0f} s)"
+        for run in self.runs:
+            yield from _run_lines(run)
+        yield from (f"not checked: {reason}" for reason in self.unchecked)
+
+
+def _run_lines(run: CheckRun) -> Iterator[str]:
+    mesh = " × ".join(f"{axis} {size}" for axis, size in run.axes) or "one device"
+    yield ""
+    devices = f"{run.num_devices} virtual devices"
+    yield f"{run.extents} extents, {run.precision or 'f32'}, the {_WAYS[run.way]}:"
+    yield f"  on           {mesh} ({devices}, {run.num_micro_batches} micro-batches)"
+    if run.dimensions:
+        sizes = ", ".join(f"{d.name} {d.size} → {d.reduced}" for d in run.dimensions)
+        yield f"  reduced      {sizes}"
+    for reason in run.kept:
+        yield f"  not reduced  {reason}"
+    rows = [("loss", run.loss_error, run.true_loss, run.limit)]
+    for what, leaves, limit in (
+        ("gradient", run.gradients, run.limit),
+        ("updated", run.parameters, run.parameter_limit),
+    ):
+        largest = sorted(leaves, key=lambda leaf: -leaf.error)
+        shown = SHOWN if largest[0].error > limit else 1
+        rows += [(f"{what} {x.path}", x.error, x.norm, limit) for x in largest[:shown]]
+    width = max(len(name) for name, *_ in rows)
+    yield f"  {'':{width}}    error   of norm"
+    for name, error, norm, limit in rows:
+        wrong = "  WRONG" if not error <= limit else ""
+        yield f"  {name:{width}}  {error:7.1e}  {norm:8.2g}{wrong}"
+    yield f"  an error may be {run.limit:.1e}; rounding changes {run.noise:.1e}"
+
+
+_WAYS: Final = {
+    "code": "model's own code",
+    "program": "traced program at other sizes",
+    "own sizes": "model at its own sizes",
+    "": "model",
+}

@@ -1,0 +1,223 @@
+"""The parameters of equations that are sizes, at other sizes.
+
+Most primitives take their sizes from their operands. Here are the others: what makes
+new dimensions, what regroups them, and what takes a part of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+
+Shape = tuple[int, ...]
+
+
+class SizeError(ValueError):
+    """Dimensions of an equation whose reduced sizes do not go together.
+
+    Attributes:
+        operand_dims: dimensions of its first operand.
+        result_dims: dimensions of its first result.
+    """
+
+    def __init__(
+        self, text: str, *, operand_dims: Sequence[int], result_dims: Sequence[int]
+    ) -> None:
+        super().__init__(text)
+        self.operand_dims = operand_dims
+        self.result_dims = result_dims
+
+
+def changed_parameters(
+    equation: Any, values: Sequence[Any], wanted: Sequence[Shape | None]
+) -> dict[str, Any]:
+    """What an equation's parameters are with operands of other sizes.
+
+    Args:
+        equation: as traced.
+        values: its operands now.
+        wanted: shapes of its results, as far as logical dimensions tell them.
+
+    Raises:
+        ValueError: it has no form at these sizes.
+    """
+    rule = _RULES.get(equation.primitive.name)
+    if rule is None:
+        return {}
+    whole = [tuple(getattr(atom.aval, "shape", ())) for atom in equation.invars]
+    result = wanted[0] if wanted else None
+    if result is None:
+        result = tuple(equation.outvars[0].aval.shape)
+    shapes = [tuple(getattr(value, "shape", ())) for value in values]
+    if shapes == whole and result == tuple(equation.outvars[0].aval.shape):
+        return {}
+    return rule(equation, whole, shapes, result)
+
+
+def _made(name: str) -> Callable[..., dict[str, Any]]:
+    """A parameter that is the shape of the result."""
+
+    def rule(equation: Any, whole: Any, shapes: Any, result: Shape) -> dict[str, Any]:
+        del equation, whole, shapes
+        return {name: result}
+
+    return rule
+
+
+def _split_keys(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    del equation, whole
+    return {"shape": result[len(shapes[0]) :]}
+
+
+def _broadcast(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    made = list(result)
+    full = equation.params["shape"]
+    for before, now, dim in zip(
+        whole[0], shapes[0], equation.params["broadcast_dimensions"], strict=True
+    ):
+        if before == full[dim]:
+            made[dim] = now
+    return {"shape": tuple(made)}
+
+
+def _reshape(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    """Dimensions that are regrouped together have as many elements as before.
+
+    What goes into one dimension decides its size, whatever it was to be.
+    """
+    full, found = tuple(equation.outvars[0].aval.shape), list(result)
+    for before, after in _groups(whole[0], full):
+        elements = math.prod(shapes[0][dim] for dim in before)
+        wide = [dim for dim in after if full[dim] > 1]
+        if len(wide) == 1:
+            found[wide[0]] = elements
+        elif elements != math.prod(found[dim] for dim in after):
+            raise SizeError(
+                f"{list(whole[0])} is {list(shapes[0])} now, which has another number "
+                f"of elements than {list(result)}",
+                operand_dims=before,
+                result_dims=after,
+            )
+    return {"new_sizes": tuple(found)}
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of a shape and of its reshaped form that hold the same elements."""
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs, a, b = list[int](), list[int](), 1, 1
+        while True:
+            if a <= b and i < len(before) and (a < b or not ins):
+                a, i = a * before[i], i + 1
+                ins.append(i - 1)
+            elif j < len(after) and (b < a or not outs):
+                b, j = b * after[j], j + 1
+                outs.append(j - 1)
+            else:
+                break
+        found.append((ins, outs))
+        if not ins and not outs:
+            break
+    return found
+
+
+def _slice(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    params = equation.params
+    strides = params["strides"] or (1,) * len(result)
+    starts, limits = list(params["start_indices"]), list(params["limit_indices"])
+    for dim, (before, now) in enumerate(zip(whole[0], shapes[0], strict=True)):
+        if before == now:
+            continue
+        start, limit, stride = starts[dim], limits[dim], strides[dim]
+        left = before - limit
+        if start + left <= _EDGE:
+            limits[dim] = now - left  # all but the edges
+        elif start * now % before == 0:
+            starts[dim] = start * now // before  # a part, in proportion
+            limits[dim] = starts[dim] + (result[dim] - 1) * stride + 1
+        else:
+            raise ValueError(
+                f"elements {start} to {limit} of {before} have no counterpart in {now}"
+            )
+        if not 0 <= starts[dim] < limits[dim] <= now:
+            raise ValueError(f"{now} elements are too few for a part of {before}")
+    return {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
+
+
+_EDGE: Final = 4
+"""Elements that a slice may leave out at the ends of a dimension, whatever its size."""
+
+
+def _slice_sizes(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    """Slices of a lookup: whole dimensions stay whole."""
+    del result
+    sizes = tuple(
+        now if size == before else size * now // before if size > 1 else size
+        for size, before, now in zip(
+            equation.params["slice_sizes"], whole[0], shapes[0], strict=True
+        )
+    )
+    return {"slice_sizes": sizes}
+
+
+def _split(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    del result
+    axis, sizes = equation.params["axis"], equation.params["sizes"]
+    before, now = whole[0][axis], shapes[0][axis]
+    found = tuple(size * now // before for size in sizes)
+    if sum(found) != now or min(found) < 1:
+        raise ValueError(f"parts of {sizes} of {before} have no counterpart in {now}")
+    return {"sizes": found}
+
+
+def _top_k(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    del whole, result
+    axis = equation.params.get("axis", -1)
+    return {"k": min(equation.params["k"], shapes[0][axis])}
+
+
+def _convolution(
+    equation: Any, whole: Sequence[Shape], shapes: Sequence[Shape], result: Shape
+) -> dict[str, Any]:
+    """Groups of channels: as many as the kernel's inputs divide the channels into."""
+    del whole, result
+    numbers = equation.params["dimension_numbers"]
+    channels = shapes[0][numbers.lhs_spec[1]]
+    inputs = shapes[1][numbers.rhs_spec[1]]
+    if channels % inputs:
+        raise ValueError(f"{channels} channels are no multiple of a kernel's {inputs}")
+    return {"feature_group_count": channels // inputs}
+
+
+_RULES: Final[Mapping[str, Callable[..., dict[str, Any]]]] = {
+    "iota": _made("shape"),
+    "random_bits": _made("shape"),
+    "random_split": _split_keys,
+    "rng_bit_generator": _made("shape"),
+    "rng_uniform": _made("shape"),
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "slice": _slice,
+    "gather": _slice_sizes,
+    "dynamic_slice": _slice_sizes,
+    "split": _split,
+    "top_k": _top_k,
+    "conv_general_dilated": _convolution,
+}

@@ -1,0 +1,175 @@
+"""What one device computes for a loss, one micro-batch after the other.
+
+The reference of every check: the user's own loss (or its traced program), without any
+part of a lowering. Micro-batch m of M has the samples m, m + M and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from whalejax.adapters.base import Adapter
+
+
+FLOOR: Final = 1e-3
+"""Part of the root mean square of all leaves' norms below which none is compared."""
+
+_LOSS_SCALE: Final = 2.0**15
+"""In float16 small gradients vanish, for one device as for many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Loss and gradients of a global batch.
+
+    Attributes:
+        loss: mean loss.
+        gradients: flat gradients of the mean loss, by rank of ``data`` where ranks are
+            asked for, else one list.
+        weights: weight of each rank.
+    """
+
+    loss: float
+    gradients: list[list[np.ndarray]]
+    weights: list[float]
+
+
+def reference(
+    adapter: Adapter,
+    batch_axes: Sequence[int | None],
+    num_micro_batches: int,
+    *,
+    ranks: int = 1,
+) -> Callable[..., Reference]:
+    """What computes loss and gradients on one device.
+
+    Args:
+        adapter: the model and its loss, at the precision to compute with.
+        batch_axes: dimension of the samples in each leaf of a batch, or None.
+        num_micro_batches: micro-batches in a step.
+        ranks: parts of the batch whose gradients are wanted one by one, for plans that
+            combine them in another way than by their mean.
+
+    Returns:
+        A function of (params, rest, batch, key), trees of arrays.
+    """
+    half = adapter.compute_dtype == jnp.float16
+    scale = _LOSS_SCALE if half else 1.0
+
+    def total(params: Any, rest: Any, part: Any, key: Any, index: Any) -> Any:
+        folded = adapter.fold_rest(adapter.fold_rest(rest, 0), index)
+        rng = jax.random.fold_in(jax.random.fold_in(key, 0), index)
+        result = adapter.loss(params, folded, part, rng if adapter.takes_rng else None)
+        after = adapter.restore_keys(result.rest, rest)
+        value = jnp.asarray(result.total) * scale
+        return value, (jnp.asarray(result.weight), after)
+
+    compiled = jax.jit(jax.value_and_grad(total, has_aux=True))
+    parts = num_micro_batches * ranks
+
+    def run(params: Any, rest: Any, batch: Any, key: Any) -> Reference:
+        sums: list[Any] = [None] * ranks
+        before = [rest] * ranks
+        for index in range(parts):
+            rank, micro = divmod(index, num_micro_batches)
+            part = _part(batch, batch_axes, micro, num_micro_batches, rank, ranks)
+            (value, (weight, after)), gradients = compiled(
+                params, _counted_once(before[rank], rest), part, key, index
+            )
+            before[rank] = after
+            added = jax.tree.map(
+                lambda x: np.asarray(x, np.float64), (value, weight, gradients)
+            )
+            known = sums[rank]
+            sums[rank] = added if known is None else jax.tree.map(np.add, known, added)
+        loss = sum(s[0] for s in sums) / sum(s[1] for s in sums) / scale
+        return Reference(
+            loss=float(loss),
+            gradients=[[g / s[1] / scale for g in jax.tree.leaves(s[2])] for s in sums],
+            weights=[float(s[1]) for s in sums],
+        )
+
+    return run
+
+
+def _part(
+    batch: Any,
+    axes: Sequence[int | None],
+    micro: int,
+    num_micro_batches: int,
+    rank: int,
+    ranks: int,
+) -> Any:
+    """A micro-batch of all samples, or of the block of them that one rank has."""
+    leaves, structure = jax.tree.flatten(batch)
+    tree: Any = structure
+    found = []
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if axis is None:
+            found.append(leaf)
+            continue
+        index = (slice(None),) * axis
+        size = leaf.shape[axis] // ranks
+        own = leaf[(*index, slice(rank * size, (rank + 1) * size))]
+        found.append(own[(*index, slice(micro, None, num_micro_batches))])
+    return tree.unflatten(found)
+
+
+def _counted_once(rest: Any, before: Any) -> Any:
+    """What is counted in whole numbers is counted once a step."""
+
+    def one(new: Any, old: Any) -> Any:
+        return old if jnp.issubdtype(new.dtype, jnp.integer) else new
+
+    return jax.tree.map(one, rest, before)
+
+
+def leaf_errors(
+    got: Sequence[np.ndarray], true: Sequence[np.ndarray]
+) -> list[tuple[float, float]]:
+    """(error, norm) of each leaf: ‖difference‖ / ‖true‖, with the floor of the measure.
+
+    Args:
+        got, true: leaves in the same order.
+
+    >>> leaf_errors([np.array([3.0])], [np.array([2.0])])
+    [(0.5, 2.0)]
+    """
+    norms = [float(np.linalg.norm(np.asarray(g, np.float64))) for g in true]
+    floor = FLOOR * float(np.sqrt(np.mean(np.square(norms)))) if norms else 0.0
+    found = []
+    for a, b, norm in zip(got, true, norms, strict=True):
+        left = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+        error = float(np.linalg.norm(left)) / max(norm, floor, np.finfo(float).tiny)
+        # What is no number must not pass for small.
+        found.append((error if np.isfinite(error) else float("inf"), norm))
+    return found
+
+
+def recording(
+    optimizer: optax.GradientTransformation | None,
+) -> optax.GradientTransformation:
+    """An optimizer whose state holds, beside its own, the gradients it was given.
+
+    Args:
+        optimizer: the user's; gradient descent where there is none.
+    """
+    inner = optax.sgd(0.125) if optimizer is None else optimizer
+    extended = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {"gradient": zeros, "own": extended.init(params)}
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        new, own = extended.update(updates, state["own"], params, **extra)
+        return new, {"gradient": updates, "own": own}
+
+    return optax.GradientTransformationExtraArgs(init, update)

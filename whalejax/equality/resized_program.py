@@ -1,0 +1,288 @@
+"""A traced loss at other sizes than it was traced with.
+
+A user's code may hold sizes of its own (``reshape(b, s, 32, 128)``), so that it cannot
+run with smaller parameters. Its traced program can: every dimension of every value is
+known as a logical dimension, so equations whose parameters are sizes are given others.
+Calls are inlined, those with a derivative rule of their own too: such a rule was traced
+for one size. Literals stay as they are; a mean divides by the old count, for the plan
+and for one device alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat
+from whalejax.capture import Captured
+from whalejax.capture.walk import Walk
+from whalejax.equality.equation_sizes import SizeError, changed_parameters
+from whalejax.equality.skipped_layers import SkippedLayers, stand_ins
+from whalejax.jaxpr import rebuild
+from whalejax.planner.model.analysis import Analysed
+
+
+Position = tuple[int, ...]
+Shape = tuple[int, ...]
+
+_NOT_CUT: Final = (TypeError, ValueError, IndexError, ZeroDivisionError)
+
+
+class UnresizableError(Exception):
+    """An equation that has no form at the sizes that are wanted.
+
+    Attributes:
+        roles: logical dimensions that stand in it.
+        text: the equation and its line.
+    """
+
+    def __init__(self, roles: frozenset[int], text: str) -> None:
+        super().__init__(text)
+        self.roles = roles
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizedProgram:
+    """A traced loss, to be run with other sizes of its logical dimensions.
+
+    Attributes:
+        captured: the loss as traced.
+        analysed: its logical dimensions.
+        sizes: role to its reduced size; roles that are left out keep theirs.
+        skipped: layers that do not run.
+        chosen: roles of parameters and of the batch, whose sizes are chosen.
+    """
+
+    captured: Captured
+    analysed: Analysed
+    sizes: Mapping[int, int]
+    skipped: SkippedLayers | None = None
+    _walk: Walk = field(default_factory=Walk)
+    _constants: dict[int, int] = field(default_factory=dict)
+    _operands: dict[Position, tuple[int, ...]] = field(default_factory=dict)
+    chosen: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._walk.run(self.captured.jaxpr)
+        self._operands.update((op.position, op.operands) for op in self._walk.ops)
+        for tensor in self.captured.graph.tensors:
+            if tensor.kind in ("param", "state", "batch"):
+                layout = self.analysed.dims.layouts[tensor.id]
+                self.chosen.update(role for atoms in layout for role in atoms)
+            if tensor.kind == "const":
+                self._constants[id(self._walk.constant(tensor.id))] = tensor.id
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """Run the program.
+
+        Args:
+            values: parameters, the rest, the batch and a key, as the flat loss takes
+                them; the batch may have any number of samples.
+
+        Raises:
+            UnresizableError: an equation has no form at these sizes.
+        """
+        sizes = dict(self.sizes)
+        for tensor, dim in self.captured.graph.batch_dims:
+            first, *others = self.analysed.dims.layouts[tensor][dim]
+            inner = self._extent(tensor, dim, sizes, first=1) if others else 1
+            sizes[first] = max(1, values[tensor].shape[dim] // inner)
+        return _Run(self, sizes).body(self.captured.jaxpr, values, ())
+
+    def shape(self, tensor: int, sizes: Mapping[int, int] | None = None) -> Shape:
+        """The reduced shape of a value.
+
+        Args:
+            tensor: its id in the graph.
+            sizes: of roles; the program's own if left out.
+        """
+        rank = len(self.captured.graph.tensors[tensor].shape)
+        known = self.sizes if sizes is None else sizes
+        return tuple(self._extent(tensor, dim, known) for dim in range(rank))
+
+    def _extent(
+        self, tensor: int, dim: int, sizes: Mapping[int, int], *, first: int = 0
+    ) -> int:
+        dims = self.analysed.dims
+        atoms = dims.layouts[tensor][dim], dims.sizes[tensor][dim]
+        if not atoms[0]:
+            return self.captured.graph.tensors[tensor].shape[dim]
+        return math.prod(
+            scaled(size, dims.roles[role].size, sizes.get(role))
+            for role, size in [*zip(*atoms, strict=True)][first:]
+        )
+
+    def roles(self, tensors: Sequence[int | None]) -> frozenset[int]:
+        """The roles of some values that are reduced."""
+        layouts = self.analysed.dims.layouts
+        found = {r for t in tensors if t is not None for a in layouts[t] for r in a}
+        return frozenset(r for r in found if r in self.sizes)
+
+    def outputs(self, position: Position) -> tuple[int | None, ...]:
+        """Ids of an equation's results."""
+        return self.captured.outputs.get(position, ())
+
+    def blamed(self, position: Position, error: Exception) -> frozenset[int]:
+        """Reduced roles that stand in an equation, where it says which: those alone.
+
+        Args:
+            position: of the equation.
+            error: what it raised.
+        """
+        given, made = self._operands.get(position, ()), self.outputs(position)
+        if isinstance(error, SizeError) and given and made and made[0] is not None:
+            layouts = self.analysed.dims.layouts
+            found = {r for d in error.operand_dims for r in layouts[given[0]][d]}
+            found |= {r for d in error.result_dims for r in layouts[made[0]][d]}
+            reduced = frozenset(found & self.sizes.keys())
+            if reduced:
+                return reduced
+        return self.roles((*given, *made))
+
+    def constant(self, value: Any) -> Any:
+        """A part of an array that the program holds."""
+        tensor = self._constants.get(id(value))
+        if tensor is None or not self.analysed.dims.layouts[tensor]:
+            return value
+        return value[tuple(slice(0, size) for size in self.shape(tensor))]
+
+
+def scaled(size: int, whole: int, reduced: int | None) -> int:
+    """A size that is or is not the whole of its role, reduced in proportion.
+
+    >>> scaled(8, 16, 4), scaled(16, 16, None)
+    (2, 16)
+    """
+    if reduced is None or size == 1:
+        return size
+    return reduced if size == whole else max(1, size * reduced // whole)
+
+
+class _Run:
+    """One run of a resized program: its sizes, and the roles of its values."""
+
+    def __init__(self, program: ResizedProgram, sizes: dict[int, int]) -> None:
+        self.program = program
+        self.sizes = sizes
+
+    def body(self, jaxpr: Any, values: Sequence[Any], position: Position) -> list[Any]:
+        """Run a jaxpr, whole or inside another."""
+        inner, constants = _compat.open_jaxpr(jaxpr)
+        cut = map(self.program.constant, constants)
+        env: dict[Any, Any] = dict(zip(inner.constvars, cut, strict=True))
+        env.update(zip(inner.invars, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not _compat.is_literal(atom):
+                return env[atom]
+            return self.program.constant(atom.val) if atom.aval.shape else atom.val
+
+        others = stand_ins(self.program.skipped, position)
+        for index, equation in enumerate(inner.eqns):
+            if index in others:
+                made = inner.eqns[others[index]].outvars
+                env.update(
+                    (v, env[m]) for v, m in zip(equation.outvars, made, strict=True)
+                )
+                continue
+            given, here = [read(atom) for atom in equation.invars], (*position, index)
+            with _compat.equation_context(equation):
+                results = self._equation(equation, given, here)
+            self._learn(here, results)
+            env.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in inner.outvars]
+
+    def _equation(
+        self, equation: Any, values: Sequence[Any], position: Position
+    ) -> list[Any]:
+        kind = _compat.recursion(equation)
+        try:
+            if kind is None:
+                wanted = [self._wanted(tensor) for tensor in self._results(position)]
+                changed = changed_parameters(equation, values, wanted)
+                return _compat.bind(equation, values, **changed)
+            return self._call(kind, equation, values, position)
+        except _NOT_CUT as error:
+            roles = self.program.blamed(position, error)
+            name, line = equation.primitive.name, _compat.line_text(equation)
+            message = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UnresizableError(
+                roles, f"{name}{f' at {line}' if line else ''}: {message:.200}"
+            ) from error
+
+    def _learn(self, position: Position, results: Sequence[Any]) -> None:
+        """Take sizes as they come out of operations, such as that of a concatenation.
+
+        Sizes of parameters and of the batch are chosen; others may follow from them.
+        """
+        dims = self.program.analysed.dims
+        for tensor, value in zip(self._results(position), results, strict=False):
+            if tensor is None:
+                continue
+            shape = getattr(value, "shape", ())
+            rows = zip(shape, dims.layouts[tensor], dims.sizes[tensor], strict=False)
+            for size, atoms, whole in rows:
+                if len(atoms) == 1 and atoms[0] not in self.program.chosen:
+                    if whole[0] == dims.roles[atoms[0]].size:
+                        self.sizes[atoms[0]] = size
+
+    def _results(self, position: Position) -> tuple[int | None, ...]:
+        return self.program.outputs(position)
+
+    def _wanted(self, tensor: int | None) -> Shape | None:
+        return None if tensor is None else self.program.shape(tensor, self.sizes)
+
+    def _call(
+        self, kind: str, equation: Any, values: Sequence[Any], position: Position
+    ) -> list[Any]:
+        bodies = [
+            self._body(inner, (*position, number))
+            for number, inner in enumerate(_compat.inner_jaxprs(equation))
+        ]
+        if kind == "scan":
+            return rebuild.scan(
+                equation, values, bodies[0], self._length(equation, values, position)
+            )
+        if kind == "remat":
+            policy = equation.params["policy"]
+            return rebuild.remat(equation, values, bodies[0], policy)
+        if kind == "while":
+            return _while_loop(equation, values, *bodies)
+        if kind == "cond":
+            index, *operands = values
+            branches = [lambda *args, run=run: list(run(args)) for run in bodies]
+            return list(jax.lax.switch(index, branches, *operands))
+        return list(bodies[0](values))
+
+    def _body(self, jaxpr: Any, position: Position) -> rebuild.Body:
+        return lambda values: self.body(jaxpr, values, position)
+
+    def _length(self, equation: Any, values: Sequence[Any], position: Position) -> int:
+        """Turns of a scan: as many as its stacks have slices now."""
+        parts = _compat.scan_parts(equation)
+        stacks = values[parts.num_consts + parts.num_carries :]
+        if stacks:
+            return int(stacks[0].shape[0])
+        made = self._results(position)[parts.num_carries :]
+        shapes = [self._wanted(tensor) for tensor in made]
+        return next((s[0] for s in shapes if s), parts.length)
+
+
+def _while_loop(
+    equation: Any, values: Sequence[Any], condition: rebuild.Body, body: rebuild.Body
+) -> list[Any]:
+    of_condition, of_body = _compat.while_parts(equation)
+    first = of_condition + of_body
+    around, inside = values[:of_condition], values[of_condition:first]
+    return list(
+        jax.lax.while_loop(
+            lambda carry: condition((*around, *carry))[0],
+            lambda carry: tuple(body((*inside, *carry))),
+            tuple(values[first:]),
+        )
+    )

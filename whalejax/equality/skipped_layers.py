@@ -1,0 +1,118 @@
+"""Equal layers of a Python loop, of which a reduced program runs three.
+
+Layers in a scan are reduced as any dimension is. Those of a Python loop are equations,
+one layer's behind the other's: where these repeat, the first two layers and the last
+one run, and what reads a value of a layer between them is given the second layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from whalejax import _compat
+from whalejax.capture import Captured
+from whalejax.planner.model.repeated_layers import layer_starts
+
+
+MOST_LAYERS: Final = 4
+"""Up to so many layers all of them run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedLayers:
+    """Equations that do not run.
+
+    Attributes:
+        position: of the jaxpr that they stand in.
+        first: equation with which the second layer begins.
+        period: equations of a layer.
+        start, end: equations from which and up to which none runs.
+        layers: how many layers there are.
+    """
+
+    position: tuple[int, ...]
+    first: int
+    period: int
+    start: int
+    end: int
+    layers: int
+
+    def source(self, index: int) -> int | None:
+        """The equation whose results stand for those of another; None if it runs."""
+        if not self.start <= index < self.end:
+            return None
+        return self.first + (index - self.first) % self.period
+
+
+def skipped_layers(captured: Captured) -> SkippedLayers | None:
+    """The layers of a traced loss that need not run; None where all have to.
+
+    Args:
+        captured: the loss.
+    """
+    graph = captured.graph
+    starts = [graph.ops[op].position for op in layer_starts(graph)[:-1]]
+    if len(starts) <= MOST_LAYERS:
+        return None
+    depth = next(
+        (
+            d
+            for d, numbers in enumerate(zip(*starts, strict=False))
+            if len(set(numbers)) > 1
+        ),
+        None,
+    )
+    if depth is None:
+        return None
+    prefix, places = starts[0][:depth], [at[depth] for at in starts]
+    periods = {b - a for a, b in zip(places[1:], places[2:], strict=False)}
+    if len(periods) != 1 or min(periods) < 1:
+        return None
+    (period,) = periods
+    found = SkippedLayers(
+        position=prefix,
+        first=places[1],
+        period=period,
+        start=places[2],
+        end=places[-1],
+        layers=len(places),
+    )
+    equations = _body(captured.jaxpr, prefix).eqns[found.first : found.end]
+    kinds = [_kind(equation) for equation in equations]
+    repeats = all(kinds[i] == kinds[i % period] for i in range(len(kinds)))
+    return found if repeats else None
+
+
+def _body(jaxpr: Any, position: Sequence[int]) -> Any:
+    """The jaxpr that stands at a position."""
+    body, _ = _compat.open_jaxpr(jaxpr)
+    for index, inner in zip(position[::2], position[1::2], strict=True):
+        nested = _compat.inner_jaxprs(body.eqns[index])[inner]
+        body, _ = _compat.open_jaxpr(nested)
+    return body
+
+
+def _kind(equation: Any) -> tuple[Any, ...]:
+    shapes = [
+        tuple(getattr(atom.aval, "shape", ()))
+        for atom in (*equation.invars, *equation.outvars)
+    ]
+    return equation.primitive.name, len(equation.invars), *shapes
+
+
+def stand_ins(
+    skipped: SkippedLayers | None, position: tuple[int, ...]
+) -> Mapping[int, int]:
+    """By number of an equation of a jaxpr that does not run: the one it is read from.
+
+    Args:
+        skipped: the layers that do not run, if any.
+        position: where the jaxpr stands.
+    """
+    if skipped is None or position != skipped.position:
+        return {}
+    numbers = range(skipped.start, skipped.end)
+    sources = ((index, skipped.source(index)) for index in numbers)
+    return {index: source for index, source in sources if source is not None}
