@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 
 
 FLOOR: Final = 1e-3
@@ -44,7 +45,7 @@ class Reference:
 def reference(
     adapter: Adapter,
     batch_axes: Sequence[int | None],
-    num_micro_batches: int,
+    cut: MicroBatchRows,
     *,
     ranks: int = 1,
 ) -> Callable[..., Reference]:
@@ -53,7 +54,7 @@ def reference(
     Args:
         adapter: the model and its loss, at the precision to compute with.
         batch_axes: dimension of the samples in each leaf of a batch, or None.
-        num_micro_batches: micro-batches in a step.
+        cut: how a batch is cut into micro-batches.
         ranks: parts of the batch whose gradients are wanted one by one, for plans that
             combine them in another way than by their mean.
 
@@ -72,14 +73,14 @@ def reference(
         return value, (jnp.asarray(result.weight), after)
 
     compiled = jax.jit(jax.value_and_grad(total, has_aux=True))
-    parts = num_micro_batches * ranks
+    parts = cut.count * ranks
 
     def run(params: Any, rest: Any, batch: Any, key: Any) -> Reference:
         sums: list[Any] = [None] * ranks
         before = [rest] * ranks
         for index in range(parts):
-            rank, micro = divmod(index, num_micro_batches)
-            part = _part(batch, batch_axes, micro, num_micro_batches, rank, ranks)
+            rank, micro = divmod(index, cut.count)
+            part = _part(batch, batch_axes, micro, cut, rank, ranks)
             (value, (weight, after)), gradients = compiled(
                 params, _counted_once(before[rank], rest), part, key, index
             )
@@ -103,7 +104,7 @@ def _part(
     batch: Any,
     axes: Sequence[int | None],
     micro: int,
-    num_micro_batches: int,
+    cut: MicroBatchRows,
     rank: int,
     ranks: int,
 ) -> Any:
@@ -118,7 +119,7 @@ def _part(
         index = (slice(None),) * axis
         size = leaf.shape[axis] // ranks
         own = leaf[(*index, slice(rank * size, (rank + 1) * size))]
-        found.append(own[(*index, slice(micro, None, num_micro_batches))])
+        found.append(own[cut.index(size, axis, micro)])
     return tree.unflatten(found)
 
 

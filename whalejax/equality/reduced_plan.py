@@ -97,6 +97,9 @@ class _Builder:
             compute=tuple(self._table(table) for table in plan.compute),
             storage=self._renamed(plan.storage),
             model_hash=self.model_hash,
+            # The loss at its own sizes was asked; a program of other sizes may hold
+            # numbers of the whole.
+            per_micro_batch=True,
             optimizer_bytes=None,
             question=None,
         )

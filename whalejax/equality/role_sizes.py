@@ -88,6 +88,9 @@ def _divisors(
     plan: Plan, analysed: Analysed, mesh: MeshReduction
 ) -> dict[int, _Divisors]:
     found: dict[int, _Divisors] = defaultdict(_Divisors)
+    if plan.group_size > 1:
+        for batch in analysed.dims.batch:
+            found[batch.index].pairs.add((plan.group_size, plan.group_size))
     for part in _parts(plan):
         full = part.axis_sizes
         now = dict(mesh.axes(part.axes))

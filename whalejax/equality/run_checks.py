@@ -18,6 +18,7 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.batch import aval_of
+from whalejax.capture.split_checks import check_split
 from whalejax.equality import random_data
 from whalejax.equality.check_errors import CheckError
 from whalejax.equality.check_request import CheckRequest
@@ -81,6 +82,7 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
         )
         if one == plan and not request.wide:
             check_same_model(plan, model.captured, batch)
+            check_split(model.captured, plan)
         for multiple in multiples:
             try:
                 mesh = reduced_mesh(one, multiple)

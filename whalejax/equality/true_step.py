@@ -22,6 +22,7 @@ from whalejax.equality.resized_program import ResizedProgram
 from whalejax.planner.cost.adasum import DATA, node_size
 from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.optimizer_state import updates
 
@@ -58,7 +59,7 @@ def true_step(
     adapter = _at_plan_precision(plan, planned)
     ranks = 1 if plan.combine == "mean" else plan.axis_sizes[DATA]
     run = reference(
-        adapter, planned.captured.batch_axes, plan.num_micro_batches, ranks=ranks
+        adapter, planned.captured.batch_axes, MicroBatchRows.of(plan), ranks=ranks
     )
     own = optax.with_extra_args_support(
         optax.sgd(0.125) if optimizer is None else optimizer
