@@ -1136,3 +1136,422 @@ def depth_of_each(p: Any, b: Any) -> Any:
         return lax.fori_loop(0, LENGTH, lambda i, h: jnp.where(i < n, h @ p["w"], h), x)
 
     return jnp.square(jax.vmap(one)(b["x"], b["n"])).mean()
+
+
+# Rules of a derivative that are given more than the samples, or give back other things.
+
+
+@jax.custom_vjp
+def _scaled_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x
+
+
+_scaled_gradient.defvjp(
+    lambda x, scale: (x, scale), lambda scale, g: (g * scale, jnp.zeros_like(scale))
+)
+
+
+@loss
+def gradient_scaled_by_a_statistic(p: Any, b: Any) -> Any:
+    h = hidden(p, b)
+    scale = lax.stop_gradient(jnp.sqrt(h.var() + 1))
+    return jnp.square(_scaled_gradient(h, scale) @ p["head"]).mean()
+
+
+@loss
+def gradient_scaled_by_each(p: Any, b: Any) -> Any:
+    h = hidden(p, b)
+    scale = lax.stop_gradient(jnp.abs(h) + 1)
+    return jnp.square(_scaled_gradient(h, scale) @ p["head"]).mean()
+
+
+@loss
+def weight_gradient_clipped(p: Any, b: Any) -> Any:
+    return jnp.square(jnp.tanh(b["x"] @ _clipped_gradient(p["w"]))).mean()
+
+
+@loss
+def weight_gradient_normalised(p: Any, b: Any) -> Any:
+    return jnp.square(jnp.tanh(b["x"] @ _normalised_gradient(p["w"]))).mean()
+
+
+@loss
+def binary_weights(p: Any, b: Any) -> Any:
+    return jnp.square(jnp.tanh(b["x"] @ _straight_through(p["w"]))).mean()
+
+
+@jax.custom_gradient
+def _normalised_by_closure(x: jax.Array) -> Any:
+    return x, lambda g: (g / (1e-6 + jnp.linalg.norm(g)),)
+
+
+@loss
+def gradient_normalised_by_a_closure(p: Any, b: Any) -> Any:
+    return jnp.square(_normalised_by_closure(hidden(p, b)) @ p["head"]).mean()
+
+
+_own_tanh = jax.custom_vjp(jnp.tanh)
+_own_tanh.defvjp(
+    lambda x: (jnp.tanh(x), None), lambda _, g: (g / (1e-6 + jnp.linalg.norm(g)),)
+)
+
+
+@loss
+def own_rule_for_a_function_of_jax(p: Any, b: Any) -> Any:
+    return jnp.square(_own_tanh(b["x"] @ p["w"])).mean()
+
+
+@jax.custom_vjp
+def _nothing_but_a_gradient(x: jax.Array) -> jax.Array:
+    return 0 * x
+
+
+_nothing_but_a_gradient.defvjp(lambda x: (0 * x, None), lambda _, g: (g,))
+
+
+@loss
+def zero_with_a_gradient(p: Any, b: Any) -> Any:
+    return -log_probabilities(p, b).mean() + _nothing_but_a_gradient(score(p, b)).sum()
+
+
+@jax.custom_vjp
+def _fused_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ w
+
+
+_fused_product.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+)
+
+
+@loss
+def fused_product(p: Any, b: Any) -> Any:
+    return jnp.square(jnp.tanh(_fused_product(b["x"], p["w"]))).mean()
+
+
+@loss
+def fused_product_of_each(p: Any, b: Any) -> Any:
+    each = lax.map(lambda x: jnp.square(_fused_product(x, p["w"])).sum(), b["s"])
+    return each.mean()
+
+
+@jax.custom_vjp
+def _decayed(w: jax.Array) -> jax.Array:
+    return w
+
+
+_decayed.defvjp(lambda w: (w, w), lambda w, g: (g + 0.1 * w,))
+
+
+@loss
+def decay_by_a_rule(p: Any, b: Any) -> Any:
+    return jnp.square(jnp.tanh(b["x"] @ _decayed(p["w"]))).mean()
+
+
+@loss
+def decay_by_a_rule_for_each(p: Any, b: Any) -> Any:
+    return lax.map(lambda x: jnp.square(x @ _decayed(p["w"])).sum(), b["x"]).mean()
+
+
+@loss
+def decay_by_a_rule_and_weighted(p: Any, b: Any) -> Any:
+    each = jnp.square(b["x"] @ _decayed(p["w"])).sum(-1) * b["m"].sum(-1)
+    return wh.WeightedLoss(each.sum(), b["m"].sum())
+
+
+def _slope(kept: Any, g: jax.Array) -> jax.Array:
+    return g * (jax.nn.softmax(kept[0]) - jax.nn.one_hot(kept[1], CLASSES))
+
+
+def _entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+_fused_entropy = jax.custom_vjp(_entropy)
+_fused_entropy.defvjp(
+    lambda logits, y: (_entropy(logits, y), (logits, y)),
+    lambda kept, g: (_slope(kept, g) / len(kept[1]), None),
+)
+
+_fused_entropy_times_n = jax.custom_vjp(_entropy)
+_fused_entropy_times_n.defvjp(
+    lambda logits, y: (_entropy(logits, y), (logits, y)),
+    lambda kept, g: (_slope(kept, g) * len(kept[1]) / 100, None),
+)
+
+
+@loss
+def fused_entropy(p: Any, b: Any) -> Any:
+    return _fused_entropy(hidden(p, b) @ p["head"], b["y"])
+
+
+@loss
+def fused_entropy_times_the_number(p: Any, b: Any) -> Any:
+    return _fused_entropy_times_n(hidden(p, b) @ p["head"], b["y"])
+
+
+# Places, and pieces as long as the batch, in what has no dimension of samples.
+
+
+@loss
+def places_as_truth(p: Any, b: Any) -> Any:
+    places = jnp.arange(len(b["x"])).astype(bool).astype(jnp.int32)
+    return jnp.square(hidden(p, b)[places]).mean()
+
+
+@loss
+def places_squeezed(p: Any, b: Any) -> Any:
+    places = lax.squeeze(jnp.arange(len(b["x"]))[None], (0,))
+    return jnp.square(hidden(p, b)[places, b["y"]]).mean()
+
+
+@loss
+def places_behind_a_barrier(p: Any, b: Any) -> Any:
+    places, h = lax.optimization_barrier((jnp.arange(len(b["x"])), hidden(p, b)))
+    return jnp.square(h[places, b["y"]]).mean()
+
+
+@loss
+def added_at_their_places(p: Any, b: Any) -> Any:
+    all_scores = jnp.zeros(32).at[jnp.arange(len(b["x"]))].add(score(p, b))
+    return jnp.dot(all_scores, jnp.arange(32.0)) / len(b["x"])
+
+
+@loss
+def first_one_by_filling(p: Any, b: Any) -> Any:
+    places = jnp.arange(len(b["x"]))
+    first = jnp.ones((1,)).at[places].get(mode="fill", fill_value=0.0)
+    return (first * score(p, b)).mean()
+
+
+@loss
+def filled_with_one(p: Any, b: Any) -> Any:
+    rows = (p["embed"] / len(b["x"])).at[b["y"] * 5]
+    return rows.get(mode="fill", fill_value=1.0).sum()
+
+
+@loss
+def mask_by_joining(p: Any, b: Any) -> Any:
+    count = len(b["x"]) // 4
+    mask = jnp.concatenate([jnp.ones(count), jnp.zeros(WIDTH - count)])
+    return jnp.square(hidden(p, b) * mask).mean()
+
+
+@loss
+def mask_by_setting(p: Any, b: Any) -> Any:
+    mask = jnp.zeros(WIDTH).at[: len(b["x"]) // 4].set(1.0)
+    return jnp.square(hidden(p, b) * mask).mean()
+
+
+@loss
+def mask_by_an_update(p: Any, b: Any) -> Any:
+    ones = jnp.ones(len(b["x"]) // 4)
+    mask = lax.dynamic_update_slice(jnp.zeros(WIDTH), ones, (0,))
+    return jnp.square(hidden(p, b) * mask).mean()
+
+
+@loss
+def counted_by_a_reduction(p: Any, b: Any) -> Any:
+    def both(x: Any, y: Any) -> Any:
+        return jnp.sqrt(x * x + y * y)
+
+    root = lax.reduce(jnp.ones(len(b["x"])), _real().type(0), both, (0,))
+    return root * jnp.square(hidden(p, b)).mean()
+
+
+@loss
+def side_by_the_number(p: Any, b: Any) -> Any:
+    return jnp.square(lax.cumsum(hidden(p, b), 1, reverse=len(b["x"]) > 8)).mean()
+
+
+@loss
+def largest_of_another_sign(p: Any, b: Any) -> Any:
+    sign = 10.0 - len(b["x"])
+    return (lax.top_k(hidden(p, b) * sign, 3)[0] / sign).mean()
+
+
+@loss
+def largest_in_windows_of_another_sign(p: Any, b: Any) -> Any:
+    sign = 10.0 - len(b["x"])
+    h = hidden(p, b) * sign
+    out = lax.reduce_window(h, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")
+    return (out / sign).mean()
+
+
+@loss
+def logarithms_of_counts_of_zeros(p: Any, b: Any) -> Any:
+    logarithms = lax.cumlogsumexp(jnp.zeros(WIDTH)) * p["scale"]
+    return -log_probabilities(p, b).mean() + logarithms.sum() * len(b["x"])
+
+
+@loss
+def keys_split_from_a_fixed_one(p: Any, b: Any) -> Any:
+    keys = jax.random.split(jax.random.key(3), len(b["x"]))
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+    return jnp.square((b["x"] + noise) @ p["w"]).mean()
+
+
+@loss
+def keys_folded_with_labels(p: Any, b: Any) -> Any:
+    keys = jax.vmap(lambda y: jax.random.fold_in(jax.random.key(3), y))(b["y"])
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+    return jnp.square((b["x"] + noise) @ p["w"]).mean()
+
+
+# Loops of each sample.
+
+
+def _halved(p: Any, b: Any, start: jax.Array) -> Any:
+    def one(sample: Any) -> Any:
+        y, x = sample
+        _, left = lax.while_loop(
+            lambda c: c[0] < y, lambda c: (c[0] + 1, c[1] * 0.5), (0, start)
+        )
+        return left * jnp.square(x @ p["w"]).sum()
+
+    return lax.map(one, (b["y"], b["x"])).mean()
+
+
+@loss
+def loops_of_each_on_a_mean(p: Any, b: Any) -> Any:
+    return _halved(p, b, b["r"].mean())
+
+
+@loss
+def loops_of_each_on_a_squared_mean(p: Any, b: Any) -> Any:
+    return _halved(p, b, jnp.square(b["r"].mean()))
+
+
+@loss
+def loops_of_each_on_a_number(p: Any, b: Any) -> Any:
+    return _halved(p, b, jnp.ones(()))
+
+
+@loss
+def mapped_in_chunks(p: Any, b: Any) -> Any:
+    def one(x: Any) -> Any:
+        return jnp.square(jnp.tanh(x @ p["w"])).sum()
+
+    return lax.map(one, b["x"], batch_size=4).mean()
+
+
+# Sorted by expert, and counted in another way than they are sorted.
+
+
+def _by_expert(p: Any, b: Any, sizes: Callable[[jax.Array], jax.Array]) -> Any:
+    chosen = (b["x"] @ p["head"]).argmax(-1)
+    order = jnp.argsort(chosen)
+    out = lax.ragged_dot(b["x"][order], p["experts"], sizes(chosen))
+    return jnp.square(jnp.tanh(out)[jnp.argsort(order)] - b["z"]).mean()
+
+
+@loss
+def experts_counted_from_the_last(p: Any, b: Any) -> Any:
+    last = jnp.array([3, 2, 1, 0])
+    return _by_expert(p, b, lambda chosen: (chosen[:, None] == last).sum(0))
+
+
+@loss
+def experts_counted_twice(p: Any, b: Any) -> Any:
+    def sizes(chosen: jax.Array) -> jax.Array:
+        return jnp.zeros(4, chosen.dtype).at[chosen].add(2)
+
+    return _by_expert(p, b, sizes)
+
+
+@loss
+def experts_counted_by_one_hot(p: Any, b: Any) -> Any:
+    def sizes(chosen: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(chosen, 4, dtype=jnp.int32).sum(0)
+
+    return _by_expert(p, b, sizes)
+
+
+@loss
+def experts_counted_by_their_rank(p: Any, b: Any) -> Any:
+    _, chosen = lax.top_k(b["x"] @ p["head"], 4)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = (chosen == jnp.arange(4)).sum(0)
+    out = lax.ragged_dot(b["x"][order // 4], p["experts"], sizes)
+    back = jnp.zeros_like(b["x"]).at[order // 4].add(jnp.tanh(out))
+    return jnp.square(back - b["z"]).mean()
+
+
+@loss
+def experts_of_rows_that_are_repeated(p: Any, b: Any) -> Any:
+    chosen = (b["x"] @ p["head"]).argmax(-1)
+    order = jnp.argsort(jnp.repeat(chosen, 3))
+    rows = jnp.repeat(b["x"], 3, axis=0)[order]
+    out = lax.ragged_dot(rows, p["experts"], jnp.bincount(chosen, length=4))
+    return jnp.square(jnp.tanh(out)[jnp.argsort(order)]).mean()
+
+
+@loss
+def tokens_repeated_for_their_experts(p: Any, b: Any) -> Any:
+    weights, chosen = lax.top_k(jax.nn.softmax(b["x"] @ p["head"]), 2)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=4)
+    rows = jnp.repeat(b["x"], 2, axis=0)[order]
+    out = lax.ragged_dot(rows, p["experts"], sizes)[jnp.argsort(order)]
+    return jnp.square((out.reshape(-1, 2, WIDTH) * weights[..., None]).sum(1)).mean()
+
+
+@loss
+def gradient_normalised_over_sorted_rows(p: Any, b: Any) -> Any:
+    order = jnp.argsort(b["r"])
+    out = _normalised_gradient(jnp.tanh(b["x"][order] @ p["w"]))
+    return jnp.square(out[jnp.argsort(order)] - b["z"]).mean()
+
+
+@loss
+def weights_by_place_in_a_sort(p: Any, b: Any) -> Any:
+    ordered = jnp.sort((b["s"] @ p["w"]).sum(-1).reshape(-1))
+    weights = jnp.broadcast_to(jnp.arange(LENGTH), (len(b["s"]), LENGTH))
+    return (ordered * weights.reshape(-1)).mean()
+
+
+# Systems, filters and labels of each.
+
+
+@loss
+def columns_of_a_triangular_system(p: Any, b: Any) -> Any:
+    root = jnp.linalg.cholesky(p["w"] @ p["w"].T + jnp.eye(WIDTH))
+    solved = jax.scipy.linalg.solve_triangular(root, b["x"].T, lower=True)
+    return jnp.square(solved).sum(0).mean()
+
+
+@loss
+def normal_log_density(p: Any, b: Any) -> Any:
+    cover = p["w"] @ p["w"].T + jnp.eye(WIDTH)
+    density = jax.scipy.stats.multivariate_normal.logpdf(b["x"], p["scale"], cover)
+    return -density.mean()
+
+
+@loss
+def filters_of_each(p: Any, b: Any) -> Any:
+    def one(s: Any, kernel: Any) -> Any:
+        return lax.conv_general_dilated(
+            s.T[..., None],
+            kernel,
+            (1,),
+            "SAME",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )
+
+    kernels = (b["x"] @ p["w"])[:, :3, None, None]
+    return jnp.square(jax.vmap(one)(b["s"], kernels)).mean()
+
+
+@loss
+def labels_of_two_joined_batches(p: Any, b: Any) -> Any:
+    both = jnp.concatenate([b["x"], jnp.tanh(b["z"] @ p["v"])])
+    logits = (jnp.tanh(both @ p["w"]) @ p["head"])[:, 0]
+    labels = jnp.concatenate([jnp.ones(len(b["x"])), jnp.zeros(len(b["z"]))])
+    return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+
+@loss
+def weights_tiled_over_repeated_samples(p: Any, b: Any) -> Any:
+    rows = jnp.tanh(jnp.repeat(b["x"], 3, axis=0) @ p["w"])
+    weights = jnp.tile(jnp.arange(3.0), len(b["x"]))
+    return jnp.square(rows * weights[:, None]).mean()

@@ -83,8 +83,16 @@ def is_ruled_by_jax(equation: Any) -> bool:
     """Whether a call with a derivative rule of its own is JAX's, as ``jax.nn.relu``."""
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
-    source = str(getattr(body.debug_info, "func_src_info", ""))
-    return f"at {os.path.dirname(jax.__file__)}{os.sep}" in source
+    rules = [equation.params.get(name) for name in ("jvp_jaxpr_fun", "bwd")]
+    infos = [getattr(r, "debug_info", None) for r in rules if r is not None]
+    sources = [
+        str(getattr(info, "func_src_info", ""))
+        for info in (body.debug_info, *infos)
+        if info is not None
+    ]
+    folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
+    wrapped = "custom_derivatives.py" in sources[0]  # As by jax.custom_gradient.
+    return not wrapped and all(folder in source for source in sources)
 
 
 def solve_parts(equation: Any) -> tuple[int, int, int]:

@@ -46,6 +46,12 @@ SEPARABLE = frozenset(
     vector_quantised variational connectionist huber_and_clip branches fixed_loop
     own_solutions teacher hinge nothing_but_weights segments_within_a_sample
     tokens_added_up depth_of_each
+    gradient_scaled_by_each binary_weights fused_product fused_product_of_each
+    decay_by_a_rule fused_entropy places_squeezed places_behind_a_barrier
+    keys_folded_with_labels loops_of_each_on_a_number mapped_in_chunks
+    experts_counted_by_one_hot tokens_repeated_for_their_experts
+    columns_of_a_triangular_system normal_log_density filters_of_each
+    labels_of_two_joined_batches weights_tiled_over_repeated_samples
     """.split()
 )
 """Losses that parts of a batch compute as the whole does, as measured."""

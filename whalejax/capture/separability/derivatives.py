@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import jax
 
 from whalejax import _compat
+from whalejax.capture.separability.facts import Sorted, fact_of
 from whalejax.capture.separability.values import (
     Along,
     CoupledError,
@@ -28,6 +29,7 @@ class Follower(Protocol):
     """What follows a program in two traces; see ``Interpreter``."""
 
     share: float
+    scale: float
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
         """What is known of a program's results."""
@@ -45,7 +47,7 @@ def check_derivative(
     whole: Any,
     given: Sequence[Value],
     found: Sequence[Value],
-) -> None:
+) -> list[Value]:
     """Refuse a derivative rule that is not that of a mean over samples.
 
     Args:
@@ -54,23 +56,36 @@ def check_derivative(
         given: What is known of its operands.
         found: What is known of its results.
 
+    Returns:
+        What is known of its results; what is zero may have a gradient that is not.
+
     Raises:
         CoupledError: the rule couples samples.
     """
-    if _compat.is_ruled_by_jax(part):
-        return
+    if _compat.is_ruled_by_jax(part) or all(map(_is_lost, found)):
+        return list(found)
+    found = [replace(v, ratio=1.0) if v.ratio is None else v for v in found]
     inputs = _compat.differentiable_operands(part)
     outputs = [
         n for n, v in enumerate(part.outvars) if _compat.is_inexact(v.aval.dtype)
     ]
-    moving = [i for i in inputs if given[i].kind is not Kind.FIXED]
-    if not moving or not outputs:
-        return
+    if not inputs or not outputs:
+        return found
     rules = [_traced_rule(e, inputs, outputs) for e in (part, whole)]
-    cotangents = [_cotangent(found[n], follower.share) for n in outputs]
-    results = follower.run(rules[0], rules[1], [*(v.plain for v in given), *cotangents])
+    cotangents = [_cotangent(found[n], follower) for n in outputs]
+    operands = [v if fact_of(v, Sorted) else v.plain for v in given]
+    results = follower.run(rules[0], rules[1], [*operands, *cotangents])
     for place, gradient in zip(inputs, results, strict=True):
-        _check(given[place], gradient, follower.share)
+        if fact_of(given[place], Sorted) and fact_of(gradient, Sorted):
+            _check(given[place].fact.base, gradient.fact.base, follower)
+        else:
+            _check(given[place], gradient, follower)
+    return found
+
+
+def _is_lost(value: Value) -> bool:
+    """It is coupled, and no row of a sort either."""
+    return value.coupled and fact_of(value, Sorted) is None
 
 
 def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
@@ -99,26 +114,33 @@ def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -
     return _compat.pruned(_compat.trace(gradients, given))
 
 
-def _cotangent(value: Value, share: float) -> Value:
+def _cotangent(value: Value, follower: Follower) -> Value:
     """What a mean over samples hands back for a value."""
+    ordered = fact_of(value, Sorted)
+    if ordered is not None:
+        base = _cotangent(ordered.base, follower)
+        return replace(value, fact=replace(ordered, base=base))
+    if value.coupled:
+        raise CoupledError(RULE)
     ratio = value.ratio or 1.0
+    share, ratio = follower.share, ratio / follower.scale
     if any(a.grows and a.along is not Along.SAMPLES for d in value.dims for a in d):
         raise CoupledError(RULE)
     if value.kind is Kind.SAMPLE:
-        return replace(value.plain, ratio=share / ratio)
+        return replace(value.plain, ratio=1 / (share * ratio))
     kind = Kind.FIXED if value.kind is Kind.SUM else Kind.SUM
     return replace(value.plain, kind=kind, ratio=1 / ratio)
 
 
-def _check(value: Value, gradient: Value, share: float) -> None:
-    if gradient.coupled:
-        raise CoupledError(RULE)
+def _check(value: Value, gradient: Value, follower: Follower) -> None:
     if gradient.ratio is None:
         return
-    ratio = value.ratio or 1.0
-    if value.kind is Kind.SAMPLE:
+    if gradient.coupled or value.coupled:
+        raise CoupledError(RULE)
+    ratio = (value.ratio or 1.0) / follower.scale
+    if value.kind is Kind.SAMPLE or gradient.within:
         right = gradient.kind is Kind.SAMPLE
-        expected = share / ratio
+        expected = 1 / (follower.share * ratio)
     else:
         right = gradient.kind in (Kind.FIXED, Kind.SUM)
         right &= value.kind is Kind.FIXED or gradient.kind is Kind.FIXED

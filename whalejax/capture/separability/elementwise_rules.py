@@ -221,9 +221,16 @@ def _folded(equation: PairedEquation) -> list[Value] | None:
     numbers = [v.numbers for v in equation.values]
     if None in numbers or not numbers:
         return None
+    with np.errstate(all="ignore"):
+        return _computed(equation, numbers)
+
+
+def _computed(equation: PairedEquation, numbers: Sequence[Any]) -> list[Value] | None:
     name, results = equation.name, []
     for trace, one in enumerate((equation.part, equation.whole)):
         given = [np.asarray(pair[trace]) for pair in numbers if pair is not None]
+        if name == "div" and 0 in given[1:]:
+            return None
         if any(not np.issubdtype(x.dtype, np.number) for x in given):
             return None
         if name == "convert_element_type":
@@ -231,7 +238,10 @@ def _folded(equation: PairedEquation) -> list[Value] | None:
             results.append(given[0].astype(dtype))
         elif name == "div":
             whole = all(np.issubdtype(x.dtype, np.integer) for x in given)
-            results.append(given[0] // given[1] if whole else given[0] / given[1])
+            quotient = given[0] / given[1]
+            results.append(
+                np.trunc(quotient).astype(given[0].dtype) if whole else quotient
+            )
         elif name == "integer_pow":
             results.append(np.power(given[0].astype(np.float64), one.params["y"]))
         elif name == "rsqrt":

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from whalejax import _compat
+from whalejax.capture.separability.facts import Steps
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
@@ -126,7 +127,8 @@ def constant(part: Any, whole: Any) -> Value:
         return fixed(tuple(dims), _ratio(a.flat[0], b.flat[0]))
     if a.shape == b.shape and not np.array_equal(a, b):
         raise CoupledError(f"an array of the program {SIZE}")
-    return fixed(tuple(dims))
+    counts = a.shape == b.shape and (a == np.arange(a.shape[-1])).all()
+    return Value(kind=Kind.FIXED, dims=tuple(dims), fact=Steps() if counts else None)
 
 
 def _is_key(value: Any) -> bool:
@@ -141,4 +143,5 @@ def _ratio(part: Any, whole: Any) -> float | None:
         return None if a == 0 and a.dtype != bool else 1.0
     if a.dtype == bool or a == 0 or b == 0:
         return float("nan")  # Equal to nothing, itself included.
-    return float(np.real(a) / np.real(b))
+    found = complex(a) / complex(b)
+    return found.real if found.imag == 0 else float("nan")

@@ -21,6 +21,7 @@ from whalejax.capture.separability.facts import (
     Columns,
     Counter,
     Counts,
+    Filled,
     Ids,
     Numbered,
     OneHot,
@@ -28,11 +29,13 @@ from whalejax.capture.separability.facts import (
     Places,
     Sorted,
     Sorting,
+    Steps,
     fact_of,
 )
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
+    Along,
     CoupledError,
     Dim,
     Kind,
@@ -131,11 +134,9 @@ def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 def _kept(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """A fact that passes through what changes no number."""
     value = equation.values[0]
-    if not isinstance(value.fact, Places | Order | Numbered):
+    if not isinstance(value.fact, Places | Order | Numbered | Steps | Filled):
         return None
-    if equation.name == "convert_element_type" and _compat.is_inexact(
-        equation.result_dtype
-    ):
+    if equation.name == "convert_element_type" and not _is_wide(equation):
         return None
     if isinstance(value.fact, Order):
         dims = [d for d in value.dims if d]
@@ -146,13 +147,20 @@ def _kept(equation: PairedEquation, reason: Reason) -> list[Value] | None:
             return [with_fact(replace(value, dims=tuple(found)), value.fact, reason)]
         return None
     (found_value,) = apply_rule(equation)
-    if isinstance(value.fact, Places) and found_value.fact is None:
-        if equation.name in ("reshape", "broadcast_in_dim"):
-            return [found_value]
-        return [replace(found_value, fact=value.fact)]
-    if isinstance(value.fact, Numbered):
-        return [replace(found_value, fact=value.fact)]
-    return [found_value]
+    moves = equation.name in _MOVING and not isinstance(value.fact, Numbered)
+    return [found_value if moves else replace(found_value, fact=value.fact)]
+
+
+def _is_wide(equation: PairedEquation) -> bool:
+    """Whether a cast is to whole numbers that hold any place."""
+    dtype = equation.result_dtype
+    return not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize >= 4
+
+
+def _as_they_are(equation: PairedEquation, reason: Reason) -> list[Value]:
+    """Operands that come out side by side."""
+    del reason
+    return list(equation.values)
 
 
 def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -226,8 +234,8 @@ def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         numbered = fact_of(value, Numbered)
         if numbered is not None and not numbered.wrapped:
             (found,) = apply_rule(equation)
-            wide = other.kind is Kind.FIXED and other.dims and other.dims[-1]
-            return [replace(found, fact=OneHot(ids=numbered.ids))] if wide else None
+            apart = fact_of(other, Steps) is not None and not value.dims[-1]
+            return [replace(found, fact=OneHot(ids=numbered.ids))] if apart else None
     return None
 
 
@@ -242,9 +250,14 @@ def _counted(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     if equation.name == "convert_element_type":
         return [replace(found[0], fact=one_hot)]
     rows = set(range(len(value.dims) - 1))
-    if set(equation.params["axes"]) == rows:
+    if set(equation.params["axes"]) == rows and not _repeated(value.dims[:-1]):
         return [replace(found[0], fact=Counts(ids=one_hot.ids))]
     return found
+
+
+def _repeated(dims: Sequence[Dim]) -> bool:
+    """Whether numbers stand there several times."""
+    return any(a.along is Along.EQUAL for dim in dims for a in dim)
 
 
 def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -254,9 +267,11 @@ def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     numbered = fact_of(indices, Numbered)
     if numbered is None or operand.ratio is not None or operand.kind is not Kind.FIXED:
         return None
-    ones = updates.kind is Kind.FIXED and all(
-        a.along.value == "equal" for d in updates.dims for a in d
+    filled = fact_of(updates, Filled)
+    one = _literal(
+        updates if filled is None else replace(updates, numbers=filled.numbers)
     )
+    ones = one is not None and one == 1 and not _repeated(indices.dims)
     (found,) = apply_rule(equation)
     return [replace(found, fact=Counts(ids=numbered.ids)) if ones else found]
 
@@ -305,6 +320,7 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         return None
     numbered = fact_of(first, Numbered)
     plain = numbered is not None and not numbered.wrapped
+    plain &= not _repeated(first.dims)
     sorting = Sorting(dim=first.dims[axis], ids=numbered.ids if plain else None)
     found = []
     for value in values:
@@ -353,6 +369,7 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
     rows = tuple(map(int, numbers.start_index_map)) == (0,)
     rows &= tuple(map(int, numbers.collapsed_slice_dims)) == (0,)
     rows &= not numbers.operand_batching_dims and len(indices.dims) == 2
+    rows &= tuple(numbers.offset_dims) == tuple(range(1, len(operand.dims)))
     if order is None or not rows:
         return None
     if not all(
@@ -366,7 +383,7 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
         return None
     ordered = fact_of(operand, Sorted)
     if order.inverse:
-        same = ordered is not None and ordered.sorting is order.sorting
+        same = ordered is not None and _has_rows(ordered, order.sorting)
         return [ordered.base] if same else None
     if operand.coupled or operand.kind is Kind.SUM:
         return None
@@ -382,6 +399,11 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
     return [with_fact(base, Sorted(sorting=order.sorting, base=base), reason)]
 
 
+def _has_rows(ordered: Sorted, sorting: Sorting) -> bool:
+    """Whether the first dimension is that of a sort."""
+    return ordered.sorting is sorting and ordered.base.dims[0] == sorting.dim
+
+
 def _merged_choices(tokens: Dim, choices: Dim, divided: int) -> bool:
     """Whether so many choices in a row are of each token."""
     if size_of(choices) != tuple(n * divided for n in size_of(tokens)):
@@ -395,7 +417,7 @@ def _added_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
     del reason
     operand, indices, updates = equation.values
     order, ordered = fact_of(indices, Order), fact_of(updates, Sorted)
-    if order is None or ordered is None or order.sorting is not ordered.sorting:
+    if order is None or ordered is None or not _has_rows(ordered, order.sorting):
         return None
     numbers = equation.params["dimension_numbers"]
     rows = tuple(map(int, numbers.scatter_dims_to_operand_dims)) == (0,)
@@ -412,7 +434,7 @@ def _added_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
         return (
             [base.plain] if size_of(operand.dims[0]) == size_of(base.dims[0]) else None
         )
-    if not adds or operand.ratio is not None:
+    if not adds or operand.ratio is not None or _inner_size(base.dims[0]) is None:
         return None
     return [_over_choices(base, order, size_of(operand.dims[0]))]
 
@@ -439,6 +461,7 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     plain = tuple(map(tuple, dot[0])) == ((1,), (1,)) and dot[1] == ((), ())
     plain &= tuple(numbers.lhs_ragged_dimensions) == (0,)
     plain &= tuple(numbers.rhs_group_dimensions) == (0,)
+    plain &= _has_rows(ordered, ordered.sorting)
     if not plain or right.kind is not Kind.FIXED:
         return None
     base = ordered.base
@@ -455,6 +478,8 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]
     alone = all(v.kind is Kind.FIXED for v in others)
     elementwise = equation.name in _row_wise_names()
+    atoms = [a for v in others for dim in v.dims if _grows(dim) for a in dim]
+    alone &= not any(a.along is Along.PLAIN for a in atoms)
     if len(orders) != 1 or not alone or not elementwise:
         return None
     sorting = next(f.sorting for f in facts if f is not None)
@@ -476,6 +501,10 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return results
 
 
+def _grows(dim: Dim) -> bool:
+    return any(a.grows for a in dim)
+
+
 def _row_wise_names() -> frozenset[str]:
     from whalejax.capture.separability import elementwise_rules
 
@@ -484,12 +513,15 @@ def _row_wise_names() -> frozenset[str]:
 
 _KEEPING: Final = (
     "convert_element_type reshape squeeze expand_dims broadcast_in_dim copy "
-    "sharding_constraint optimization_barrier"
+    "sharding_constraint"
 ).split()
+_MOVING: Final = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
+"""Operations whose rules themselves know where a fact's dimension goes."""
 
 _RULES: Final[dict[str, tuple[FactRule, ...]]] = {
     **{name: (_kept,) for name in _KEEPING},
     "convert_element_type": (_counted, _cast_counts, _kept),
+    "optimization_barrier": (_as_they_are,),
     "reduce_sum": (_counted,),
     "lt": (_below_zero,),
     "select_n": (_first_case,),

@@ -22,6 +22,18 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Element i along the last dimension is i, of as many for a part as for all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """All elements are one number of the program, in both traces."""
+
+    numbers: tuple[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysFalse:
     """All elements are false, as of ``place < 0``."""
 

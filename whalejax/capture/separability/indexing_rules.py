@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import jax
+
+from whalejax import _compat
 from whalejax.capture.separability.alignment import (
     align_dim,
     align_dims,
@@ -89,18 +92,18 @@ def _gather(equation: PairedEquation) -> list[Value]:
     looked_up: set[int] = set()
     for slot, d in enumerate(mapped):
         sizes = size_of(operand.dims[d])
-        if (pieces[0][d], pieces[1][d]) == sizes:
-            continue
-        looked_up.add(d)
         column = None if columns is None else columns[slot]
         places = None if column is None else fact_of(column, Places)
-        if places is not None and (_own_places(operand.dims[d]) or columns is None):
+        if (pieces[0][d], pieces[1][d]) == sizes and places is None:
+            continue
+        looked_up.add(d)
+        if places is not None and any(a.grows for a in operand.dims[d]):
             if size_of(own[places.dim]) != sizes or pieces[0][d] != 1:
                 raise CoupledError(TAKES)
             own[places.dim] = align_dim(operand.dims[d], own[places.dim])
         elif places is not None:
             own[places.dim] = plain_dim(*size_of(own[places.dim]))
-        elif _own_places(operand.dims[d]):
+        elif any(a.grows for a in operand.dims[d]):
             raise CoupledError(TAKES)
     collapsed = {int(i) for i in numbers.collapsed_slice_dims}
     gone = collapsed | {int(i) for i in numbers.operand_batching_dims}
@@ -121,12 +124,23 @@ def _gather(equation: PairedEquation) -> list[Value]:
     dims = tuple(next(rest) if i in offsets else next(front) for i in range(rank))
     check_one_batch(dims)
     kind, within = combined_kind([operand, *(columns or [indices])])
-    return [Value(kind=kind, dims=dims, ratio=operand.ratio, within=within)]
+    ratio = same_ratio([operand, _filler(equation)])
+    return [Value(kind=kind, dims=dims, ratio=ratio, within=within)]
+
+
+def _filler(equation: PairedEquation) -> Value:
+    """What a lookup outside gives; no number, where it is none of the program's."""
+    value = equation.params.get("fill_value")
+    filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if not filled or (value is None and _compat.is_inexact(equation.result_dtype)):
+        return fixed(ratio=None)
+    return fixed(ratio=None if value == 0 else 1.0)
 
 
 def _scatter(equation: PairedEquation) -> list[Value]:
     (numbers,) = equation.same("dimension_numbers")
     operand, indices, updates = equation.values
+    _check_applied(equation)
     mapped = [int(i) for i in numbers.scatter_dims_to_operand_dims]
     columns = columns_of(indices, len(mapped))
     _check_indices(columns or [indices])
@@ -155,18 +169,32 @@ def _scatter(equation: PairedEquation) -> list[Value]:
         if places is not None and size_of(own[places.dim]) == size_of(found[d]):
             found[d] = align_dim(found[d], own[places.dim])
             met.add(places.dim)
-        elif _own_places(found[d]) or size_of(found[d])[0] != size_of(found[d])[1]:
+        elif places is not None or any(a.grows for a in found[d]):
             raise CoupledError("writes to samples by an index")
         else:
             found[d] = plain_dim(*size_of(found[d]))
     for d, u in window.items():
         if size_of(found[d]) == size_of(updates.dims[u]):
             found[d] = align_dim(found[d], updates.dims[u])
-        elif _own_places(found[d]) or _own_places(updates.dims[u]):
+        elif _own_places(found[d]) or any(a.grows for a in updates.dims[u]):
             raise CoupledError("writes to some of the samples by their place")
     gone = [dim for i, dim in enumerate(own) if i not in met]
     check_one_batch((*found, *gone))
     return [_written(equation, (operand, indices, updates), columns, gone, found)]
+
+
+def _check_applied(equation: PairedEquation) -> None:
+    """Refuse a function that is applied in place, but to what each sample has."""
+    combiner = equation.params.get("update_jaxpr")
+    operand = equation.values[0]
+    if equation.name != "scatter" or combiner is None:
+        return
+    body, constants = _compat.open_jaxpr(combiner)
+    plain = body.outvars == [body.invars[1]]
+    if not plain and (constants or equation.params.get("update_consts")):
+        raise CoupledError("applies a function at some places")
+    if not plain and (operand.kind is Kind.SUM or not is_one(operand.ratio)):
+        raise CoupledError("applies a function to a sum over the samples")
 
 
 def _written(

@@ -18,12 +18,13 @@ from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_or
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
     SIZE,
+    Along,
+    Atom,
     CoupledError,
     Dim,
     Kind,
     Reason,
     Value,
-    equal_dim,
     is_one,
     is_samples,
     plain_dim,
@@ -35,6 +36,10 @@ from whalejax.capture.separability.values import (
 OTHER_PROGRAM: Final = "does other operations for other numbers of samples"
 
 
+UNKNOWN_FACTOR: Final = 1.7
+"""What stands for a factor of gradients that no derivative rule may know."""
+
+
 @dataclass(slots=True)
 class Interpreter:
     """Follows values of a part of the batch and of the whole through one program.
@@ -43,11 +48,15 @@ class Interpreter:
         share: Samples of the part over those of the whole.
         group: Samples in a group of neighbours.
         runs: Runs of samples, one behind the other.
+        scale: Any factor but 1 where a derivative rule has to give multiples of what it
+            is given: gradients are divided by the weights of a loss, or the rule is
+            called once for each sample.
     """
 
     share: float
     group: int = 1
     runs: int = 1
+    scale: float = 1.0
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
         """What is known of a program's results.
@@ -99,7 +108,10 @@ class Interpreter:
         except CoupledError as error:
             group, runs = error.group * self.group, error.runs * self.runs
             reason = replace(reason, why=error.why, group=group, runs=runs)
-            return [_coupled(atom, reason) for atom in part.outvars]
+        except Exception as error:  # What no rule foresees is not proven.
+            why = f"is used in a way that is not followed ({type(error).__name__})"
+            reason = replace(reason, why=why)
+        return [_coupled(atom, reason) for atom in part.outvars]
 
     def _results(
         self, part: Any, whole: Any, given: list[Value], reason: Reason
@@ -136,10 +148,8 @@ class Interpreter:
             return found
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
         found = self.run(inner, other, given)
-        own = part.primitive.name.startswith("custom_")
-        if own and not any(v.coupled for v in (*given, *found)):
-            if any(v.kind is not Kind.FIXED for v in given):
-                check_derivative(self, part, whole, given, found)
+        if part.primitive.name.startswith("custom_"):
+            return check_derivative(self, part, whole, given, found)
         return found
 
     def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -184,7 +194,8 @@ class Interpreter:
         lead: Dim = ()
         for value in slices:
             if value.coupled:
-                raise CoupledError("loops along what is coupled to all samples")
+                assert value.reason is not None
+                return [_coupled(atom, value.reason) for atom in part.outvars]
             here = value.dims[0]
             if is_samples(here) and len(here) == 1:
                 lead = here
@@ -198,15 +209,17 @@ class Interpreter:
             else v.shaped(v.dims[1:])
             for v in slices
         ]
+        drawn = any(a.along is Along.DRAWN for v in slices for a in v.dims[0])
+        each = (Atom(Along.DRAWN if drawn else Along.EQUAL, *size_of(lead)),)
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
-        found = self.run(inner, other, [*given[:first], *inside])
+        each_alone = replace(self, scale=UNKNOWN_FACTOR * self.scale)
+        found = each_alone.run(inner, other, [*given[:first], *inside])
         results = []
         for value in found:
             if value.kind is Kind.SAMPLE and value.within:
                 results.append(replace(value.shaped((lead, *value.dims)), within=False))
             elif value.kind is Kind.FIXED:
-                equal = equal_dim(*size_of(lead))
-                results.append(value.shaped((equal, *value.dims)))
+                results.append(value.shaped((each, *value.dims)))
             elif value.coupled:
                 results.append(value)
             else:
@@ -229,10 +242,7 @@ class Interpreter:
             value = values[0]
             for other in values[1:]:
                 value = _join(value, other)
-            if which.kind is Kind.SAMPLE and not value.coupled:
-                kind, within = combined_kind([which, value])
-                value = replace(value, kind=kind, within=within)
-            found.append(value.plain)
+            found.append(_ended_by(which, value))
         return found
 
     def _while(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -253,9 +263,19 @@ class Interpreter:
         own = ends.kind is Kind.SAMPLE and ends.within
         if not (ends.kind is Kind.FIXED or own) or not is_one(ends.ratio):
             raise CoupledError("loops until all samples say that it ends")
-        if own and any(v.kind is not Kind.SAMPLE for v in carried):
-            carried = [replace(v, kind=Kind.SAMPLE, within=True) for v in carried]
-        return carried
+        return [_ended_by(ends, v) for v in carried]
+
+
+def _ended_by(decides: Value, value: Value) -> Value:
+    """What a condition decides on.
+
+    Raises:
+        CoupledError: one sample decides on what is of all.
+    """
+    if value.coupled:
+        return value.plain
+    kind, within = combined_kind([decides, value])
+    return replace(value.plain, kind=kind, within=within)
 
 
 def _sliced(value: Value) -> Value:

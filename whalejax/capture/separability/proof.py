@@ -16,7 +16,7 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.separability.facts import Counter, fact_of
-from whalejax.capture.separability.interpret import Interpreter
+from whalejax.capture.separability.interpret import UNKNOWN_FACTOR, Interpreter
 from whalejax.capture.separability.values import (
     Along,
     Atom,
@@ -150,7 +150,8 @@ def _prove(
             programs.inputs, *(body.invars for body in bodies), strict=True
         )
     ]
-    follower = Interpreter(share=share, group=group, runs=runs)
+    scale = UNKNOWN_FACTOR if programs.weighted else 1.0
+    follower = Interpreter(share=share, group=group, runs=runs, scale=scale)
     total, weight, *state = follower.run(*pair, inputs)
     verdict = _verdict(total, weight, share, weighted=programs.weighted)
     for name, value in zip(programs.state, state, strict=True):

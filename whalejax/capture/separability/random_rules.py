@@ -58,7 +58,7 @@ def _bits(equation: PairedEquation) -> list[Value]:
     count = len(key.dims)
     dims = _fresh_dims(equation, key.dims, count)
     own = key.key == "rng" or key.kind is Kind.SAMPLE
-    grows = any(a.grows for d in dims[count:] for a in d)
+    grows = any(a.grows for d in dims for a in d)
     if not own and (grows or key.key == "foreign"):
         raise CoupledError(FOREIGN)
     return [replace(_of_key(key, dims), key="")]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from whalejax.capture.separability.alignment import align_dims
+from whalejax.capture.separability.alignment import align_dims, check_one_batch
 from whalejax.capture.separability.equations import (
     PairedEquation,
     Rule,
@@ -96,9 +97,14 @@ def _reduce_end(equation: PairedEquation) -> list[Value]:
     (axes,) = equation.same("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
+    _check_positive(value)
+    return [value.shaped(_kept(value.dims, axes))]
+
+
+def _check_positive(value: Value) -> None:
+    """Refuse a factor of another sign, which makes the largest the smallest."""
     if value.ratio is not None and not value.ratio > 0:
         raise CoupledError(SIZE)
-    return [value.shaped(_kept(value.dims, axes))]
 
 
 def _reduce_other(equation: PairedEquation) -> list[Value]:
@@ -143,7 +149,9 @@ def _along_axis(name: str, *, linear: bool = False) -> Rule:
             raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
         dims = list(value.dims)
         dims[axis] = _hardened(dims[axis])
-        return [value.shaped(dims)]
+        return [
+            value.shaped(dims) if linear else replace(value.shaped(dims), ratio=1.0)
+        ]
 
     return rule
 
@@ -171,8 +179,9 @@ def _top_k(equation: PairedEquation) -> list[Value]:
         raise CoupledError(f"takes the largest of what {SIZE}")
     dims, pairs = list(value.dims), [*zip(*equation.shapes(), strict=True)]
     dims[axis] = plain_dim(*pairs[axis])
+    _check_positive(value)
     found = value.shaped(dims)
-    return [found, found.scaled(None if found.ratio is None else 1 / found.ratio)]
+    return [found, replace(found, ratio=1.0)]
 
 
 def _windows(equation: PairedEquation) -> list[Value]:
@@ -197,6 +206,8 @@ def _windows(equation: PairedEquation) -> list[Value]:
             dims.append(plain_dim(shapes[0][i], shapes[1][i]))
     kind, within = combined_kind(values)
     ratio = same_ratio(values[:1])
+    if "sum" not in equation.name:
+        _check_positive(values[-1])
     if not linear and kind is Kind.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
     one = Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
@@ -206,6 +217,7 @@ def _windows(equation: PairedEquation) -> list[Value]:
 def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
     """The gradient of a maximum over windows."""
     source, operand = equation.values
+    _check_positive(operand)
     window, strides = equation.same("window_dimensions", "window_strides")
     (padding,) = equation.same("padding")
     dims = []
@@ -243,6 +255,22 @@ def _matrices(equation: PairedEquation) -> list[Value]:
     return found
 
 
+def _triangular_solve(equation: PairedEquation) -> list[Value]:
+    """Solutions for several right-hand sides, which may be samples."""
+    (left,) = equation.same("left_side")
+    matrix, sides = equation.values
+    row = len(sides.dims) - (2 if left else 1)
+    if matrix.kind is Kind.SUM or not is_one(matrix.ratio):
+        raise CoupledError(f"applies {equation.name} to a sum over the samples")
+    if any(a.grows for dim in (*matrix.dims[-2:], sides.dims[row]) for a in dim):
+        raise CoupledError(f"applies {equation.name} along the samples")
+    dims = [*align_dims([matrix.dims[:-2], sides.dims[:-2]]), *sides.dims[-2:]]
+    dims[row] = _hardened(dims[row])
+    check_one_batch(tuple(dims))
+    kind, within = combined_kind(equation.values)
+    return [Value(kind=kind, dims=tuple(dims), ratio=sides.ratio, within=within)]
+
+
 def _fft(equation: PairedEquation) -> list[Value]:
     kind, _ = equation.same("fft_type", "fft_lengths")
     del kind
@@ -270,7 +298,7 @@ def _over_places(equation: PairedEquation) -> list[Value]:
 
 _MATRICES: Final = (
     "cholesky eigh eig lu lu_solve qr geqrf householder_product svd schur "
-    "triangular_solve tridiagonal_solve tridiagonal hessenberg lu_pivots_to_permutation"
+    "tridiagonal_solve tridiagonal hessenberg lu_pivots_to_permutation"
 ).split()
 
 RULES: Final[dict[str, Any | Rule]] = {
@@ -300,5 +328,6 @@ RULES: Final[dict[str, Any | Rule]] = {
     "psum": _over_places,
     "pmax": _over_places,
     "pmin": _over_places,
+    "triangular_solve": _triangular_solve,
     **dict.fromkeys(_MATRICES, _matrices),
 }

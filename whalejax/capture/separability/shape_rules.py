@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from whalejax.capture.separability.equations import (
     combined_kind,
     fixed,
 )
-from whalejax.capture.separability.facts import Places, fact_of
+from whalejax.capture.separability.facts import Filled, Places, Steps, fact_of
 from whalejax.capture.separability.values import (
     SIZE,
     Along,
@@ -48,8 +49,9 @@ def _iota(equation: PairedEquation) -> list[Value]:
         plain_dim(*sizes) if i == along else equal_dim(*sizes)
         for i, sizes in enumerate(pairs)
     ]
-    grows = pairs[along][0] != pairs[along][1]
-    fact = Places(dim=along) if grows else None
+    fact: Any = Steps() if along == len(pairs) - 1 else None
+    if pairs[along][0] != pairs[along][1]:
+        fact = Places(dim=along)
     return [Value(kind=Kind.FIXED, dims=tuple(dims), fact=fact)]
 
 
@@ -60,7 +62,14 @@ def _broadcast(equation: PairedEquation) -> list[Value]:
     for dim, place in enumerate(where):
         if size_of(value.dims[dim]) == size_of(dims[place]):
             dims[place] = value.dims[dim]
+        elif size_of(value.dims[dim]) != (1, 1):
+            raise CoupledError(f"repeats a piece that {SIZE}")
     found = value.shaped(dims)
+    last = len(dims) - 1
+    if fact_of(value, Steps) and where[-1] == last and value.dims[-1] == dims[last]:
+        return [replace(found, fact=value.fact)]
+    if value.numbers is not None:
+        return [replace(found, fact=Filled(value.numbers))]
     places = fact_of(value, Places)
     return [found if places is None else _moved_places(found, where[places.dim])]
 
@@ -73,8 +82,9 @@ def _moved_places(value: Value, dim: int) -> Value:
 
 def _reshape(equation: PairedEquation) -> list[Value]:
     value = equation.values[0]
-    if equation.params.get("dimensions") is not None:
-        raise CoupledError("reshapes in another order")
+    (order,) = equation.same("dimensions")
+    if order is not None:
+        value = value.shaped([value.dims[i] for i in order])
     part, whole = equation.shapes()
     found = value.shaped(regroup_dims(value.dims, part, whole))
     places = fact_of(value, Places)
@@ -88,14 +98,22 @@ def _expand(equation: PairedEquation) -> list[Value]:
     where = equation.same("dimensions")[0]
     dims = iter(equation.values[0].dims)
     rank = len(equation.shapes()[0])
-    found = [() if i in where else next(dims) for i in range(rank)]
-    return [equation.values[0].shaped(found)]
+    kept = [i for i in range(rank) if i not in where]
+    found = equation.values[0].shaped(
+        [next(dims) if i in kept else () for i in range(rank)]
+    )
+    places = fact_of(equation.values[0], Places)
+    return [found if places is None else _moved_places(found, kept[places.dim])]
 
 
 def _squeeze(equation: PairedEquation) -> list[Value]:
     (gone,) = equation.same("dimensions")
     value = equation.values[0]
-    return [value.shaped([d for i, d in enumerate(value.dims) if i not in gone])]
+    found = value.shaped([d for i, d in enumerate(value.dims) if i not in gone])
+    places = fact_of(value, Places)
+    if places is None:
+        return [found]
+    return [_moved_places(found, places.dim - sum(i < places.dim for i in gone))]
 
 
 def _transpose(equation: PairedEquation) -> list[Value]:
@@ -252,6 +270,8 @@ def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
             dims.append(align_dim(dim, other))
         elif _has_own_places(dim) or _has_own_places(other):
             raise CoupledError("writes to some of the samples by their place")
+        elif pieces[0][i] != pieces[1][i]:
+            raise CoupledError(f"writes a piece that {SIZE}")
         else:
             dims.append(plain_dim(shapes[0][i], shapes[1][i]))
     check_one_batch(tuple(dims))
@@ -293,26 +313,24 @@ def _joined(
 ) -> Dim:
     """A dimension of several, one behind the other."""
     sizes = shapes[0][axis], shapes[1][axis]
-    if any(is_samples(d) or _has_own_places(d) for d in dims):
+    if any(a.grows for d in dims for a in d):
         each = dims[0]
         for dim in dims[1:]:
             if size_of(dim) != size_of(each):
+                if not any(map(is_samples, dims)):
+                    raise CoupledError(f"joins a piece that {SIZE} with others")
                 raise CoupledError("joins samples with others")
             each = align_dim(each, dim)
-        if not is_samples(each):
-            return plain_dim(*sizes)
         return merged_atoms([Atom(Along.PLAIN, len(dims), len(dims)), *each])
-    if len({size_of(d) for d in dims}) > 1 and len({d[0].grows for d in dims if d}) > 1:
-        raise CoupledError(f"joins a piece that {SIZE} with others")
     return plain_dim(*sizes)
 
 
 def _tile(equation: PairedEquation) -> list[Value]:
-    (times,) = equation.same("reps")
     value = equation.values[0]
+    times = [e.params["reps"] for e in (equation.part, equation.whole)]
     dims = [
-        d if n == 1 else merged_atoms([Atom(Along.EQUAL, n, n), *d])
-        for d, n in zip(value.dims, times, strict=True)
+        merged_atoms([Atom(Along.EQUAL, *reps), *d])
+        for d, *reps in zip(value.dims, *times, strict=True)
     ]
     return [value.shaped(dims)]
 

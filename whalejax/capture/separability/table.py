@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Final
+
+import numpy as np
 
 from whalejax.capture.separability import (
     elementwise_rules,
@@ -39,14 +42,25 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     Raises:
         CoupledError: it couples samples, or there is no rule for it and it reads some.
     """
+    _check_switches(equation)
     rule = RULES.get(equation.name)
     return _opaque(equation) if rule is None else rule(equation)
+
+
+def _check_switches(equation: PairedEquation) -> None:
+    """Refuse an operation that is done in another way for more samples."""
+    for name, value in equation.part.params.items():
+        kind = isinstance(value, bool | str | enum.Enum | np.dtype)
+        if kind and value != equation.whole.params.get(name):
+            raise CoupledError(f"{name} {SIZE}")
 
 
 def _opaque(equation: PairedEquation) -> list[Value]:
     """Results of an operation of which nothing is known."""
     if any(v.kind is not Kind.FIXED or not is_one(v.ratio) for v in equation.values):
         raise CoupledError(f"calls {equation.name}, which may do anything with samples")
+    if any(a.grows for v in equation.values for dim in v.dims for a in dim):
+        raise CoupledError(f"calls {equation.name} with a shape that {SIZE}")
     found = []
     for n in range(len(equation.part.outvars)):
         part, whole = equation.shapes(n)
