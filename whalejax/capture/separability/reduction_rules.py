@@ -290,9 +290,11 @@ def _over_places(equation: PairedEquation) -> list[Value]:
         raise CoupledError(f"calls {equation.name} over {axes}")
     found = []
     for value in equation.values:
+        kept = _kept(value.dims, axes)
         if equation.name != "psum":
             _check_apart(equation, value, axes)
-        found.append(summed(value, axes, _kept(value.dims, axes)))
+        sums = equation.name == "psum"
+        found.append(summed(value, axes, kept) if sums else value.shaped(kept))
     return found
 
 
