@@ -223,12 +223,6 @@ def _written(
     return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
 
 
-def nothing(part: Sequence[int], whole: Sequence[int]) -> Value:
-    """Zeros of some shape."""
-    dims = [equal_dim(*sizes) for sizes in zip(part, whole, strict=True)]
-    return fixed(tuple(dims), None)
-
-
 RULES: Final[dict[str, Any | Rule]] = {
     "gather": _gather,
     "scatter": _scatter,

@@ -359,12 +359,6 @@ def _empty(equation: PairedEquation) -> list[Value]:
     return [fixed(tuple(dims), None)]
 
 
-def elements(value: Value) -> tuple[int, int]:
-    """Number of elements of a value, in both traces."""
-    sizes = [size_of(d) for d in value.dims]
-    return math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes)
-
-
 RULES: Final[dict[str, Any | Rule]] = {
     "iota": _iota,
     "broadcast_in_dim": _broadcast,

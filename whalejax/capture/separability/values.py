@@ -202,11 +202,6 @@ def sample_dims(value: Value) -> list[int]:
     return [i for i, dim in enumerate(value.dims) if is_samples(dim)]
 
 
-def has_moving_places(value: Value) -> bool:
-    """A dimension has elements of its own for each place among all samples."""
-    return any(a.along is Along.PLAIN and a.grows for d in value.dims for a in d)
-
-
 def plain_dim(part: int, whole: int) -> Dim:
     """A dimension of which nothing is known."""
     return () if part == whole == 1 else (Atom(Along.PLAIN, part, whole),)
