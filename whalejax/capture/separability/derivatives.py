@@ -20,12 +20,12 @@ from whalejax.capture.separability.facts import Sorted, fact_of
 from whalejax.capture.separability.values import (
     Along,
     CoupledError,
-    Kind,
+    Dependence,
     Value,
 )
 
 
-class Follower(Protocol):
+class TraceFollower(Protocol):
     """What follows a program in two traces; see ``Interpreter``."""
 
     share: float
@@ -42,7 +42,7 @@ RULE: Final = (
 
 
 def check_derivative(
-    follower: Follower,
+    follower: TraceFollower,
     part: Any,
     whole: Any,
     given: Sequence[Value],
@@ -114,7 +114,7 @@ def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -
     return _compat.pruned(_compat.trace(gradients, given))
 
 
-def _cotangent(value: Value, follower: Follower) -> Value:
+def _cotangent(value: Value, follower: TraceFollower) -> Value:
     """What a mean over samples hands back for a value."""
     ordered = fact_of(value, Sorted)
     if ordered is not None:
@@ -126,24 +126,24 @@ def _cotangent(value: Value, follower: Follower) -> Value:
     share, ratio = follower.share, ratio / follower.scale
     if any(a.grows and a.along is not Along.SAMPLES for d in value.dims for a in d):
         raise CoupledError(RULE)
-    if value.kind is Kind.SAMPLE:
+    if value.kind is Dependence.SAMPLE:
         return replace(value.plain, ratio=1 / (share * ratio))
-    kind = Kind.FIXED if value.kind is Kind.SUM else Kind.SUM
+    kind = Dependence.FIXED if value.kind is Dependence.SUM else Dependence.SUM
     return replace(value.plain, kind=kind, ratio=1 / ratio)
 
 
-def _check(value: Value, gradient: Value, follower: Follower) -> None:
+def _check(value: Value, gradient: Value, follower: TraceFollower) -> None:
     if gradient.ratio is None:
         return
     if gradient.coupled or value.coupled:
         raise CoupledError(RULE)
     ratio = (value.ratio or 1.0) / follower.scale
-    if value.kind is Kind.SAMPLE or gradient.within:
-        right = gradient.kind is Kind.SAMPLE
+    if value.kind is Dependence.SAMPLE or gradient.within:
+        right = gradient.kind is Dependence.SAMPLE
         expected = 1 / (follower.share * ratio)
     else:
-        right = gradient.kind in (Kind.FIXED, Kind.SUM)
-        right &= value.kind is Kind.FIXED or gradient.kind is Kind.FIXED
+        right = gradient.kind in (Dependence.FIXED, Dependence.SUM)
+        right &= value.kind is Dependence.FIXED or gradient.kind is Dependence.FIXED
         expected = 1 / ratio
     if not right or not math.isclose(gradient.ratio, expected, rel_tol=1e-5):
         raise CoupledError(RULE)

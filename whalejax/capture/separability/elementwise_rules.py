@@ -24,8 +24,8 @@ from whalejax.capture.separability.equations import (
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
+    Dependence,
     Dims,
-    Kind,
     Value,
     is_one,
     product_ratio,
@@ -110,7 +110,7 @@ PLACE: Final = "computes with whole numbers that count samples, or their places"
 
 
 def _check_no_sums(equation: PairedEquation) -> None:
-    if any(v.kind is Kind.SUM for v in equation.values):
+    if any(v.kind is Dependence.SUM for v in equation.values):
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
 
 
@@ -160,7 +160,7 @@ def _mul(equation: PairedEquation) -> list[Value]:
     if folded:
         return folded
     values = equation.values
-    if sum(v.kind is Kind.SUM for v in values) > 1:
+    if sum(v.kind is Dependence.SUM for v in values) > 1:
         raise CoupledError("multiplies sums over the samples")
     return _result(equation, product_ratio(values))
 
@@ -170,11 +170,11 @@ def _div(equation: PairedEquation) -> list[Value]:
     if folded:
         return folded
     over, under = equation.values
-    if under.kind is Kind.SUM:
+    if under.kind is Dependence.SUM:
         raise CoupledError("divides by a sum over the samples")
     ratio = None if over.ratio is None else over.ratio / (under.ratio or 1.0)
     if not _compat.is_inexact(equation.result_dtype):
-        if over.kind is Kind.SUM or not (is_one(ratio) and is_one(under.ratio)):
+        if over.kind is Dependence.SUM or not (is_one(ratio) and is_one(under.ratio)):
             raise CoupledError(f"rounds a quotient that {SIZE}")
     return _result(equation, ratio)
 
@@ -191,7 +191,7 @@ def _convert(equation: PairedEquation) -> list[Value]:
 
 def _select(equation: PairedEquation) -> list[Value]:
     which, *cases = equation.values
-    if which.kind is Kind.SUM or not is_one(which.ratio):
+    if which.kind is Dependence.SUM or not is_one(which.ratio):
         raise CoupledError("chooses by a sum over the samples")
     return _result(equation, same_ratio(cases))
 

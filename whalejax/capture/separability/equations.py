@@ -13,8 +13,8 @@ from whalejax.capture.separability.facts import Steps
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
+    Dependence,
     Dims,
-    Kind,
     Value,
     equal_dim,
     plain_dim,
@@ -85,28 +85,28 @@ Raises:
 
 def fixed(dims: Dims = (), ratio: float | None = 1.0) -> Value:
     """A value that depends on no sample."""
-    return Value(kind=Kind.FIXED, dims=dims, ratio=ratio)
+    return Value(kind=Dependence.FIXED, dims=dims, ratio=ratio)
 
 
-def combined_kind(values: Sequence[Value]) -> tuple[Kind, bool]:
+def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
     """How a result depends on the samples, and whether it is within a loop over them.
 
     Raises:
         CoupledError: samples meet a sum over them, or other samples.
     """
     kinds = {v.kind for v in values}
-    if Kind.SAMPLE in kinds and Kind.SUM in kinds:
+    if Dependence.SAMPLE in kinds and Dependence.SUM in kinds:
         raise CoupledError("combines each sample with a sum over all of them")
-    within = {v.within for v in values if v.kind is Kind.SAMPLE}
+    within = {v.within for v in values if v.kind is Dependence.SAMPLE}
     if len(within) > 1:
         raise CoupledError("compares a sample with the others")
-    return max(kinds, default=Kind.FIXED), True in within
+    return max(kinds, default=Dependence.FIXED), True in within
 
 
 def number(part: Any, whole: Any) -> Value:
     """A scalar that stands in the program."""
     a, b = np.asarray(part), np.asarray(whole)
-    return Value(kind=Kind.FIXED, ratio=_ratio(a, b), numbers=(a, b))
+    return Value(kind=Dependence.FIXED, ratio=_ratio(a, b), numbers=(a, b))
 
 
 def constant(part: Any, whole: Any) -> Value:
@@ -128,7 +128,9 @@ def constant(part: Any, whole: Any) -> Value:
     if a.shape == b.shape and not np.array_equal(a, b):
         raise CoupledError(f"an array of the program {SIZE}")
     counts = a.shape == b.shape and (a == np.arange(a.shape[-1])).all()
-    return Value(kind=Kind.FIXED, dims=tuple(dims), fact=Steps() if counts else None)
+    return Value(
+        kind=Dependence.FIXED, dims=tuple(dims), fact=Steps() if counts else None
+    )
 
 
 def _is_key(value: Any) -> bool:

@@ -18,11 +18,11 @@ from whalejax import _compat
 from whalejax.capture.separability.equations import PairedEquation
 from whalejax.capture.separability.facts import (
     AlwaysFalse,
-    Columns,
     Counter,
-    Counts,
     Filled,
+    IdCounts,
     Ids,
+    IndexColumns,
     Numbered,
     OneHot,
     Order,
@@ -37,8 +37,8 @@ from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
     Along,
     CoupledError,
+    Dependence,
     Dim,
-    Kind,
     Reason,
     Value,
     equal_dim,
@@ -86,7 +86,7 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
 
 def with_fact(value: Value, fact: Any, reason: Reason) -> Value:
     """A value of which nothing but a fact may be used."""
-    return Value(kind=Kind.COUPLED, dims=value.dims, fact=fact, reason=reason)
+    return Value(kind=Dependence.COUPLED, dims=value.dims, fact=fact, reason=reason)
 
 
 # Places, and indices that may count from the end.
@@ -116,7 +116,7 @@ def _below_zero(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     if literal is None or literal != 0 or not _is_natural(_unsorted(index)):
         return None
     dims = tuple(equal_dim(*size_of(d)) for d in index.dims)
-    return [Value(kind=Kind.FIXED, dims=dims, fact=AlwaysFalse())]
+    return [Value(kind=Dependence.FIXED, dims=dims, fact=AlwaysFalse())]
 
 
 def _unsorted(value: Value) -> Value:
@@ -175,15 +175,15 @@ def _columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         return None
     shapes = equation.shapes()
     dims = tuple(equal_dim(*sizes) for sizes in zip(*shapes, strict=True))
-    value = Value(kind=Kind.FIXED, dims=dims)
-    return [with_fact(value, Columns(columns=tuple(values)), reason)]
+    value = Value(kind=Dependence.FIXED, dims=dims)
+    return [with_fact(value, IndexColumns(columns=tuple(values)), reason)]
 
 
 def _by_columns(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """A lookup or a write at the samples' own places."""
     del reason
     values = equation.values
-    known = fact_of(values[1], Columns) is not None
+    known = fact_of(values[1], IndexColumns) is not None
     if not known or any(v.coupled for i, v in enumerate(values) if i != 1):
         return None
     return apply_rule(equation)
@@ -198,7 +198,7 @@ def _new_ids(equation: PairedEquation) -> list[Value] | None:
         return None
     found = apply_rule(equation)
     last = found[-1]
-    if last.kind is not Kind.SAMPLE:
+    if last.kind is not Dependence.SAMPLE:
         return found
     return [*found[:-1], replace(last, fact=Numbered(ids=Ids(natural=True)))]
 
@@ -251,7 +251,7 @@ def _counted(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         return [replace(found[0], fact=one_hot)]
     rows = set(range(len(value.dims) - 1))
     if set(equation.params["axes"]) == rows and not _repeated(value.dims[:-1]):
-        return [replace(found[0], fact=Counts(ids=one_hot.ids))]
+        return [replace(found[0], fact=IdCounts(ids=one_hot.ids))]
     return found
 
 
@@ -265,7 +265,11 @@ def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     del reason
     operand, indices, updates = equation.values
     numbered = fact_of(indices, Numbered)
-    if numbered is None or operand.ratio is not None or operand.kind is not Kind.FIXED:
+    if (
+        numbered is None
+        or operand.ratio is not None
+        or operand.kind is not Dependence.FIXED
+    ):
         return None
     filled = fact_of(updates, Filled)
     one = _literal(
@@ -273,12 +277,12 @@ def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     )
     ones = one is not None and one == 1 and not _repeated(indices.dims)
     (found,) = apply_rule(equation)
-    return [replace(found, fact=Counts(ids=numbered.ids)) if ones else found]
+    return [replace(found, fact=IdCounts(ids=numbered.ids)) if ones else found]
 
 
 def _cast_counts(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     del reason
-    counts = fact_of(equation.values[0], Counts)
+    counts = fact_of(equation.values[0], IdCounts)
     if counts is None:
         return None
     (found,) = apply_rule(equation)
@@ -327,7 +331,7 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         if fact_of(value, Places):
             fact: Any = Order(sorting=sorting)
             found.append(with_fact(replace(value, dims=first.dims), fact, reason))
-        elif value.coupled or value.kind is Kind.SUM or value.dims != first.dims:
+        elif value.coupled or value.kind is Dependence.SUM or value.dims != first.dims:
             return None
         else:
             fact = Sorted(sorting=sorting, base=value)
@@ -385,7 +389,7 @@ def _taken_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
     if order.inverse:
         same = ordered is not None and _has_rows(ordered, order.sorting)
         return [ordered.base] if same else None
-    if operand.coupled or operand.kind is Kind.SUM:
+    if operand.coupled or operand.kind is Dependence.SUM:
         return None
     dim = order.sorting.dim
     inner = _inner_size(dim)
@@ -422,7 +426,7 @@ def _added_in_order(equation: PairedEquation, reason: Reason) -> list[Value] | N
     numbers = equation.params["dimension_numbers"]
     rows = tuple(map(int, numbers.scatter_dims_to_operand_dims)) == (0,)
     rows &= tuple(map(int, numbers.inserted_window_dims)) == (0,)
-    if not rows or order.inverse or operand.kind is not Kind.FIXED:
+    if not rows or order.inverse or operand.kind is not Dependence.FIXED:
         return None
     if operand.ratio is not None and not is_one(product_ratio([operand])):
         return None
@@ -453,7 +457,7 @@ def _over_choices(base: Value, order: Order, tokens: tuple[int, int]) -> Value:
 def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """Rows sorted by their expert, times the matrix of each expert."""
     left, right, sizes = equation.values[:3]
-    ordered, counts = fact_of(left, Sorted), fact_of(sizes, Counts)
+    ordered, counts = fact_of(left, Sorted), fact_of(sizes, IdCounts)
     if ordered is None or counts is None or ordered.sorting.ids is not counts.ids:
         return None
     (numbers,) = equation.same("ragged_dot_dimension_numbers")
@@ -462,7 +466,7 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     plain &= tuple(numbers.lhs_ragged_dimensions) == (0,)
     plain &= tuple(numbers.rhs_group_dimensions) == (0,)
     plain &= _has_rows(ordered, ordered.sorting)
-    if not plain or right.kind is not Kind.FIXED:
+    if not plain or right.kind is not Dependence.FIXED:
         return None
     base = ordered.base
     ratio = product_ratio([base, right])
@@ -476,7 +480,7 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     facts = [fact_of(v, Sorted) for v in equation.values]
     orders = {id(f.sorting) for f in facts if f is not None}
     others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]
-    alone = all(v.kind is Kind.FIXED for v in others)
+    alone = all(v.kind is Dependence.FIXED for v in others)
     elementwise = equation.name in _row_wise_names()
     atoms = [a for v in others for dim in v.dims if _grows(dim) for a in dim]
     alone &= not any(a.along is Along.PLAIN for a in atoms)
@@ -491,7 +495,7 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     results = []
     for value in found:
         where = [d for d in value.dims if is_samples(d)]
-        if value.kind is Kind.SUM or value.kind is Kind.FIXED:
+        if value.kind is Dependence.SUM or value.kind is Dependence.FIXED:
             results.append(value)
         elif where != [sorting.dim] or value.coupled:
             return None

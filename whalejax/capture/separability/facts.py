@@ -39,7 +39,7 @@ class AlwaysFalse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class IndexColumns:
     """Index arrays beside each other along the last dimension."""
 
     columns: tuple[Value, ...]
@@ -73,7 +73,7 @@ class OneHot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class IdCounts:
     """How many of some numbers are 0, 1, 2 …"""
 
     ids: Ids

@@ -23,14 +23,14 @@ from whalejax.capture.separability.equations import (
     combined_kind,
     fixed,
 )
-from whalejax.capture.separability.facts import Columns, Places, fact_of
+from whalejax.capture.separability.facts import IndexColumns, Places, fact_of
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.shape_rules import TAKES, cut_dim
 from whalejax.capture.separability.values import (
     Along,
     CoupledError,
+    Dependence,
     Dim,
-    Kind,
     Value,
     equal_dim,
     is_one,
@@ -48,7 +48,7 @@ def _own_places(dim: Dim) -> bool:
 
 def columns_of(indices: Value, count: int) -> list[Value] | None:
     """Index arrays that stand beside each other in one, if they are known apart."""
-    columns = fact_of(indices, Columns)
+    columns = fact_of(indices, IndexColumns)
     if columns is not None:
         return list(columns.columns)
     return [indices] if count == 1 else None
@@ -69,7 +69,7 @@ def _index_dims(indices: Value, columns: Sequence[Value] | None) -> list[Dim]:
 
 
 def _check_indices(values: Sequence[Value]) -> None:
-    if any(v.kind is Kind.SUM for v in values):
+    if any(v.kind is Dependence.SUM for v in values):
         raise CoupledError("looks up by a sum over the samples")
     if any(v.coupled for v in values):
         raise CoupledError("looks up by an index that other samples decide")
@@ -193,7 +193,7 @@ def _check_applied(equation: PairedEquation) -> None:
     plain = body.outvars == [body.invars[1]]
     if not plain and (constants or equation.params.get("update_consts")):
         raise CoupledError("applies a function at some places")
-    if not plain and (operand.kind is Kind.SUM or not is_one(operand.ratio)):
+    if not plain and (operand.kind is Dependence.SUM or not is_one(operand.ratio)):
         raise CoupledError("applies a function to a sum over the samples")
 
 

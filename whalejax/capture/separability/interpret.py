@@ -21,8 +21,8 @@ from whalejax.capture.separability.values import (
     Along,
     Atom,
     CoupledError,
+    Dependence,
     Dim,
-    Kind,
     Reason,
     Value,
     is_one,
@@ -204,7 +204,7 @@ class Interpreter:
         if not lead:
             raise CoupledError(f"loops as often as {SIZE}")
         inside = [
-            replace(v.shaped(v.dims[1:]), within=v.kind is Kind.SAMPLE)
+            replace(v.shaped(v.dims[1:]), within=v.kind is Dependence.SAMPLE)
             if is_samples(v.dims[0])
             else v.shaped(v.dims[1:])
             for v in slices
@@ -216,9 +216,9 @@ class Interpreter:
         found = each_alone.run(inner, other, [*given[:first], *inside])
         results = []
         for value in found:
-            if value.kind is Kind.SAMPLE and value.within:
+            if value.kind is Dependence.SAMPLE and value.within:
                 results.append(replace(value.shaped((lead, *value.dims)), within=False))
-            elif value.kind is Kind.FIXED:
+            elif value.kind is Dependence.FIXED:
                 results.append(value.shaped((each, *value.dims)))
             elif value.coupled:
                 results.append(value)
@@ -231,7 +231,7 @@ class Interpreter:
         if which.coupled:
             assert which.reason is not None
             return [_coupled(atom, which.reason) for atom in part.outvars]
-        if which.kind is Kind.SUM or not is_one(which.ratio):
+        if which.kind is Dependence.SUM or not is_one(which.ratio):
             raise CoupledError("chooses a branch by a sum over the samples")
         branches = zip(
             _compat.inner_jaxprs(part), _compat.inner_jaxprs(whole), strict=True
@@ -260,8 +260,8 @@ class Interpreter:
         if ends.coupled:
             assert ends.reason is not None
             return [_coupled(atom, ends.reason) for atom in part.outvars]
-        own = ends.kind is Kind.SAMPLE and ends.within
-        if not (ends.kind is Kind.FIXED or own) or not is_one(ends.ratio):
+        own = ends.kind is Dependence.SAMPLE and ends.within
+        if not (ends.kind is Dependence.FIXED or own) or not is_one(ends.ratio):
             raise CoupledError("loops until all samples say that it ends")
         return [_ended_by(ends, v) for v in carried]
 
@@ -292,12 +292,12 @@ def _guarded(part: Any, whole: Any) -> Value:
     except (CoupledError, ValueError) as error:
         why = str(error) if isinstance(error, CoupledError) else f"a constant {SIZE}"
         reason = Reason(operation="", line="", why=why)
-        return Value(kind=Kind.COUPLED, reason=reason)
+        return Value(kind=Dependence.COUPLED, reason=reason)
 
 
 def _coupled(atom: Any, reason: Reason) -> Value:
     dims = tuple(plain_dim(n, n) for n in atom.aval.shape)
-    return Value(kind=Kind.COUPLED, dims=dims, reason=reason)
+    return Value(kind=Dependence.COUPLED, dims=dims, reason=reason)
 
 
 def _join(a: Value, b: Value) -> Value:
@@ -314,7 +314,7 @@ def _join(a: Value, b: Value) -> Value:
         dims, ratio = align_dims([a.dims, b.dims]), same_ratio([a, b])
     except CoupledError as error:
         reason = Reason(operation="scan", line="", why=error.why)
-        return Value(kind=Kind.COUPLED, dims=a.dims, reason=reason)
+        return Value(kind=Dependence.COUPLED, dims=a.dims, reason=reason)
     key = a.key if a.key == b.key else max(a.key, b.key, key=_KEYS.index)
     return Value(kind=kind, dims=dims, ratio=ratio, within=within, key=key)
 

@@ -14,8 +14,8 @@ from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
+    Dependence,
     Dim,
-    Kind,
     Value,
     is_samples,
     plain_dim,
@@ -24,7 +24,7 @@ from whalejax.capture.separability.values import (
 
 
 def _check_factors(values: Any) -> None:
-    if sum(v.kind is Kind.SUM for v in values) > 1:
+    if sum(v.kind is Dependence.SUM for v in values) > 1:
         raise CoupledError("multiplies sums over the samples")
 
 
@@ -53,7 +53,7 @@ def _dot_general(equation: PairedEquation) -> list[Value]:
 def _ragged_dot(equation: PairedEquation) -> list[Value]:
     """Rows by group; whose rows they are, ``facts`` knows. Here groups are fixed."""
     left, right, sizes = equation.values[:3]
-    if any(is_samples(d) for d in left.dims) or sizes.kind is not Kind.FIXED:
+    if any(is_samples(d) for d in left.dims) or sizes.kind is not Dependence.FIXED:
         raise CoupledError("groups rows of all samples")
     return [_plain_result(equation, (left, right, sizes))]
 

@@ -20,8 +20,8 @@ from whalejax.capture.separability.interpret import UNKNOWN_FACTOR, Interpreter
 from whalejax.capture.separability.values import (
     Along,
     Atom,
+    Dependence,
     Dim,
-    Kind,
     Reason,
     Value,
     is_one,
@@ -176,17 +176,17 @@ def _input(
     if one.state:
         why = f"reads {one.state}, which every micro-batch changes"
         return Value(
-            kind=Kind.COUPLED,
+            kind=Dependence.COUPLED,
             dims=tuple(dims),
             fact=Counter(name=one.state, share=share),
             reason=Reason(operation="", line="", why=why),
         )
     if one.axis is None:
-        return Value(kind=Kind.FIXED, dims=tuple(dims), key=one.key)
+        return Value(kind=Dependence.FIXED, dims=tuple(dims), key=one.key)
     unit, axis = group * runs, one.axis
     samples = Atom(Along.SAMPLES, part[axis] // unit, whole[axis] // unit)
     dims[axis] = (*plain_dim(runs, runs), samples, *plain_dim(group, group))
-    return Value(kind=Kind.SAMPLE, dims=tuple(dims))
+    return Value(kind=Dependence.SAMPLE, dims=tuple(dims))
 
 
 def _verdict(
@@ -196,7 +196,7 @@ def _verdict(
         if value.coupled:
             assert value.reason is not None
             return _refused(value.reason)
-        if value.kind is Kind.SAMPLE:
+        if value.kind is Dependence.SAMPLE:
             why = "is of one sample, whatever the others are"
             return _refused(Reason(operation="", line="", why=why))
     over = weight.ratio if weighted else 1.0
@@ -230,7 +230,7 @@ def _of_state(name: str, value: Value) -> Separability:
         assert value.reason is not None
         why = f"makes {name} of several samples: it {value.reason.why}"
         return _refused(replace(value.reason, why=why))
-    if value.kind is not Kind.FIXED or not is_one(value.ratio):
+    if value.kind is not Dependence.FIXED or not is_one(value.ratio):
         why = f"makes {name} of several samples"
         return _refused(Reason(operation="", line="", why=why))
     return Separability()

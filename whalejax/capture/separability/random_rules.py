@@ -21,8 +21,8 @@ from whalejax.capture.separability.values import (
     Along,
     Atom,
     CoupledError,
+    Dependence,
     Dim,
-    Kind,
     Value,
     is_one,
 )
@@ -38,7 +38,7 @@ def _drawn(part: int, whole: int) -> Dim:
 def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
     """What is made of a key, along dimensions of its own."""
     kind, within = combined_kind([key, *others])
-    if kind is Kind.SUM or not all(is_one(v.ratio) for v in (key, *others)):
+    if kind is Dependence.SUM or not all(is_one(v.ratio) for v in (key, *others)):
         raise CoupledError("draws from a key that all samples decide")
     check_one_batch(tuple(dims))
     return Value(kind=kind, dims=tuple(dims), within=within, key=key.key)
@@ -57,7 +57,7 @@ def _bits(equation: PairedEquation) -> list[Value]:
     key = equation.values[0]
     count = len(key.dims)
     dims = _fresh_dims(equation, key.dims, count)
-    own = key.key == "rng" or key.kind is Kind.SAMPLE
+    own = key.key == "rng" or key.kind is Dependence.SAMPLE
     grows = any(a.grows for d in dims for a in d)
     if not own and (grows or key.key == "foreign"):
         raise CoupledError(FOREIGN)
@@ -77,7 +77,7 @@ def _fold_in(equation: PairedEquation) -> list[Value]:
         numbers = tuple(
             tuple(
                 Atom(Along.DRAWN, a.part, a.whole)
-                if a.along is Along.PLAIN and data.kind is Kind.FIXED
+                if a.along is Along.PLAIN and data.kind is Dependence.FIXED
                 else a
                 for a in dim
             )
@@ -109,9 +109,9 @@ def _same(equation: PairedEquation) -> list[Value]:
 
 def _gamma(equation: PairedEquation) -> list[Value]:
     key, shape = equation.values[:2]
-    if key.key != "rng" and key.kind is not Kind.SAMPLE:
+    if key.key != "rng" and key.kind is not Dependence.SAMPLE:
         raise CoupledError(FOREIGN)
-    if shape.kind is Kind.SUM or not is_one(shape.ratio):
+    if shape.kind is Dependence.SUM or not is_one(shape.ratio):
         raise CoupledError("draws from what depends on all samples")
     front = key.dims if len(key.dims) == len(shape.dims) else shape.dims
     dims = align_dims([front, shape.dims])

@@ -16,9 +16,9 @@ from whalejax.capture.separability.values import (
     SIZE,
     Along,
     CoupledError,
+    Dependence,
     Dim,
     Dims,
-    Kind,
     Value,
     is_one,
     is_samples,
@@ -56,13 +56,13 @@ def with_sum(value: Value, gone: Sequence[Dim], dims: Sequence[Dim]) -> Value:
         share = atom.part / atom.whole
         if atom.along is Along.PLAIN:
             raise CoupledError(OWN_PLACES)
-        if atom.along is Along.DRAWN and (kind is Kind.SAMPLE or over_samples):
+        if atom.along is Along.DRAWN and (kind is Dependence.SAMPLE or over_samples):
             raise CoupledError("compares samples with what is drawn for others")
         over_samples |= atom.along is not Along.EQUAL
         ratio = None if ratio is None else ratio * share
     if over_samples:
-        kind = Kind.SUM
-    if value.kind is Kind.SUM and over_samples:
+        kind = Dependence.SUM
+    if value.kind is Dependence.SUM and over_samples:
         raise CoupledError("combines draws with a sum over the samples")
     return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=value.within)
 
@@ -83,7 +83,7 @@ def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) ->
     Raises:
         CoupledError: it is.
     """
-    if value.kind is Kind.SUM:
+    if value.kind is Dependence.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
     for i in axes:
         if is_samples(value.dims[i]):
@@ -139,7 +139,7 @@ def _along_axis(name: str, *, linear: bool = False) -> Rule:
     def rule(equation: PairedEquation) -> list[Value]:
         (axis,) = equation.same(name)
         value = equation.values[0]
-        if value.kind is Kind.SUM and linear:
+        if value.kind is Dependence.SUM and linear:
             pass
         else:
             _check_apart(equation, value, [axis])
@@ -208,7 +208,7 @@ def _windows(equation: PairedEquation) -> list[Value]:
     ratio = same_ratio(values[:1])
     if "sum" not in equation.name:
         _check_positive(values[-1])
-    if not linear and kind is Kind.SUM:
+    if not linear and kind is Dependence.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
     one = Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
     return [one] * len(equation.part.outvars)
@@ -237,7 +237,7 @@ def _matrices(equation: PairedEquation) -> list[Value]:
     values = [v for v in equation.values if len(v.dims) >= 2]
     front: list[Dims] = []
     for value in equation.values:
-        if value.kind is Kind.SUM or not is_one(value.ratio):
+        if value.kind is Dependence.SUM or not is_one(value.ratio):
             raise CoupledError(f"applies {equation.name} to a sum over the samples")
     for value in values:
         if any(a.grows for dim in value.dims[-2:] for a in dim):
@@ -260,7 +260,7 @@ def _triangular_solve(equation: PairedEquation) -> list[Value]:
     (left,) = equation.same("left_side")
     matrix, sides = equation.values
     row = len(sides.dims) - (2 if left else 1)
-    if matrix.kind is Kind.SUM or not is_one(matrix.ratio):
+    if matrix.kind is Dependence.SUM or not is_one(matrix.ratio):
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
     if any(a.grows for dim in (*matrix.dims[-2:], sides.dims[row]) for a in dim):
         raise CoupledError(f"applies {equation.name} along the samples")

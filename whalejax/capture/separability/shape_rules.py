@@ -27,8 +27,8 @@ from whalejax.capture.separability.values import (
     Along,
     Atom,
     CoupledError,
+    Dependence,
     Dim,
-    Kind,
     Value,
     equal_dim,
     is_one,
@@ -52,7 +52,7 @@ def _iota(equation: PairedEquation) -> list[Value]:
     fact: Any = Steps() if along == len(pairs) - 1 else None
     if pairs[along][0] != pairs[along][1]:
         fact = Places(dim=along)
-    return [Value(kind=Kind.FIXED, dims=tuple(dims), fact=fact)]
+    return [Value(kind=Dependence.FIXED, dims=tuple(dims), fact=fact)]
 
 
 def _broadcast(equation: PairedEquation) -> list[Value]:
@@ -238,7 +238,9 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
     value, *starts = equation.values
     pieces = (equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"])
     shapes, dims = equation.operand_shapes(0), []
-    moving = [v for v in starts if v.kind is not Kind.FIXED or not is_one(v.ratio)]
+    moving = [
+        v for v in starts if v.kind is not Dependence.FIXED or not is_one(v.ratio)
+    ]
     for i, (dim, start) in enumerate(zip(value.dims, starts, strict=True)):
         sizes, taken = (shapes[0][i], shapes[1][i]), (pieces[0][i], pieces[1][i])
         if taken == sizes:
@@ -253,7 +255,7 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
             raise CoupledError(TAKES)
         else:
             dims.append(plain_dim(*taken))
-    if any(v.kind is Kind.SUM or not is_one(v.ratio) for v in moving):
+    if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in moving):
         raise CoupledError("takes a place that samples decide together")
     kind, within = combined_kind([value, *starts])
     return [Value(kind=kind, dims=tuple(dims), ratio=value.ratio, within=within)]
@@ -261,7 +263,7 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
 
 def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
     value, update, *starts = equation.values
-    if any(v.kind is Kind.SUM or not is_one(v.ratio) for v in starts):
+    if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in starts):
         raise CoupledError("writes to a place that samples decide together")
     shapes, pieces = equation.operand_shapes(0), equation.operand_shapes(1)
     dims = []

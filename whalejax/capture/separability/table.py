@@ -19,7 +19,7 @@ from whalejax.capture.separability.equations import PairedEquation, Rule
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
-    Kind,
+    Dependence,
     Value,
     is_one,
     plain_dim,
@@ -57,7 +57,9 @@ def _check_switches(equation: PairedEquation) -> None:
 
 def _opaque(equation: PairedEquation) -> list[Value]:
     """Results of an operation of which nothing is known."""
-    if any(v.kind is not Kind.FIXED or not is_one(v.ratio) for v in equation.values):
+    if any(
+        v.kind is not Dependence.FIXED or not is_one(v.ratio) for v in equation.values
+    ):
         raise CoupledError(f"calls {equation.name}, which may do anything with samples")
     if any(a.grows for v in equation.values for dim in v.dims for a in dim):
         raise CoupledError(f"calls {equation.name} with a shape that {SIZE}")
@@ -67,5 +69,5 @@ def _opaque(equation: PairedEquation) -> list[Value]:
         if part != whole:
             raise CoupledError(f"calls {equation.name} for a shape that {SIZE}")
         dims = tuple(plain_dim(a, b) for a, b in zip(part, whole, strict=True))
-        found.append(Value(kind=Kind.FIXED, dims=dims))
+        found.append(Value(kind=Dependence.FIXED, dims=dims))
     return found

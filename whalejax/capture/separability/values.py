@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 
-class Kind(enum.IntEnum):
+class Dependence(enum.IntEnum):
     """How a value depends on the samples."""
 
     FIXED = 0
@@ -105,7 +105,7 @@ class Value:
         reason: Why it is coupled.
     """
 
-    kind: Kind
+    kind: Dependence
     dims: Dims = ()
     ratio: float | None = 1.0
     within: bool = False
@@ -117,12 +117,12 @@ class Value:
     @property
     def coupled(self) -> bool:
         """Nothing is known of how it depends on the samples."""
-        return self.kind is Kind.COUPLED
+        return self.kind is Dependence.COUPLED
 
     @property
     def batched(self) -> bool:
         """Whether it is of samples."""
-        return self.kind is Kind.SAMPLE
+        return self.kind is Dependence.SAMPLE
 
     @property
     def plain(self) -> Value:
