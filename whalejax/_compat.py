@@ -1,7 +1,8 @@
 """Everything that touches JAX's internals or differs between JAX 0.10 and 0.12.
 
 The rest of the package speaks to jaxprs through these few functions, so that a new
-JAX release is met in one file. It is tested at both ends of the supported window.
+JAX release is met in one file, which is therefore long. It is tested at both ends of
+the supported window.
 """
 
 from __future__ import annotations

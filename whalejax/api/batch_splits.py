@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.capture.separability.proof import Separability
+from whalejax.capture.separability.values import Reason
 from whalejax.capture.split_checks import (
     SplitBatch,
     largest_part,
@@ -208,7 +210,7 @@ class SplitRules:
         return None
 
 
-def _reason(verdict: Any) -> Any:
+def _reason(verdict: Separability) -> Reason:
     assert verdict.reason is not None
     return verdict.reason
 

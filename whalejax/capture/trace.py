@@ -2,6 +2,9 @@
 
 This is where capture begins: it checks the batch, flattens model and batch into one
 flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to the walk.
+
+The module is long because ``Captured`` has every other form of a traced loss, and all
+of them are made of one trace.
 """
 
 from __future__ import annotations

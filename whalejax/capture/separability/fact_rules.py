@@ -15,6 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
+from whalejax.capture.separability.elementwise_rules import (
+    RULES as ELEMENTWISE_RULES,
+)
 from whalejax.capture.separability.equations import PairedEquation
 from whalejax.capture.separability.facts import (
     AlwaysFalse,
@@ -56,7 +59,7 @@ The reason is what couples samples where a result may be used in no other way th
 fact allows.
 """
 
-_ROW_WISE: Final = frozenset(
+_ROW_WISE: Final = frozenset(ELEMENTWISE_RULES) | frozenset(
     "gather dot_general convert_element_type broadcast_in_dim transpose select_n clamp "
     "integer_pow ragged_dot_general ragged_dot reduce_sum reduce_max reduce_min "
     "squeeze expand_dims reshape argmax top_k slice split".split()
@@ -481,7 +484,7 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     orders = {id(f.sorting) for f in facts if f is not None}
     others = [v for v, f in zip(equation.values, facts, strict=True) if f is None]
     alone = all(v.kind is Dependence.FIXED for v in others)
-    elementwise = equation.name in _row_wise_names()
+    elementwise = equation.name in _ROW_WISE
     atoms = [a for v in others for dim in v.dims if _grows(dim) for a in dim]
     alone &= not any(a.along is Along.PLAIN for a in atoms)
     if len(orders) != 1 or not alone or not elementwise:
@@ -507,12 +510,6 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 def _grows(dim: Dim) -> bool:
     return any(a.grows for a in dim)
-
-
-def _row_wise_names() -> frozenset[str]:
-    from whalejax.capture.separability import elementwise_rules
-
-    return _ROW_WISE | frozenset(elementwise_rules.RULES)
 
 
 _KEEPING: Final = (

@@ -27,12 +27,12 @@ from whalejax.capture.separability.facts import IndexColumns, Places, fact_of
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.shape_rules import TAKES, cut_dim
 from whalejax.capture.separability.values import (
-    Along,
     CoupledError,
     Dependence,
     Dim,
     Value,
     equal_dim,
+    has_own_places,
     is_one,
     is_samples,
     plain_dim,
@@ -40,10 +40,6 @@ from whalejax.capture.separability.values import (
     same_ratio,
     size_of,
 )
-
-
-def _own_places(dim: Dim) -> bool:
-    return is_samples(dim) or any(a.grows and a.along is Along.PLAIN for a in dim)
 
 
 def columns_of(indices: Value, count: int) -> list[Value] | None:
@@ -176,7 +172,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
     for d, u in window.items():
         if size_of(found[d]) == size_of(updates.dims[u]):
             found[d] = align_dim(found[d], updates.dims[u])
-        elif _own_places(found[d]) or any(a.grows for a in updates.dims[u]):
+        elif has_own_places(found[d]) or any(a.grows for a in updates.dims[u]):
             raise CoupledError("writes to some of the samples by their place")
     gone = [dim for i, dim in enumerate(own) if i not in met]
     check_one_batch((*found, *gone))

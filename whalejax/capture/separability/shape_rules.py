@@ -31,6 +31,7 @@ from whalejax.capture.separability.values import (
     Dim,
     Value,
     equal_dim,
+    has_own_places,
     is_one,
     is_samples,
     plain_dim,
@@ -125,16 +126,9 @@ def _transpose(equation: PairedEquation) -> list[Value]:
 def _rev(equation: PairedEquation) -> list[Value]:
     (turned,) = equation.same("dimensions")
     dims = equation.values[0].dims
-    if any(_has_own_places(dims[i]) for i in turned):
+    if any(has_own_places(dims[i]) for i in turned):
         raise CoupledError("reverses the samples")
     return [equation.values[0].plain]
-
-
-def _has_own_places(dim: Dim) -> bool:
-    """Whether it matters which of many samples an element along it belongs to."""
-    return any(
-        a.along is Along.SAMPLES or (a.along is Along.PLAIN and a.grows) for a in dim
-    )
 
 
 def _slice(equation: PairedEquation) -> list[Value]:
@@ -171,7 +165,7 @@ def cut_dim(
     if all(cut == (0, n, 1) for cut, n in zip(cuts, sizes, strict=True)):
         return dim
     taken = [len(range(*cut)) for cut in cuts]
-    if not _has_own_places(dim):
+    if not has_own_places(dim):
         plain = any(a.along is Along.PLAIN for a in dim)
         if not plain or cuts[0][::2] == cuts[1][::2]:
             along = dim[0].along if len({a.along for a in dim}) == 1 else Along.PLAIN
@@ -251,7 +245,7 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
                 for a, n in zip(start.numbers, taken, strict=True)
             ]
             dims.append(cut_dim(dim, sizes, cuts))
-        elif _has_own_places(dim):
+        elif has_own_places(dim):
             raise CoupledError(TAKES)
         else:
             dims.append(plain_dim(*taken))
@@ -270,7 +264,7 @@ def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
     for i, (dim, other) in enumerate(zip(value.dims, update.dims, strict=True)):
         if (shapes[0][i], shapes[1][i]) == (pieces[0][i], pieces[1][i]):
             dims.append(align_dim(dim, other))
-        elif _has_own_places(dim) or _has_own_places(other):
+        elif has_own_places(dim) or has_own_places(other):
             raise CoupledError("writes to some of the samples by their place")
         elif pieces[0][i] != pieces[1][i]:
             raise CoupledError(f"writes a piece that {SIZE}")
@@ -289,7 +283,7 @@ def _pad(equation: PairedEquation) -> list[Value]:
     for i, (dim, edges) in enumerate(zip(value.dims, config, strict=True)):
         if tuple(edges) == (0, 0, 0):
             dims.append(dim)
-        elif _has_own_places(dim):
+        elif has_own_places(dim):
             raise CoupledError("pads the batch, or shifts samples in it")
         else:
             dims.append(plain_dim(shapes[0][i], shapes[1][i]))
@@ -349,7 +343,7 @@ def _stack(equation: PairedEquation) -> list[Value]:
 def _unstack(equation: PairedEquation) -> list[Value]:
     (axis,) = equation.same("axis")
     value = equation.values[0]
-    if _has_own_places(value.dims[axis]):
+    if has_own_places(value.dims[axis]):
         raise CoupledError(TAKES)
     dims = value.dims[:axis] + value.dims[axis + 1 :]
     return [value.shaped(dims)] * len(equation.part.outvars)

@@ -210,3 +210,10 @@ def plain_dim(part: int, whole: int) -> Dim:
 def equal_dim(part: int, whole: int) -> Dim:
     """A dimension of copies."""
     return () if part == whole == 1 else (Atom(Along.EQUAL, part, whole),)
+
+
+def has_own_places(dim: Dim) -> bool:
+    """Whether it matters which of many samples an element along it belongs to."""
+    return any(
+        a.along is Along.SAMPLES or (a.along is Along.PLAIN and a.grows) for a in dim
+    )
