@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost.operation_cost import (
-    as_run,
-    row_ahead,
-    row_hits,
-)
+from whalejax.planner.cost.operation_cost import Setting, as_run, row_ahead, row_hits
+from whalejax.planner.entries import Collective
 from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
@@ -68,22 +66,51 @@ def turn_of(
         launch_seconds=float(sum(cost[1] for cost in costs))
         * search.cluster.slowest.launch_seconds,
     )
-    for c in scored.collectives:
-        if c.phase == "forward":
-            term = "border_seconds" if c.what == "border" else "activation_seconds"
-            _, seconds = as_run(c, s)
-            ahead = replace(ahead, **{term: getattr(ahead, term) + seconds})
     once = TimeTerms(
         update_seconds=time.update_seconds,
         allocation_seconds=time.allocation_seconds,
         offload_seconds=time.offload_seconds,
     )
+    both = times(less(time, once), 1 / count)
     return Turn(
-        ahead=ahead,
-        both=times(less(time, once), 1 / count),
+        ahead=replace(ahead, **_sent_ahead(scored.collectives, both, s)),
+        both=both,
         once=once,
         weight_share=_weight_share(search.graph),
     )
+
+
+_TERMS = {  # What a collective is for, and the term that its seconds count in.
+    "gradient": "gradient_seconds",
+    "parameter": "parameter_seconds",
+    "activation": "activation_seconds",
+    "ring": "activation_seconds",
+    "border": "border_seconds",
+    "halo": "border_seconds",
+}
+
+
+def _sent_ahead(
+    collectives: Sequence[Collective], both: TimeTerms, s: Setting
+) -> dict[str, float]:
+    """The forward pass's part of each term of communication, by name.
+
+    What is hidden behind computation is hidden in either pass alike, so each term is
+    dealt out by what the collectives of the passes take by themselves.
+    """
+    whole: dict[str, float] = defaultdict(float)
+    ahead: dict[str, float] = defaultdict(float)
+    for c in collectives:
+        if c.phase in ("forward", "backward"):
+            term = _TERMS[c.what]
+            _, seconds = as_run(c, s)
+            whole[term] += seconds
+            ahead[term] += seconds * (c.phase == "forward")
+    return {
+        term: getattr(both, term) * ahead[term] / seconds
+        for term, seconds in whole.items()
+        if seconds
+    }
 
 
 def _weight_share(graph: Graph) -> float:

@@ -545,3 +545,21 @@ def test_masks_that_are_drawn_are_kept_on_gpu() -> None:
         for draws in (False, True)
     ]
     assert kept[1] - kept[0] == 4096 * 128  # A byte for each.
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"stage": 2, "data": 2, "fsdp": 2},
+        {"stage": 2, "tensor": 2, "fsdp": 2},
+        {"stage": 2, "context": 2, "data": 2},
+    ],
+)
+def test_stages_of_small_layers_take_time_both_ways(mesh: dict[str, int]) -> None:
+    """Collectives take longer than products there; such a plan is kept and read."""
+    layers = {"layers": 6, "annotated": False, "scan_layers": True}
+    plan = planned("gpt-test", job=layers, mesh=mesh)
+    assert plan.stages is not None
+    for pace in plan.stages.paces:
+        assert pace.forward_seconds > 0 and pace.backward_seconds > 0
+    assert wh.Plan.from_document(plan.document(), "it") == plan
