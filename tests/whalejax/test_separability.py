@@ -51,6 +51,7 @@ SEPARABLE = frozenset(
     keys_folded_with_labels loops_of_each_on_a_number mapped_in_chunks
     experts_counted_by_one_hot tokens_repeated_for_their_experts
     columns_of_a_triangular_system normal_log_density filters_of_each
+    rule_that_calls_its_function
     labels_of_two_joined_batches weights_tiled_over_repeated_samples
     """.split()
 )
