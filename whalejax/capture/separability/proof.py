@@ -259,9 +259,8 @@ def _unlike(
         return Reason(operation="", line="", why="does other operations for one sample")
     for one, small, large in zip(*listed, strict=True):
         names = {x[0] for x in (one, small, large)}
-        numbers = (x[1] for x in (one, small, large))
-        shapes = (x[2] for x in (one, small, large))
-        alike = _same_law(*numbers, sizes) and _same_shape(*shapes, sizes)
+        alike = _same_law(one[1], small[1], large[1], sizes)
+        alike = alike and _same_shape(one[2], small[2], large[2], sizes)
         if len(names) > 1 or not alike:
             if not one[0]:
                 why = "has an array that is another for one sample"
