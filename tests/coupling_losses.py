@@ -1555,3 +1555,88 @@ def weights_tiled_over_repeated_samples(p: Any, b: Any) -> Any:
     rows = jnp.tanh(jnp.repeat(b["x"], 3, axis=0) @ p["w"])
     weights = jnp.tile(jnp.arange(3.0), len(b["x"]))
     return jnp.square(rows * weights[:, None]).mean()
+
+
+# Places that meet, keys of the loss's own, and rules whose results are others.
+
+
+@loss
+def largest_at_a_place(p: Any, b: Any) -> Any:
+    return hidden(p, b).mean(0).at[1].max(0.05).sum()
+
+
+@loss
+def multiplied_at_a_place(p: Any, b: Any) -> Any:
+    mean = hidden(p, b).mean(0)
+    return mean.at[0].multiply(mean[1]).sum()
+
+
+@loss
+def keys_of_a_fixed_one_mapped(p: Any, b: Any) -> Any:
+    def one(pair: Any) -> Any:
+        noise = jax.random.normal(pair[1], (WIDTH,))
+        return jnp.square((pair[0] + noise) @ p["w"]).mean()
+
+    keys = jax.random.split(jax.random.key(3), len(b["x"]))
+    return lax.map(one, (b["x"], keys)).mean()
+
+
+@loss
+def words_of_keys(p: Any, b: Any) -> Any:
+    keys = jax.random.split(jax.random.key(3), len(b["x"]))
+    words = jax.random.key_data(keys)[:, 0] / 2.0**32
+    return (hidden(p, b).sum(-1) * words).mean()
+
+
+@jax.custom_vjp
+def _centred_forward(x: Any) -> Any:
+    return x
+
+
+_centred_forward.defvjp(lambda x: (x - x.mean(0), None), lambda _, g: (g,))
+
+
+@loss
+def forward_of_a_rule(p: Any, b: Any) -> Any:
+    return jnp.square(_centred_forward(hidden(p, b))).mean()
+
+
+@loss
+def groups_of_sums(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    squares = (rows.T @ rows / len(rows))[None]
+    mean = rows.mean(0, keepdims=True)
+    return lax.ragged_dot(mean, squares, jnp.array([1])).sum()
+
+
+@loss
+def windows_of_a_mean(p: Any, b: Any) -> Any:
+    def largest(x: Any) -> Any:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (2,), (2,), "VALID").sum()
+
+    mean = hidden(p, b).mean(0)
+    return (jax.grad(largest)(mean) * p["scale"]).sum()
+
+
+@jax.custom_jvp
+def _shrunk(x: Any) -> Any:
+    return jnp.sign(x) * jnp.maximum(jnp.abs(x) - 0.1, 0)
+
+
+@_shrunk.defjvp
+def _shrunk_rule(primals: Any, tangents: Any) -> Any:
+    shrunk = _shrunk(*primals)
+    return shrunk, jnp.where(shrunk == 0, 0, tangents[0])
+
+
+@loss
+def rule_that_calls_its_function(p: Any, b: Any) -> Any:
+    return jnp.square(_shrunk(hidden(p, b))).mean()
+
+
+@loss
+def conjugate_gradients(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    cover = rows.T @ rows / len(rows) + jnp.eye(WIDTH)
+    solve = jax.scipy.sparse.linalg.cg
+    return solve(lambda v: cover @ v, p["scale"])[0].sum()

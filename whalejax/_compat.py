@@ -465,11 +465,15 @@ def scope_text(equation: Any) -> str:
     return str(equation.source_info.name_stack)
 
 
+NO_LINE: Final = "a line that is not known"
+"""What stands for the user's line of an equation that has none."""
+
+
 def line_text(equation: Any) -> str:
     """The user's line that an equation comes from, such as ``"model.py:12"``."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
     if frame is None:
-        return "a line that is not known"
+        return NO_LINE
     return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
 
 

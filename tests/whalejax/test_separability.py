@@ -51,6 +51,7 @@ SEPARABLE = frozenset(
     keys_folded_with_labels loops_of_each_on_a_number mapped_in_chunks
     experts_counted_by_one_hot tokens_repeated_for_their_experts
     columns_of_a_triangular_system normal_log_density filters_of_each
+    rule_that_calls_its_function
     labels_of_two_joined_batches weights_tiled_over_repeated_samples
     """.split()
 )
@@ -95,6 +96,48 @@ def test_a_loss_that_asks_for_the_number_of_samples_is_compared_at_both() -> Non
     found = capture(adapt(zoo.parameters(), loss), zoo.batch()).independence
     assert found(8, 16, None).proven
     assert not found(4, 16, None).proven and not found(1, 16, None).proven
+
+
+def test_single_samples_that_are_squeezed_or_have_other_numbers_are_refused() -> None:
+    def squeezed(p: Any, b: Any) -> Any:
+        rows = zoo.hidden(p, b).squeeze()
+        return (rows.sum(0) / len(b["x"]) * p["scale"]).sum()
+
+    def weighted(p: Any, b: Any) -> Any:
+        weights = np.full(zoo.WIDTH, 2.0 if len(b["x"]) == 1 else 1.0)
+        return (zoo.hidden(p, b) * weights).mean()
+
+    for loss in (squeezed, weighted):
+        found = capture(adapt(zoo.parameters(), loss), zoo.batch()).independence
+        assert found(2, 16, None).proven and not found(1, 16, None).proven
+
+
+def test_a_python_loop_over_samples_is_named_with_its_line() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        rows = jnp.asarray(b["x"])
+        return sum(jnp.square(x @ p["w"]).mean() for x in rows) / len(rows)
+
+    with pytest.raises(DependentSamplesError) as error:
+        wh.plan(
+            loss,
+            zoo.parameters(),
+            zoo.batch(),
+            optimizer=TX,
+            cluster="cpu:1",
+            num_micro_batches=2,
+        )
+    assert "(test_separability.py:" in str(error.value), error.value
+    assert "Use jax.vmap where Python loops over the samples" in str(error.value)
+
+
+def test_operations_inside_functions_of_jax_have_the_line_of_the_call() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        rows = zoo.hidden(p, b)
+        return -jnp.linalg.slogdet(rows.T @ rows + jnp.eye(rows.shape[1]))[1]
+
+    found = capture(adapt(zoo.parameters(), loss), zoo.batch())
+    reason = found.independence(8, 16, None).reason
+    assert reason is not None and reason.line.startswith("test_separability.py:")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from whalejax.capture.separability.interpret import OTHER_OPERATION
 from whalejax.capture.separability.proof import Separability
 from whalejax.capture.separability.values import Reason
 from whalejax.capture.trace import Captured
@@ -171,7 +172,10 @@ def _remedy(
     if counts and "sum over" in found.reason.why and not weighted:
         mean = ", wh.WeightedLoss(total, weight) if that is the number of what counts"
     one = f"num_micro_batches=1{mean}, or " if whole_fits else ""
-    return f"Give {one}{_CONSENT}."
+    give = f"Give {one}{_CONSENT}."
+    if found.reason.why == OTHER_OPERATION:
+        return f"Use jax.vmap where Python loops over the samples. Otherwise: {give}"
+    return give
 
 
 def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:

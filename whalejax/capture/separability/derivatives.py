@@ -75,7 +75,9 @@ def check_derivative(
     cotangents = [_cotangent(found[n], follower) for n in outputs]
     operands = [v if fact_of(v, Sorted) else v.plain for v in given]
     results = follower.run(rules[0], rules[1], [*operands, *cotangents])
-    for place, gradient in zip(inputs, results, strict=True):
+    for place, value in zip(outputs, results, strict=False):
+        _check_alike(found[place], value)
+    for place, gradient in zip(inputs, results[len(outputs) :], strict=True):
         if fact_of(given[place], Sorted) and fact_of(gradient, Sorted):
             _check(given[place].fact.base, gradient.fact.base, follower)
         else:
@@ -89,7 +91,7 @@ def _is_lost(value: Value) -> bool:
 
 
 def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
-    """The jaxpr from a call's operands and cotangents to its gradients."""
+    """The jaxpr from a call's operands and cotangents to its results and gradients."""
     avals = [atom.aval for atom in equation.invars]
     count = len(avals)
 
@@ -103,8 +105,8 @@ def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -
             results = _compat.bind(equation, values)
             return [results[n] for n in outputs]
 
-        _, pull = jax.vjp(call, *(operands[i] for i in inputs))
-        return list(pull(list(leaves[count:])))
+        results, pull = jax.vjp(call, *(operands[i] for i in inputs))
+        return [*results, *pull(list(leaves[count:]))]
 
     given = [_compat.abstract(a.shape, a.dtype) for a in avals]
     given += [
@@ -112,6 +114,23 @@ def _traced_rule(equation: Any, inputs: Sequence[int], outputs: Sequence[int]) -
         for n in outputs
     ]
     return _compat.pruned(_compat.trace(gradients, given))
+
+
+FORWARD: Final = (
+    "has a derivative rule of its own whose results are of other samples than without "
+    "derivatives"
+)
+
+
+def _check_alike(value: Value, ruled: Value) -> None:
+    """Refuse results of a rule that combine samples where the function does not."""
+    if fact_of(value, Sorted) and fact_of(ruled, Sorted):
+        value, ruled = value.fact.base, ruled.fact.base
+    if value.coupled or ruled.ratio is None:
+        return
+    same = math.isclose(ruled.ratio, value.ratio or 1.0, rel_tol=1e-5)
+    if ruled.kind is not value.kind and ruled.kind is not Dependence.FIXED or not same:
+        raise CoupledError(FORWARD)
 
 
 def _cotangent(value: Value, follower: TraceFollower) -> Value:

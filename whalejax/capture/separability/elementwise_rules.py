@@ -36,7 +36,7 @@ from whalejax.capture.separability.values import (
 _LINEAR: Final = (
     "add add_any sub neg copy copy_p name real imag conj complex reduce_precision "
     "sharding_constraint layout_constraint with_memory_space_constraint reshard pvary "
-    "stop_gradient device_put"
+    "stop_gradient"
 ).split()
 _DEGREES: Final[dict[str, float]] = {
     "abs": 1,
@@ -263,4 +263,5 @@ RULES: Final[dict[str, Rule]] = {
     "convert_element_type": _convert,
     "select_n": _select,
     "optimization_barrier": _side_by_side,
+    "device_put": _side_by_side,
 }

@@ -207,8 +207,8 @@ def _written(
     if equation.name not in ("scatter-add", "scatter_add"):
         if any(a.grows for dim in gone for a in dim) or any(map(is_samples, gone)):
             raise CoupledError("writes samples over each other")
-        if equation.name != "scatter" and not is_one(product_ratio([operand, updates])):
-            raise CoupledError("multiplies what depends on the number of samples")
+        if equation.name != "scatter":
+            _check_combined(equation, operand, updates)
         kind, within = combined_kind([operand, updates, *index])
         ratio = same_ratio([operand, updates])
         return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
@@ -217,6 +217,15 @@ def _written(
     kind, within = combined_kind([operand, added])
     ratio = same_ratio([operand, added])
     return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
+
+
+def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
+    """Refuse products, maxima and minima that are none of a mean over samples."""
+    if not is_one(product_ratio([operand, updates])):
+        raise CoupledError("multiplies what depends on the number of samples")
+    sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
+    if sums > 1 or (sums and "mul" not in equation.name):
+        raise CoupledError(f"applies {equation.name} to a sum over the samples")
 
 
 RULES: Final[dict[str, Any | Rule]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Final
 
 from whalejax import _compat
@@ -34,6 +35,9 @@ from whalejax.capture.separability.values import (
 
 
 OTHER_PROGRAM: Final = "does other operations for other numbers of samples"
+OTHER_OPERATION: Final = (
+    "is another operation for other numbers of samples, as in a Python loop over them"
+)
 
 
 UNKNOWN_FACTOR: Final = 1.7
@@ -51,12 +55,17 @@ class Interpreter:
         scale: Any factor but 1 where a derivative rule has to give multiples of what it
             is given: gradients are divided by the weights of a loss, or the rule is
             called once for each sample.
+        line: The user's line that calls the program, for operations that have none.
+        differentiated: Whether derivatives of the program are taken, as they are not
+            of a traced derivative rule, which may call the function that it is of.
     """
 
     share: float
     group: int = 1
     runs: int = 1
     scale: float = 1.0
+    line: str = ""
+    differentiated: bool = True
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
         """What is known of a program's results.
@@ -69,7 +78,7 @@ class Interpreter:
         known: dict[Any, Value] = {}
         pairs = zip(body.constvars, constants, others, strict=True)
         if len(constants) != len(others) or len(body.eqns) != len(other.eqns):
-            return self._different(body)
+            return self._different(body, other)
         for variable, a, b in pairs:
             known[variable] = _guarded(a, b)
         known.update(zip(body.invars, inputs, strict=True))
@@ -92,19 +101,36 @@ class Interpreter:
             return _guarded(part.val, whole.val)
         return known[part]
 
-    def _different(self, body: Any) -> list[Value]:
-        line = _compat.line_text(body.eqns[0]) if body.eqns else ""
-        reason = Reason(operation="", line=line, why=OTHER_PROGRAM)
+    def _different(self, body: Any, other: Any) -> list[Value]:
+        """The first operation that one of two programs does and the other does not."""
+        pairs = zip_longest(body.eqns, other.eqns)
+        apart = (
+            a or b
+            for a, b in pairs
+            if not (a and b and a.primitive.name == b.primitive.name)
+        )
+        first = next(apart, None)
+        reason = Reason(operation="", line="", why=OTHER_PROGRAM)
+        if first is not None:
+            name, line = first.primitive.name, self._line_of(first)
+            reason = Reason(operation=name, line=line, why=OTHER_OPERATION)
         return [_coupled(atom, reason) for atom in body.outvars]
+
+    def _line_of(self, equation: Any) -> str:
+        found = _compat.line_text(equation)
+        return self.line if self.line and found == _compat.NO_LINE else found
 
     def _equation(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
         name = part.primitive.name
-        reason = Reason(operation=name, line=_compat.line_text(part), why=OTHER_PROGRAM)
+        line = self._line_of(part)
+        reason = Reason(operation=name, line=line, why=OTHER_OPERATION)
         if name != whole.primitive.name or len(given) != len(whole.invars):
             return [_coupled(atom, reason) for atom in part.outvars]
         try:
             found = self._results(part, whole, given, reason)
-            return _with_keys(part, given, found)
+            if len(found) == len(part.outvars):
+                return _with_keys(part, given, found)
+            reason = replace(reason, why="is used in a way that is not followed")
         except CoupledError as error:
             group, runs = error.group * self.group, error.runs * self.runs
             reason = replace(reason, why=error.why, group=group, runs=runs)
@@ -147,9 +173,11 @@ class Interpreter:
         if found is not None:
             return found
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
-        found = self.run(inner, other, given)
-        if part.primitive.name.startswith("custom_"):
-            return check_derivative(self, part, whole, given, found)
+        inside = replace(self, line=reason.line)
+        found = inside.run(inner, other, given)
+        if self.differentiated and part.primitive.name.startswith("custom_"):
+            rule = replace(inside, differentiated=False)
+            return check_derivative(rule, part, whole, given, found)
         return found
 
     def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -199,7 +227,7 @@ class Interpreter:
             here = value.dims[0]
             if is_samples(here) and len(here) == 1:
                 lead = here
-            elif any(a.along.value == "plain" for a in here) or is_samples(here):
+            elif any(a.along is Along.PLAIN for a in here) or is_samples(here):
                 raise CoupledError("loops along the samples")
         if not lead:
             raise CoupledError(f"loops as often as {SIZE}")

@@ -55,6 +55,7 @@ def _ragged_dot(equation: PairedEquation) -> list[Value]:
     left, right, sizes = equation.values[:3]
     if any(is_samples(d) for d in left.dims) or sizes.kind is not Dependence.FIXED:
         raise CoupledError("groups rows of all samples")
+    _check_factors((left, right))
     return [_plain_result(equation, (left, right, sizes))]
 
 

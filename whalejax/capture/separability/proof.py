@@ -259,15 +259,27 @@ def _unlike(
         return Reason(operation="", line="", why="does other operations for one sample")
     for one, small, large in zip(*listed, strict=True):
         names = {x[0] for x in (one, small, large)}
-        if len(names) > 1 or not _same_law(one[1], small[1], large[1], sizes):
-            why = "does other operations for one sample"
-            return Reason(operation=one[0], line=one[2], why=why)
+        alike = _same_law(one[1], small[1], large[1], sizes)
+        alike = alike and _same_shape(one[2], small[2], large[2], sizes)
+        if len(names) > 1 or not alike:
+            if not one[0]:
+                why = "has an array that is another for one sample"
+                return Reason(operation="", line="", why=why)
+            why = "does something else for one sample"
+            return Reason(operation=one[0], line=one[3], why=why)
     return None
 
 
 def _operations(program: Any) -> Any:
-    """Name, numbers and line of every operation but those of shape."""
-    for equation in _compat.open_jaxpr(program)[0].eqns:
+    """Name, numbers, result's shape and line of every operation but those of shape.
+
+    Arrays of the program come first, with their values for numbers.
+    """
+    body, constants = _compat.open_jaxpr(program)
+    for array in constants:
+        if not _compat.is_key_dtype(array.dtype):
+            yield "", _values(array), np.shape(array), ""
+    for equation in body.eqns:
         inner = _compat.inner_jaxprs(equation)
         for one in inner:
             yield from _operations(one)
@@ -280,7 +292,31 @@ def _operations(program: Any) -> Any:
             and np.shape(a.val) == ()
             and np.issubdtype(np.asarray(a.val).dtype, np.number)
         ]
-        yield equation.primitive.name, numbers, _compat.line_text(equation)
+        shape = [n for a in equation.outvars for n in a.aval.shape]
+        yield equation.primitive.name, numbers, shape, _compat.line_text(equation)
+
+
+def _values(array: Any) -> list[complex]:
+    """Numbers of an array; one, where all are equal."""
+    flat = np.asarray(array).astype(complex).ravel()
+    return [*(flat[:1] if (flat == flat[:1]).all() else flat)]
+
+
+def _same_shape(
+    one: Sequence[int],
+    small: Sequence[int],
+    large: Sequence[int],
+    sizes: tuple[int, int, int],
+) -> bool:
+    """Whether dimensions are the same power of the number of samples in three traces.
+
+    Those of one element are left out, as jnp does for one sample.
+    """
+    expected = []
+    for b, c in zip(small, large, strict=True):
+        power = math.log(c / b) / math.log(sizes[2] / sizes[1]) if b and c else 0.0
+        expected.append(round(b * (sizes[0] / sizes[1]) ** power))
+    return [n for n in one if n != 1] == [n for n in expected if n != 1]
 
 
 def _same_law(
@@ -297,7 +333,7 @@ def _same_law(
             if a != b and a == a:
                 return False
             continue
-        if not (a and b and c):
+        if not (a and b and c and a == a):
             return False
         power = math.log(abs(c / b)) / math.log(sizes[2] / sizes[1])
         expected = b * (sizes[0] / sizes[1]) ** power

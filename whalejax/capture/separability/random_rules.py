@@ -25,6 +25,7 @@ from whalejax.capture.separability.values import (
     Dim,
     Value,
     is_one,
+    plain_dim,
 )
 
 
@@ -47,17 +48,27 @@ def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
 def _fresh_dims(
     equation: PairedEquation, front: Sequence[Dim], count: int
 ) -> list[Dim]:
-    """Dimensions of a key's own, and then drawn ones."""
+    """Dimensions of a key's own, and then drawn ones.
+
+    A key that is neither the loss's rng nor a sample's gives every part the same
+    numbers at the same places.
+    """
     part, whole = equation.shapes()
     behind = [*zip(part, whole, strict=True)][count:]
-    return [*front, *(_drawn(a, b) for a, b in behind)]
+    dim = _drawn if _is_own(equation.values[0]) else plain_dim
+    return [*front, *(dim(a, b) for a, b in behind)]
+
+
+def _is_own(key: Value) -> bool:
+    """What is drawn from a key is each sample's own."""
+    return key.key == "rng" or key.kind is Dependence.SAMPLE
 
 
 def _bits(equation: PairedEquation) -> list[Value]:
     key = equation.values[0]
     count = len(key.dims)
     dims = _fresh_dims(equation, key.dims, count)
-    own = key.key == "rng" or key.kind is Dependence.SAMPLE
+    own = _is_own(key)
     grows = any(a.grows for d in dims for a in d)
     if not own and (grows or key.key == "foreign"):
         raise CoupledError(FOREIGN)
@@ -109,7 +120,7 @@ def _same(equation: PairedEquation) -> list[Value]:
 
 def _gamma(equation: PairedEquation) -> list[Value]:
     key, shape = equation.values[:2]
-    if key.key != "rng" and key.kind is not Dependence.SAMPLE:
+    if not _is_own(key):
         raise CoupledError(FOREIGN)
     if shape.kind is Dependence.SUM or not is_one(shape.ratio):
         raise CoupledError("draws from what depends on all samples")

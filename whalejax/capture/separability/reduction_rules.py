@@ -192,7 +192,7 @@ def _windows(equation: PairedEquation) -> list[Value]:
         for name in ("base_dilation", "window_dilation")
     ]
     padding = equation.same("padding")[0]
-    linear = "sum" in equation.name or "add" in equation.name
+    linear = "sum" in equation.name
     shapes, dims = equation.shapes(), []
     values = equation.values
     operands = align_dims([v.dims for v in values if len(v.dims) == len(window)][:1])
@@ -218,6 +218,8 @@ def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
     """The gradient of a maximum over windows."""
     source, operand = equation.values
     _check_positive(operand)
+    if operand.kind is Dependence.SUM:
+        raise CoupledError("chooses by a sum over the samples")
     window, strides = equation.same("window_dimensions", "window_strides")
     (padding,) = equation.same("padding")
     dims = []
