@@ -278,8 +278,6 @@ class Search:
             for mesh in self.meshes(context):
                 for tables in self._tables(mesh):
                     self.score(mesh, tables)
-            if any(s.fits for s in self.scored):
-                break
         if self._wants_space():
             self._share_space()
         return ranked([s for s in self.scored if s.fits])

@@ -7,6 +7,7 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -18,7 +19,7 @@ from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.batched.prefilter import MANY, promising
+from whalejax.planner.search.batched.prefilter import MANY, Mesh, Variant, promising
 from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.enumerate import Search, fixed_space, meshes, ranked
 from whalejax.planner.search.infeasible import refusal
@@ -141,21 +142,12 @@ def searches(
         return _Searches(graph, cluster, request, again, known).all()
     count = sum(fixed.items() <= mesh.items() for mesh in every)
     if count > MANY and request.among is None:
-        graphs = unlike(graph, request, again)
-        near, bound = promising(graphs, cluster, request, spaces)
-        some = dataclasses.replace(request, among=frozenset(near))
-        first = dataclasses.replace(request, among=frozenset([*near][:FIRST]))
-        found: list[tuple[Analysed, Search]] = []
-        # Ways that the bound does not know of may be slower than it, and all that fit.
-        for limit in dict.fromkeys((bound, math.inf)) if near else ():
-            tried = _Searches(graph, cluster, first, again, known, limit)
-            tried.all()
-            others = _Searches(graph, cluster, some, again, known, limit)
-            others.reached = tried.best_seconds()
-            found = others.all()
-            if any(scored.fits for _, one in found for scored in one.scored):
-                return [*found, *_others(tried.found, found)]
-        if found and (bound == math.inf or count > 4 * MANY):
+        tried = _Searches(graph, cluster, request, again, known)
+        near = promising(tried.programs(), cluster, request, spaces)
+        found = tried.near(near)
+        if found and (
+            count > 4 * MANY or any(s.fits for _, o in found for s in o.scored)
+        ):
             return found
     return _Searches(graph, cluster, request, again, known).all()
 
@@ -164,26 +156,6 @@ def _written(mesh: Mapping[str, int] | None) -> dict[str, int]:
     """What a user fixes, as meshes have it: without spatial axes of one."""
     every = (mesh or {}).items()
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
-
-
-def _others(
-    tried: list[tuple[Analysed, Search]], found: list[tuple[Analysed, Search]]
-) -> list[tuple[Analysed, Search]]:
-    """Searches with what was tried first and is not among what was found: runners-up.
-
-    Args:
-        tried: searches of the first meshes; their plans that are found too are dropped.
-        found: searches bounded by what these take.
-    """
-    known = {scored.layout for _, one in found for scored in one.scored}
-    for _, one in tried:
-        one.scored = [s for s in one.scored if s.layout not in known]
-    return tried
-
-
-FIRST = 2
-"""Promising meshes that are looked at before the others: what their plans take bounds
-what of the others is worth a look."""
 
 
 def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, Graph]:
@@ -239,12 +211,42 @@ class _Searches:
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
         _, plain = self.found[0]
-        tight = self.tight(plain)
+        if self.again is None:
+            return self.found
         if request.attention is None and plain.options.sequence:
-            if tight or score_share(self.graph) >= LEAST_SCORES:
-                self.policies(((ALL, "ring"),), asked)
-        if request.loss_chunks is None and self.gains(plain):
+            self.policies(((ALL, "ring"),), asked)
+        if request.loss_chunks is None and any(self.gains(s) for _, s in self.found):
             self.policies(self.best_attention(), LOSS_CHUNKS)
+        return self.found
+
+    def programs(self) -> Iterator[tuple[Variant, Graph]]:
+        """Every program of the loss that there is, the one as it is written first."""
+        request = self.request
+        if self.again is None:
+            yield ((), (), 1), self.graph
+            return
+        policies = self.request.policies
+        remats: list[Remat] = [((ALL, p),) if p != "none" else () for p in policies]
+        remats = remats if request.remat is None else [request.remat]
+        ways: list[Chosen] = [(), ((ALL, "ring"),)]
+        ways = ways if request.attention is None else [request.attention]
+        chunks = [1, LOSS_CHUNKS]
+        chunks = chunks if request.loss_chunks is None else [request.loss_chunks]
+        for key in itertools.product(chunks, ways, remats):
+            variant = (*key[::-1],)
+            program = self.program(variant)
+            if program is not None:
+                yield variant, program[0].graph
+
+    def near(
+        self, promising: Mapping[Variant, Mapping[Mesh, float]]
+    ) -> list[tuple[Analysed, Search]]:
+        """Search programs on their promising meshes, the most promising first."""
+        asked = self.request
+        for variant, near in promising.items():
+            self.request = dataclasses.replace(asked, among=frozenset(near))
+            self.search(*variant)
+        self.request = asked
         return self.found
 
     def best_attention(self) -> Chosen:
@@ -253,10 +255,6 @@ class _Searches:
         best = min(plans, key=lambda s: s.time.step_seconds, default=None)
         last = self.found[-1][1].request.attention or ()
         return last if best is None else best.attention
-
-    def tight(self, search: Search) -> bool:
-        """Some plan lacks memory, or has enough only in parts."""
-        return not search.scored or any(not s.roomy for s in search.scored)
 
     def gains(self, search: Search) -> bool:
         """Some plan that lacks memory would be the fastest if it had enough.
@@ -290,11 +288,7 @@ class _Searches:
         Returns:
             Whether there is such a program.
         """
-        key = remat, attention, chunks, self.cluster.compiler
-        if key not in self.known:
-            graph = self._program(remat, attention, chunks)
-            self.known[key] = None if graph is None else self._analysed(graph)
-        program = self.known[key]
+        program = self.program((remat, attention, chunks))
         if program is None:
             return False
         analysed, shared = program
@@ -330,6 +324,14 @@ class _Searches:
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
         return True
 
+    def program(self, variant: Variant) -> tuple[Analysed, AnalysedProgram] | None:
+        """One program, or None where there is none such."""
+        key = *variant, self.cluster.compiler
+        if key not in self.known:
+            graph = self._program(*variant)
+            self.known[key] = None if graph is None else self._analysed(graph)
+        return self.known[key]
+
     def _analysed(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
         found = analyse_graph(graph)
         return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
@@ -347,22 +349,6 @@ class _Searches:
             if (attention and not rings) or (chunks > 1 and not cut):
                 return None
         return None if graph is self.graph else graph
-
-
-LEAST_SCORES = 0.1
-"""Share of the work from which products of values with values are worth other ways."""
-
-
-def score_share(graph: Graph) -> float:
-    """The share of all products that are of values with values, as scores are."""
-    weight = graph.weight_tensors()
-    total = scores = 0
-    for op in graph.ops:
-        if op.matmul is not None:
-            total += op.flops * op.trip
-            if not any(weight[t] for t in op.operands[:2]):
-                scores += op.flops * op.trip
-    return scores / max(1, total)
 
 
 SLACK = 1.25

@@ -58,7 +58,8 @@ def test_meshes_are_all_factorisations(count: int) -> None:
 def test_every_mesh_of_a_plain_model_is_weighed() -> None:
     search = searched(gpt(2, WIDE))
     weighed = {tuple(s.mesh.values()) for s in search.scored}
-    assert weighed == {tuple(m.values()) for m in meshes(8) if m["expert"] == 1}
+    every = (mesh for context in (1, 2, 4, 8) for mesh in meshes(8, context))
+    assert weighed == {tuple(m.values()) for m in every if m["expert"] == 1}
     levels: dict[tuple[int, ...], set[int]] = {}
     for s in search.scored:
         levels.setdefault(tuple(s.mesh.values()), set()).add(s.zero)
@@ -82,7 +83,10 @@ def test_what_is_fixed_is_obeyed() -> None:
     assert {s.mesh["fsdp"] for s in search.scored} == {4}
     assert {s.zero for s in search.scored} == {1}
     assert {s.num_micro_batches for s in search.scored} == {2}
-    assert {s.mesh["data"] * s.mesh["tensor"] for s in search.scored} == {2}
+    rest = [
+        (s.mesh["data"], s.mesh["context"], s.mesh["tensor"]) for s in search.scored
+    ]
+    assert set(rest) == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
 
 
 # Choice.

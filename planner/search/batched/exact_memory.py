@@ -89,6 +89,7 @@ class ExactMemory:
             dims=reading.dims,
             homes=batch_homes(chain.graph),
         )
+        self._fitting: dict[tuple[object, ...], bool] = {}
 
     @functools.cached_property
     def knows(self) -> bool:
@@ -120,39 +121,19 @@ class ExactMemory:
             cases: cut by ``cut_layers``; of one placement, replicas not unlike.
             row: which of them.
         """
-        frames = cases.frames
-        policy = cases.model.policies[int(frames.remat[row])]
-        bits = int(frames.offload[row])
-        offload = tuple(n for i, n in enumerate(OFFLOADS) if bits >> i & 1)
-        apart = "activations" in offload
-        plain = set(policy.values()) <= {"none"} and "gradients" not in offload
-        if not (self.knows and plain) or (apart and not self.program.waiting):
+        laid = self._laid(cases, row)
+        if laid is None:
             return None
-        cell = int(frames.cell[row])
-        variant = self.space.served[int(cases.model.cells[Column("variant")][cell])]
-        mesh = {axis: int(cases.mesh[axis][row]) for axis in GRID_AXES}
-        inside = {axis: size for axis, size in mesh.items() if axis != "stage"}
-        count = int(frames.micro_batches[row])
-        laid = Laid(
-            tables=variant.spots,
-            layouts=lay_out(self.facts, variant.spots, inside, int(frames.zero[row])),
-            offload=offload,
-            accumulates=count > 1,
-        )
-        s = Setting(
-            inside,
-            count * self.copies,
-            self.space.cluster,
-            self.space.reading.dims,
-            self.batch,
-        )
+        stage = int(cases.mesh["stage"][row])
+        count = int(cases.frames.micro_batches[row])
+        s = self._setting(cases, row, count)
         found = self._moments.of(laid)
         stages = [
             Fullest.of(
                 cases,
                 g,
                 self.memory.of(found, laid, s)
-                if mesh["stage"] == 1
+                if stage == 1
                 else self.memory.of(
                     self._on_stage(found, _shares(cases, g, row)),
                     dataclasses.replace(laid, in_flight=self._held(cases, g, row)),
@@ -163,6 +144,63 @@ class ExactMemory:
             if g.count[row] > 0
         ]
         return max(stages, key=lambda one: one.order)
+
+    def may_fit(self, cases: Cases, row: int) -> bool:
+        """Whether memory holds a case, were each sample a micro-batch of its own.
+
+        More micro-batches take no more memory, so that no other number fits where
+        this does not. Each answer is worked out once.
+
+        Args:
+            cases, row: as for ``of``; there is one stage, and ``of`` knows the case.
+        """
+        frames = cases.frames
+        cell = int(frames.cell[row])
+        samples = int(cases.model.cells[Column("samples")][cell])
+        count = int(frames.micro_batches[row]) * samples
+        variant = int(cases.model.cells[Column("variant")][cell])
+        sizes = tuple(int(cases.mesh[axis][row]) for axis in GRID_AXES)
+        key = variant, sizes, int(frames.zero[row]), int(frames.offload[row]), count
+        if key not in self._fitting:
+            laid = self._laid(cases, row)
+            assert laid is not None
+            laid = dataclasses.replace(laid, accumulates=count > 1)
+            terms = self.memory.of(
+                self._moments.of(laid), laid, self._setting(cases, row, count)
+            )
+            here = Fullest.of(cases, cases.groups[0], terms)
+            self._fitting[key] = not any(here.lacks)
+        return self._fitting[key]
+
+    def _setting(self, cases: Cases, row: int, count: int) -> Setting:
+        inside = {a: int(cases.mesh[a][row]) for a in GRID_AXES if a != "stage"}
+        return Setting(
+            inside,
+            count * self.copies,
+            self.space.cluster,
+            self.space.reading.dims,
+            self.batch,
+        )
+
+    def _laid(self, cases: Cases, row: int) -> Laid | None:
+        """The layout of a case; None where its memory is not known."""
+        frames = cases.frames
+        policy = cases.model.policies[int(frames.remat[row])]
+        bits = int(frames.offload[row])
+        offload = tuple(n for i, n in enumerate(OFFLOADS) if bits >> i & 1)
+        apart = "activations" in offload
+        plain = set(policy.values()) <= {"none"} and "gradients" not in offload
+        if not (self.knows and plain) or (apart and not self.program.waiting):
+            return None
+        cell = int(frames.cell[row])
+        variant = self.space.served[int(cases.model.cells[Column("variant")][cell])]
+        inside = {a: int(cases.mesh[a][row]) for a in GRID_AXES if a != "stage"}
+        return Laid(
+            tables=variant.spots,
+            layouts=lay_out(self.facts, variant.spots, inside, int(frames.zero[row])),
+            offload=offload,
+            accumulates=int(frames.micro_batches[row]) > 1,
+        )
 
     def _held(self, cases: Cases, group: Group, row: int) -> float:
         """Micro-batches in flight on a stage of a group."""

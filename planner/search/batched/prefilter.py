@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, TypeVar
 
 import numpy as np
@@ -19,61 +19,96 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
-from whalejax.planner.search.batched.cases import Placement
+from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.fits import ACTIVATIONS
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import Frames
+from whalejax.planner.search.batched.partition import cut_layers
 from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.batched.step_time import CaseCosts
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.zero1_slices import sliceable
-from whalejax.planner.terms import OFFLOADS, Chosen
+from whalejax.planner.terms import OFFLOADS, Chosen, Remat
 
 
 MANY: Final = 40
 """Meshes that are looked at one by one; of more, the promising ones are."""
 
+ROOMS: Final = (1.0, 2.0)
+"""Parts of a device's memory that plans may fill as arrays sum it up.
+
+Arrays sum up what is kept, whenever that is; what is in memory at once, which decides,
+may be half. What arrays find too large is looked for with more in host memory."""
+
 MOST: Final = 8
 """Promising meshes of one program that are looked at."""
 
-SLACK: Final = 0.3
+SLACK: Final = 0.1
 """A mesh is promising whose best plan is slower than the best by this part at most."""
 
 
 def promising(
-    graphs: Mapping[Chosen, Graph],
+    programs: Iterable[tuple[Variant, Graph]],
     cluster: Cluster,
     request: Request,
     spaces: Spaces | None = None,
-) -> tuple[tuple[Mesh, ...], float]:
-    """Meshes whose plans may be among the best.
+) -> dict[Variant, dict[Mesh, float]]:
+    """Meshes whose plans may be among the best, of each program.
 
     Args:
-        graphs: the captured loss, and what else may be run for it, by how attention
-            runs.
+        programs: that compute the captured loss, each read where it is needed.
         cluster: the machine.
         request: what is asked of plans that run.
         spaces: what other searches of the same loss ranged over.
 
     Returns:
-        Their sizes of ``PLANNED_AXES``, the most promising first, and seconds of a step
-        that a plan which is looked at may take. Where nothing is found that fits, those
-        that lack least.
+        Seconds of a step by sizes of ``PLANNED_AXES``, of the fastest program first.
+        Where nothing is found that fits, infinite ones for those that lack least.
     """
-    for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
-        asked = dataclasses.replace(request, mesh={**fixed, **(request.mesh or {})})
-        searches = [*_searches(graphs, cluster, asked, _Search, spaces)]
-        every = [search.steps for search in searches]
-        limit = min((s for one in every for s in one.values()), default=math.inf)
-        limit *= 1 + SLACK
-        pairs = [(steps[m], m) for steps in every for m in _least(steps)]
-        near = [mesh for step, mesh in sorted(pairs) if step <= limit]
-        if near:
-            return tuple(dict.fromkeys(near)), limit
-    least = (m for one in searches for m in _least(one.lacks()))
-    return tuple(dict.fromkeys(least)), math.inf
+    best = math.inf
+    found: dict[Variant, dict[Mesh, float]] = {}
+    lacks: dict[Variant, dict[Mesh, float]] = {}
+    for variant, graph in programs:
+        asked = dataclasses.replace(
+            request, mesh={"stage": 1, **(request.mesh or {})}, remat=()
+        )
+        for room in ROOMS:
+            try:
+                search = _Search(
+                    graph,
+                    cluster,
+                    asked,
+                    spaces,
+                    program=variant,
+                    known_seconds=best,
+                    room=room,
+                )
+            except NoMeshError:
+                break
+            search.run()
+            best = min(best, min(search.steps.values(), default=math.inf))
+            steps = found.setdefault(variant, {})
+            for mesh in _least(search.steps):
+                steps[mesh] = min(search.steps[mesh], steps.get(mesh, math.inf))
+            if best == math.inf and room == ROOMS[-1]:
+                lacks[variant] = search.lacks()
+    limit = best * (1 + SLACK)
+    near = {
+        variant: {mesh: step for mesh, step in steps.items() if step <= limit}
+        for variant, steps in found.items()
+    }
+    if any(near.values()):
+        order = sorted(
+            (v for v in near if near[v]), key=lambda v: min(near[v].values())
+        )
+        return {variant: near[variant] for variant in order}
+    return {v: dict.fromkeys(_least(one), math.inf) for v, one in lacks.items()}
 
+
+Variant = tuple[Remat, Chosen, int]
+"""What is computed again, how attention runs and in how many parts logits are made."""
 
 Mesh = tuple[int, ...]
 
@@ -128,29 +163,24 @@ def likely_replicas(
         request: what is asked of replicas that take unlike shares.
         allowed: by devices of a replica, the numbers of micro-batches to look at.
     """
-    for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
-        asked = dataclasses.replace(
-            request,
-            mesh={**fixed, **(request.mesh or {})},
-            num_micro_batches=None,
-        )
-        cases: dict[_Case, dict[Mesh, float]] = {}
-        lightest: dict[_Case, int] = {}
-        for attention, graph in graphs.items():
-            for search in _searches({attention: graph}, cluster, asked, _Replicas):
-                for (mesh, count, zero), step in search.counted.items():
-                    inner = (1, *mesh[1:])
-                    size = math.prod(inner)
-                    if count in allowed.get(size, ()):
-                        case = attention, size, count, zero
-                        steps = cases.setdefault(case, {})
-                        steps[inner] = min(step, steps.get(inner, step))
-                        policy = search.lightest[mesh, count, zero]
-                        lightest[case] = min(policy, lightest.get(case, policy))
-        if cases:
-            policies = {case: request.policies[n:] for case, n in lightest.items()}
-            return _near(cases, policies)
-    return []
+    asked = dataclasses.replace(
+        request, mesh={"stage": 1, **(request.mesh or {})}, num_micro_batches=None
+    )
+    cases: dict[_Case, dict[Mesh, float]] = {}
+    lightest: dict[_Case, int] = {}
+    for attention, graph in graphs.items():
+        for search in _searches({attention: graph}, cluster, asked, _Replicas):
+            for (mesh, count, zero), step in search.counted.items():
+                inner = (1, *mesh[1:])
+                size = math.prod(inner)
+                if count in allowed.get(size, ()):
+                    case = attention, size, count, zero
+                    steps = cases.setdefault(case, {})
+                    steps[inner] = min(step, steps.get(inner, step))
+                    policy = search.lightest[mesh, count, zero]
+                    lightest[case] = min(policy, lightest.get(case, policy))
+    policies = {case: request.policies[n:] for case, n in lightest.items()}
+    return _near(cases, policies) if cases else []
 
 
 def _near(
@@ -214,8 +244,18 @@ class _Search(WideSearch):
         spaces: Spaces | None = None,
         *,
         program: object = None,
+        known_seconds: float = math.inf,
+        room: float = 1.0,
     ) -> None:
-        super().__init__(graph, cluster, request, spaces, program=program)
+        super().__init__(
+            graph,
+            cluster,
+            request,
+            spaces,
+            program=program,
+            known_seconds=known_seconds,
+            room=room,
+        )
         self.steps: dict[Mesh, float] = {}
 
     def placements(self) -> list[Placement]:
@@ -237,6 +277,39 @@ class _Search(WideSearch):
         bits = sum(1 << OFFLOADS.index(name) for name in never)
         return [one for one in super()._offloads() if not one & bits] or [0]
 
+    def _held(self, placement: Placement, frames: Frames, found: CaseCosts) -> Array:
+        """Which cases memory holds: by liveness, where that can be told."""
+        cases = Cases(self.model, frames, placement, None)
+        cut_layers(cases)
+        held: Array = found.memory_bytes <= self.cluster.memory_bytes
+        if not self.liveness.knows:
+            return held
+        order = np.argsort(found.step, kind="stable").tolist()
+        fastest = dict(self.steps)
+        for row in order:
+            mesh = self._mesh(frames, row)
+            held[row] = False
+            if fastest.get(mesh, math.inf) <= found.step[row]:
+                continue  # Slower than what is known of the same mesh.
+            # Nothing waits where nothing is computed again.
+            waits = int(frames.offload[row]) & ACTIVATIONS
+            if waits and not self.liveness.program.waiting:
+                continue
+            if self.liveness.may_fit(cases, row):
+                fullest = self.liveness.of(cases, row)
+                held[row] = fullest is not None and not any(fullest.lacks)
+            if held[row]:
+                fastest[mesh] = float(found.step[row])
+        return held
+
+    def _exact(
+        self, placement: Placement, frames: Frames
+    ) -> tuple[CaseCosts, list[tuple[int, ...]]]:
+        found, counts = super()._exact(placement, frames)
+        if placement.by != "replicas":
+            found.fits &= self._held(placement, frames, found)
+        return found, counts
+
     def _keep(
         self,
         placement: Placement,
@@ -245,6 +318,8 @@ class _Search(WideSearch):
         counts: Sequence[tuple[int, ...]],
         index: int,
     ) -> None:
+        if not found.fits[index]:
+            return
         step, mesh = float(found.step[index]), self._mesh(frames, index)
         self.tally.best = min(self.tally.best, step)
         self.steps[mesh] = min(step, self.steps.get(mesh, step))
@@ -288,8 +363,9 @@ class _Replicas(_Search):
         spaces: Spaces | None = None,
         *,
         program: object = None,
+        room: float = 1.0,
     ) -> None:
-        super().__init__(graph, cluster, request, spaces, program=program)
+        super().__init__(graph, cluster, request, spaces, program=program, room=room)
         self.counted: dict[tuple[Mesh, int, int], float] = {}
         self.lightest: dict[tuple[Mesh, int, int], int] = {}
 
