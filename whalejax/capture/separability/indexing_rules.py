@@ -32,7 +32,6 @@ from whalejax.capture.separability.values import (
     Dim,
     Value,
     equal_dim,
-    has_own_places,
     is_one,
     is_samples,
     plain_dim,
@@ -163,6 +162,8 @@ def _scatter(equation: PairedEquation) -> list[Value]:
             continue
         places = None if columns is None else fact_of(columns[slot], Places)
         if places is not None and size_of(own[places.dim]) == size_of(found[d]):
+            if places.dim in met:
+                raise CoupledError("writes to a diagonal of the samples")
             found[d] = align_dim(found[d], own[places.dim])
             met.add(places.dim)
         elif places is not None or any(a.grows for a in found[d]):
@@ -172,8 +173,10 @@ def _scatter(equation: PairedEquation) -> list[Value]:
     for d, u in window.items():
         if size_of(found[d]) == size_of(updates.dims[u]):
             found[d] = align_dim(found[d], updates.dims[u])
-        elif has_own_places(found[d]) or any(a.grows for a in updates.dims[u]):
+        elif any(a.grows for a in (*found[d], *updates.dims[u])):
             raise CoupledError("writes to some of the samples by their place")
+        else:
+            found[d] = plain_dim(*size_of(found[d]))
     gone = [dim for i, dim in enumerate(own) if i not in met]
     check_one_batch((*found, *gone))
     return [_written(equation, (operand, indices, updates), columns, gone, found)]
@@ -207,8 +210,8 @@ def _written(
     if equation.name not in ("scatter-add", "scatter_add"):
         if any(a.grows for dim in gone for a in dim) or any(map(is_samples, gone)):
             raise CoupledError("writes samples over each other")
-        if equation.name != "scatter" and not is_one(product_ratio([operand, updates])):
-            raise CoupledError("multiplies what depends on the number of samples")
+        if equation.name != "scatter":
+            _check_combined(equation, operand, updates)
         kind, within = combined_kind([operand, updates, *index])
         ratio = same_ratio([operand, updates])
         return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
@@ -217,6 +220,16 @@ def _written(
     kind, within = combined_kind([operand, added])
     ratio = same_ratio([operand, added])
     return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
+
+
+def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
+    """Refuse products and ends that are not those of a mean over samples."""
+    sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
+    product = equation.name in ("scatter-mul", "scatter_mul")
+    if sums > product:
+        raise CoupledError(f"applies {equation.name} to sums over the samples")
+    if not is_one(product_ratio([operand, updates])):
+        raise CoupledError("multiplies what depends on the number of samples")
 
 
 RULES: Final[dict[str, Any | Rule]] = {

@@ -17,6 +17,7 @@ from whalejax.capture.separability.values import (
     Dependence,
     Dim,
     Value,
+    is_one,
     is_samples,
     plain_dim,
     product_ratio,
@@ -53,9 +54,11 @@ def _dot_general(equation: PairedEquation) -> list[Value]:
 def _ragged_dot(equation: PairedEquation) -> list[Value]:
     """Rows by group; whose rows they are, ``facts`` knows. Here groups are fixed."""
     left, right, sizes = equation.values[:3]
-    if any(is_samples(d) for d in left.dims) or sizes.kind is not Dependence.FIXED:
+    every = (*left.dims, *right.dims, *sizes.dims)
+    if _grows(*every) or sizes.kind is not Dependence.FIXED or not is_one(sizes.ratio):
         raise CoupledError("groups rows of all samples")
-    return [_plain_result(equation, (left, right, sizes))]
+    _check_factors((left, right))
+    return [_plain_result(equation, (left, right))]
 
 
 def _plain_result(equation: PairedEquation, values: Any) -> Value:
@@ -70,6 +73,7 @@ def _plain_result(equation: PairedEquation, values: Any) -> Value:
 def _conv(equation: PairedEquation) -> list[Value]:
     (numbers,) = equation.same("dimension_numbers")
     equation.same("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    equation.same("batch_group_count")
     left, right = equation.values
     _check_factors((left, right))
     kind, within = combined_kind((left, right))

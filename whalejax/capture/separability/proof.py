@@ -8,7 +8,7 @@ the samples of both and the two are compared, so no number in it needs a rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -258,15 +258,30 @@ def _unlike(
     if len({len(x) for x in listed}) > 1:
         return Reason(operation="", line="", why="does other operations for one sample")
     for one, small, large in zip(*listed, strict=True):
-        names = {x[0] for x in (one, small, large)}
-        if len(names) > 1 or not _same_law(one[1], small[1], large[1], sizes):
+        same = len({x.name for x in (one, small, large)}) == 1
+        same = same and _same_law(one.numbers, small.numbers, large.numbers, sizes)
+        if not same or not _same_law(one.sizes, small.sizes, large.sizes, sizes):
             why = "does other operations for one sample"
-            return Reason(operation=one[0], line=one[2], why=why)
+            return Reason(operation=one.name, line=one.line, why=why)
     return None
 
 
-def _operations(program: Any) -> Any:
-    """Name, numbers and line of every operation but those of shape."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """An operation of a trace: its numbers, and how many elements its results have.
+
+    Of their dimensions that is all that can be compared: products of one sample leave
+    that dimension out.
+    """
+
+    name: str
+    numbers: Sequence[complex]
+    sizes: Sequence[complex]
+    line: str
+
+
+def _operations(program: Any) -> Iterator[_Operation]:
+    """Every operation of a program but those of shape."""
     for equation in _compat.open_jaxpr(program)[0].eqns:
         inner = _compat.inner_jaxprs(equation)
         for one in inner:
@@ -280,7 +295,12 @@ def _operations(program: Any) -> Any:
             and np.shape(a.val) == ()
             and np.issubdtype(np.asarray(a.val).dtype, np.number)
         ]
-        yield equation.primitive.name, numbers, _compat.line_text(equation)
+        yield _Operation(
+            name=equation.primitive.name,
+            numbers=numbers,
+            sizes=[complex(math.prod(v.aval.shape)) for v in equation.outvars],
+            line=_compat.line_text(equation),
+        )
 
 
 def _same_law(
