@@ -755,3 +755,17 @@ def test_reference_models(
     (found,), failures = run(plan, job.loss_fn, model, batch, optimizer=job.optimizer)
     assert not failures
     assert found.is_right, found
+
+
+def test_layers_of_adasum_are_found_however_a_loss_takes_them() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        for place in range(3):
+            x = jnp.tanh(x @ p["layers"][..., place])
+        return (x**2).mean()
+
+    params = {"layers": jax.random.normal(jax.random.key(0), (8, 8, 3)) / 3}
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    options: dict[str, Any] = {"mesh": {"data": 4}, "combine": "adasum"}
+    tx = optax.sgd(0.1)
+    plan = wh.plan(loss, params, x, optimizer=tx, cluster="cpu:4", **options)
+    assert wh.check(plan, loss, params, x, optimizer=tx, odd=False).is_right
