@@ -86,7 +86,6 @@ def _conv(equation: PairedEquation) -> list[Value]:
     filters = right.dims[specs[1][0]]
     places = [left.dims[i] for i in specs[0][2:]]
     places += [right.dims[i] for i in (*specs[1][1:],)]
-    gone: list[Dim] = []
     if _grows(*places):
         raise CoupledError("convolves along the samples")
     if equation.params["batch_group_count"] != 1:
@@ -98,8 +97,7 @@ def _conv(equation: PairedEquation) -> list[Value]:
     dims[specs[2][0]] = samples
     check_one_batch(tuple(dims))
     ratio = product_ratio((left, right))
-    product = Value(kind=kind, dims=(), ratio=ratio, within=within)
-    return [with_sum(product, gone, dims)]
+    return [Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)]
 
 
 def _grows(*dims: Dim) -> bool:
