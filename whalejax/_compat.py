@@ -96,6 +96,18 @@ def is_ruled_by_jax(equation: Any) -> bool:
     return not wrapped and all(folder in source for source in sources)
 
 
+def is_floor_division(equation: Any) -> bool:
+    """Whether a call is JAX's own division ``//``, and no other of that name."""
+    if str(equation.params.get("name", "")) != "floor_divide":
+        return False
+    given = [
+        jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type)
+        for a in equation.invars
+    ]
+    (own,) = jax.make_jaxpr(jnp.floor_divide)(*given).eqns
+    return str(inner_jaxprs(own)) == str(inner_jaxprs(equation))
+
+
 def solve_parts(equation: Any) -> tuple[int, int, int]:
     """Operands of a linear solve: first and last constant of what solves it, and where
     the right-hand sides begin."""

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from whalejax.planner.entries import Spec
 from whalejax.planner.model.graph import LOOPS, Graph, Op
@@ -64,6 +65,29 @@ class LayerAxes:
         (6, 8)
         """
         return (self.count, *(self.sizes[i] for i in self.order[len(self.layers) :]))
+
+    def by_layer(self, of_ranks: Any) -> Any:
+        """Arrays of all ranks, with their layers along the dimension behind theirs.
+
+        Args:
+            of_ranks: the parameter's shape, behind a dimension of ranks.
+        """
+        cut = of_ranks.reshape(-1, *self.sizes)
+        moved = cut.transpose(0, *(1 + i for i in self.order))
+        return moved.reshape(-1, *self.stacked)
+
+    def as_stored(self, stacked: Any) -> Any:
+        """An array in the parameter's shape again.
+
+        Args:
+            stacked: the shape with all layers along the first dimension.
+        """
+        cut = stacked.reshape(*(self.sizes[i] for i in self.order))
+        places = range(len(self.order))
+        shape = [1] * (max(self.sources) + 1)
+        for size, source in zip(self.sizes, self.sources, strict=True):
+            shape[source] *= size
+        return cut.transpose(*(self.order.index(i) for i in places)).reshape(shape)
 
     def stacked_spec(self, spec: Spec, mesh: Mapping[str, int]) -> Spec:
         """The layout of that shape: what shards layers shards them in order, or not.
@@ -165,6 +189,16 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
                 sizes=tuple(sizes), sources=tuple(sources), layers=tuple(layers)
             )
     return found
+
+
+def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
+    """How parameters that stack layers divide, by their paths.
+
+    Args:
+        graph: the captured loss.
+    """
+    found = layer_axes(graph).items()
+    return {graph.tensors[t].path: axes for t, axes in found if axes is not None}
 
 
 _Cut = tuple[tuple[int, bool], ...]

@@ -270,6 +270,7 @@ def _asked(
         limit_seconds=timeout_seconds,
         worker=_WORKER,
         task="checking the plan at reduced sizes",
+        limit_name="timeout_seconds= (--timeout)",
         xla_flags=_QUICK,
     ).data
     if "failure" in answer:

@@ -20,7 +20,7 @@ from whalejax.equality.one_device import Reference, reference
 from whalejax.equality.reduced_model import PlannedModel, ResizedAdapter
 from whalejax.equality.resized_program import ResizedProgram
 from whalejax.planner.cost.adasum import DATA, node_size
-from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.model.layer_axes import layers_by_path
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.mixed_precision import at_precision
@@ -146,18 +146,17 @@ def _combined(
         _means(of_ranks[first : first + size], weights[first : first + size])
         for first in range(0, len(of_ranks), size)
     ]
-    graph = planned.captured.graph
-    sliced = sliced_params(graph)
-    stacked = {t.path for t in graph.params if t.id in sliced}
+    axes = layers_by_path(planned.captured.graph)
     found = []
     for path, tensors in zip(
         planned.adapter.param_paths, zip(*nodes, strict=True), strict=True
     ):
-        if path in stacked:
-            layers = zip(*tensors, strict=True)
-            found.append(np.stack([adasum(layer) for layer in layers]))
-        else:
+        one = axes.get(path)
+        if one is None:
             found.append(adasum(tensors))
+            continue
+        layers = zip(*one.by_layer(np.stack(tensors)), strict=True)
+        found.append(one.as_stored(np.stack([adasum(layer) for layer in layers])))
     return found
 
 

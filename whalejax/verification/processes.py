@@ -60,6 +60,7 @@ def run(
     extra_paths: Sequence[str] = (),
     worker: str = "whalejax.verification.worker",
     task: str = "",
+    limit_name: str = "--timeout",
     xla_flags: str = "",
 ) -> Answer:
     """Compile, or do something else, in a process of its own.
@@ -70,6 +71,7 @@ def run(
         extra_paths: folders of packages that it needs and this process lacks.
         worker: module that the process runs.
         task: what it does, for errors; it compiles if left out.
+        limit_name: what the user gives ``limit_seconds`` by.
         xla_flags: further flags of XLA.
 
     Raises:
@@ -98,7 +100,7 @@ def run(
             except subprocess.TimeoutExpired as error:
                 raise VerifyError(
                     f"{task} did not end in {limit_seconds:.0f} s and was stopped; "
-                    f"--timeout gives it longer. {_last(said)}"
+                    f"{limit_name} gives it longer. {_last(said)}"
                 ) from error
             finally:
                 _end(process)

@@ -250,12 +250,19 @@ def _counted(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     if one_hot is None:
         return None
     found = apply_rule(equation)
+    if not _counts_exactly(equation):
+        return found
     if equation.name == "convert_element_type":
         return [replace(found[0], fact=one_hot)]
     rows = set(range(len(value.dims) - 1))
     if set(equation.params["axes"]) == rows and not _repeated(value.dims[:-1]):
         return [replace(found[0], fact=IdCounts(ids=one_hot.ids))]
     return found
+
+
+def _counts_exactly(equation: PairedEquation) -> bool:
+    """Whether a result is of a dtype in which many ones add up to their number."""
+    return bool(np.dtype(equation.result_dtype).itemsize >= 4)
 
 
 def _repeated(dims: Sequence[Dim]) -> bool:
@@ -270,6 +277,7 @@ def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     numbered = fact_of(indices, Numbered)
     if (
         numbered is None
+        or numbered.wrapped
         or operand.ratio is not None
         or operand.kind is not Dependence.FIXED
     ):
@@ -343,19 +351,21 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def divided_order(
-    name: str, values: Sequence[Value], reason: Reason
+    call: Any, values: Sequence[Value], reason: Reason
 ) -> list[Value] | None:
     """A floor division of sorted places, by which choices become their tokens.
 
     Args:
-        name: Of the function that divides.
+        call: The call of a function, in either trace.
         values: Its operands.
         reason: What couples samples if the result is used in another way.
     """
-    if name != "floor_divide" or len(values) != 2:
+    if len(values) != 2:
         return None
     order, literal = fact_of(values[0], Order), _literal(values[1])
     if order is None or literal is None or order.inverse or int(literal) < 1:
+        return None
+    if not _compat.is_floor_division(call):
         return None
     fact = replace(order, divided=order.divided * int(literal))
     return [with_fact(values[0], fact, reason)]

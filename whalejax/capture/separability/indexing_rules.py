@@ -32,7 +32,6 @@ from whalejax.capture.separability.values import (
     Dim,
     Value,
     equal_dim,
-    has_own_places,
     is_one,
     is_samples,
     plain_dim,
@@ -163,6 +162,8 @@ def _scatter(equation: PairedEquation) -> list[Value]:
             continue
         places = None if columns is None else fact_of(columns[slot], Places)
         if places is not None and size_of(own[places.dim]) == size_of(found[d]):
+            if places.dim in met:
+                raise CoupledError("writes to a diagonal of the samples")
             found[d] = align_dim(found[d], own[places.dim])
             met.add(places.dim)
         elif places is not None or any(a.grows for a in found[d]):
@@ -172,8 +173,10 @@ def _scatter(equation: PairedEquation) -> list[Value]:
     for d, u in window.items():
         if size_of(found[d]) == size_of(updates.dims[u]):
             found[d] = align_dim(found[d], updates.dims[u])
-        elif has_own_places(found[d]) or any(a.grows for a in updates.dims[u]):
+        elif any(a.grows for a in (*found[d], *updates.dims[u])):
             raise CoupledError("writes to some of the samples by their place")
+        else:
+            found[d] = plain_dim(*size_of(found[d]))
     gone = [dim for i, dim in enumerate(own) if i not in met]
     check_one_batch((*found, *gone))
     return [_written(equation, (operand, indices, updates), columns, gone, found)]
@@ -220,12 +223,13 @@ def _written(
 
 
 def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
-    """Refuse products, maxima and minima that are none of a mean over samples."""
+    """Refuse products and ends that are not those of a mean over samples."""
+    sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
+    product = equation.name in ("scatter-mul", "scatter_mul")
+    if sums > product:
+        raise CoupledError(f"applies {equation.name} to sums over the samples")
     if not is_one(product_ratio([operand, updates])):
         raise CoupledError("multiplies what depends on the number of samples")
-    sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
-    if sums > 1 or (sums and "mul" not in equation.name):
-        raise CoupledError(f"applies {equation.name} to a sum over the samples")
 
 
 RULES: Final[dict[str, Any | Rule]] = {

@@ -167,9 +167,8 @@ class Interpreter:
     def _call(
         self, part: Any, whole: Any, given: list[Value], reason: Reason
     ) -> list[Value]:
-        name = str(part.params.get("name", ""))
         why = replace(reason, why="uses the order of all samples")
-        found = divided_order(name, given, why)
+        found = divided_order(part, given, why)
         if found is not None:
             return found
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))

@@ -17,6 +17,7 @@ from whalejax.capture.separability.values import (
     Dependence,
     Dim,
     Value,
+    is_one,
     is_samples,
     plain_dim,
     product_ratio,
@@ -53,7 +54,8 @@ def _dot_general(equation: PairedEquation) -> list[Value]:
 def _ragged_dot(equation: PairedEquation) -> list[Value]:
     """Rows by group; whose rows they are, ``facts`` knows. Here groups are fixed."""
     left, right, sizes = equation.values[:3]
-    if any(is_samples(d) for d in left.dims) or sizes.kind is not Dependence.FIXED:
+    every = (*left.dims, *right.dims, *sizes.dims)
+    if _grows(*every) or sizes.kind is not Dependence.FIXED or not is_one(sizes.ratio):
         raise CoupledError("groups rows of all samples")
     _check_factors((left, right))
     return [_plain_result(equation, (left, right, sizes))]
@@ -71,6 +73,7 @@ def _plain_result(equation: PairedEquation, values: Any) -> Value:
 def _conv(equation: PairedEquation) -> list[Value]:
     (numbers,) = equation.same("dimension_numbers")
     equation.same("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    equation.same("batch_group_count")
     left, right = equation.values
     _check_factors((left, right))
     kind, within = combined_kind((left, right))
@@ -83,7 +86,6 @@ def _conv(equation: PairedEquation) -> list[Value]:
     filters = right.dims[specs[1][0]]
     places = [left.dims[i] for i in specs[0][2:]]
     places += [right.dims[i] for i in (*specs[1][1:],)]
-    gone: list[Dim] = []
     if _grows(*places):
         raise CoupledError("convolves along the samples")
     if equation.params["batch_group_count"] != 1:
@@ -95,8 +97,7 @@ def _conv(equation: PairedEquation) -> list[Value]:
     dims[specs[2][0]] = samples
     check_one_batch(tuple(dims))
     ratio = product_ratio((left, right))
-    product = Value(kind=kind, dims=(), ratio=ratio, within=within)
-    return [with_sum(product, gone, dims)]
+    return [Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)]
 
 
 def _grows(*dims: Dim) -> bool:

@@ -45,18 +45,18 @@ def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
     return Value(kind=kind, dims=tuple(dims), within=within, key=key.key)
 
 
-def _fresh_dims(
-    equation: PairedEquation, front: Sequence[Dim], count: int
-) -> list[Dim]:
+def _fresh_dims(equation: PairedEquation) -> list[Dim]:
     """Dimensions of a key's own, and then drawn ones.
 
     A key that is neither the loss's rng nor a sample's gives every part the same
     numbers at the same places.
     """
-    part, whole = equation.shapes()
-    behind = [*zip(part, whole, strict=True)][count:]
-    dim = _drawn if _is_own(equation.values[0]) else plain_dim
-    return [*front, *(dim(a, b) for a, b in behind)]
+    key, (part, whole) = equation.values[0], equation.shapes()
+    behind = [*zip(part, whole, strict=True)][len(key.dims) :]
+    if key.key != "rng" and any(a != b for a, b in behind):
+        raise CoupledError(FOREIGN)
+    dim = _drawn if _is_own(key) else plain_dim
+    return [*key.dims, *(dim(a, b) for a, b in behind)]
 
 
 def _is_own(key: Value) -> bool:
@@ -66,8 +66,7 @@ def _is_own(key: Value) -> bool:
 
 def _bits(equation: PairedEquation) -> list[Value]:
     key = equation.values[0]
-    count = len(key.dims)
-    dims = _fresh_dims(equation, key.dims, count)
+    dims = _fresh_dims(equation)
     own = _is_own(key)
     grows = any(a.grows for d in dims for a in d)
     if not own and (grows or key.key == "foreign"):
@@ -77,7 +76,7 @@ def _bits(equation: PairedEquation) -> list[Value]:
 
 def _split(equation: PairedEquation) -> list[Value]:
     key = equation.values[0]
-    return [_of_key(key, _fresh_dims(equation, key.dims, len(key.dims)))]
+    return [_of_key(key, _fresh_dims(equation))]
 
 
 def _fold_in(equation: PairedEquation) -> list[Value]:
@@ -106,7 +105,7 @@ def _seed(equation: PairedEquation) -> list[Value]:
 
 def _unwrap(equation: PairedEquation) -> list[Value]:
     key = equation.values[0]
-    return [_of_key(key, _fresh_dims(equation, key.dims, len(key.dims)))]
+    return [_of_key(key, _fresh_dims(equation))]
 
 
 def _wrap(equation: PairedEquation) -> list[Value]:

@@ -122,6 +122,8 @@ def _reduce_truth(equation: PairedEquation) -> list[Value]:
     (axes,) = equation.same("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
+    if not is_one(value.ratio):
+        raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
     return [value.shaped(_kept(value.dims, axes))]
 
 
@@ -195,7 +197,7 @@ def _windows(equation: PairedEquation) -> list[Value]:
     linear = "sum" in equation.name
     shapes, dims = equation.shapes(), []
     values = equation.values
-    operands = align_dims([v.dims for v in values if len(v.dims) == len(window)][:1])
+    operands = align_dims([v.dims for v in values if len(v.dims) == len(window)])
     for i, dim in enumerate(operands):
         still = (window[i], strides[i], *(d[i] for d in dilated)) == (1, 1, 1, 1)
         if still and tuple(padding[i]) == (0, 0):
@@ -208,18 +210,23 @@ def _windows(equation: PairedEquation) -> list[Value]:
     ratio = same_ratio(values[:1])
     if "sum" not in equation.name:
         _check_positive(values[-1])
-    if not linear and kind is Dependence.SUM:
+    decides = values[-1] if "gather" in equation.name else None
+    if (not linear and kind is Dependence.SUM) or _is_sum(decides):
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
     one = Value(kind=kind, dims=tuple(dims), ratio=ratio, within=within)
     return [one] * len(equation.part.outvars)
+
+
+def _is_sum(value: Value | None) -> bool:
+    return value is not None and value.kind is Dependence.SUM
 
 
 def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
     """The gradient of a maximum over windows."""
     source, operand = equation.values
     _check_positive(operand)
-    if operand.kind is Dependence.SUM:
-        raise CoupledError("chooses by a sum over the samples")
+    if _is_sum(operand):
+        raise CoupledError(f"applies {equation.name} to a sum over the samples")
     window, strides = equation.same("window_dimensions", "window_strides")
     (padding,) = equation.same("padding")
     dims = []

@@ -8,6 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Final
 
+import numpy as np
+
 from whalejax.capture.separability.alignment import (
     align_dim,
     align_dims,
@@ -53,6 +55,8 @@ def _iota(equation: PairedEquation) -> list[Value]:
     fact: Any = Steps() if along == len(pairs) - 1 else None
     if pairs[along][0] != pairs[along][1]:
         fact = Places(dim=along)
+    if np.dtype(equation.result_dtype).itemsize < 4:  # Which count no further.
+        fact = None
     return [Value(kind=Dependence.FIXED, dims=tuple(dims), fact=fact)]
 
 
@@ -180,6 +184,8 @@ def cut_dim(
         if cuts[0][2] != cuts[1][2] or cuts[0][0] != cuts[1][0]:
             raise CoupledError(TAKES)
         if inner.along is not Along.SAMPLES and inner.part % stride == 0:
+            if inner.grows:
+                raise CoupledError(f"takes a piece that {SIZE}")
             per = inner.part // stride
             return merged_atoms([*dim[:-1], inner.sized(per, per)])
         if inner.along is Along.SAMPLES:
@@ -232,14 +238,13 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
     value, *starts = equation.values
     pieces = (equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"])
     shapes, dims = equation.operand_shapes(0), []
-    moving = [
-        v for v in starts if v.kind is not Dependence.FIXED or not is_one(v.ratio)
-    ]
+    deciding = []  # Where all of a dimension is taken, it begins at 0 at any rate.
     for i, (dim, start) in enumerate(zip(value.dims, starts, strict=True)):
         sizes, taken = (shapes[0][i], shapes[1][i]), (pieces[0][i], pieces[1][i])
         if taken == sizes:
             dims.append(dim)
-        elif start.numbers is not None:
+            continue
+        if start.numbers is not None:
             cuts = [
                 (int(a), int(a) + n, 1)
                 for a, n in zip(start.numbers, taken, strict=True)
@@ -249,17 +254,23 @@ def _dynamic_slice(equation: PairedEquation) -> list[Value]:
             raise CoupledError(TAKES)
         else:
             dims.append(plain_dim(*taken))
-    if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in moving):
+        deciding.append(start)
+    if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in deciding):
         raise CoupledError("takes a place that samples decide together")
-    kind, within = combined_kind([value, *starts])
+    kind, within = combined_kind([value, *deciding])
     return [Value(kind=kind, dims=tuple(dims), ratio=value.ratio, within=within)]
 
 
 def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
     value, update, *starts = equation.values
+    shapes, pieces = equation.operand_shapes(0), equation.operand_shapes(1)
+    moving = [
+        any(p[i] != s[i] for p, s in zip(pieces, shapes, strict=True))
+        for i in range(len(starts))
+    ]
+    starts = [v for v, moves in zip(starts, moving, strict=True) if moves]
     if any(v.kind is Dependence.SUM or not is_one(v.ratio) for v in starts):
         raise CoupledError("writes to a place that samples decide together")
-    shapes, pieces = equation.operand_shapes(0), equation.operand_shapes(1)
     dims = []
     for i, (dim, other) in enumerate(zip(value.dims, update.dims, strict=True)):
         if (shapes[0][i], shapes[1][i]) == (pieces[0][i], pieces[1][i]):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from whalejax import _compat
 from whalejax.capture.separability import (
     elementwise_rules,
     indexing_rules,
@@ -44,7 +45,26 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     """
     _check_switches(equation)
     rule = RULES.get(equation.name)
-    return _opaque(equation) if rule is None else rule(equation)
+    found = _opaque(equation) if rule is None else rule(equation)
+    for value, variable in zip(found, equation.part.outvars, strict=True):
+        if value.kind is Dependence.SUM:
+            _check_sum(equation.name, variable.aval.dtype)
+    return found
+
+
+def _check_sum(name: str, dtype: Any) -> None:
+    """Refuse sums over the samples in a dtype that does not hold them.
+
+    Raises:
+        CoupledError: they are truth values, narrow whole numbers, or differences of
+            numbers that are never negative.
+    """
+    if _compat.is_inexact(dtype):
+        return
+    if dtype == np.bool_ or np.dtype(dtype).itemsize < 4:
+        raise CoupledError(f"adds samples up in {dtype}, which holds no sum of many")
+    if np.issubdtype(dtype, np.unsignedinteger) and name in ("sub", "neg"):
+        raise CoupledError(f"subtracts sums over the samples in {dtype}")
 
 
 def _check_switches(equation: PairedEquation) -> None:
@@ -57,6 +77,8 @@ def _check_switches(equation: PairedEquation) -> None:
 
 def _opaque(equation: PairedEquation) -> list[Value]:
     """Results of an operation of which nothing is known."""
+    if equation.part.effects:
+        raise CoupledError(f"calls {equation.name}, which may keep samples for later")
     if any(
         v.kind is not Dependence.FIXED or not is_one(v.ratio) for v in equation.values
     ):

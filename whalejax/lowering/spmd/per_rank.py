@@ -27,7 +27,7 @@ from whalejax.lowering.spmd import executor
 from whalejax.lowering.spmd.adasum import combined, weighted_means
 from whalejax.lowering.spmd.executor import Program, Sums
 from whalejax.planner.cost.adasum import DATA, node_size
-from whalejax.planner.model.layer_axes import LayerAxes, layer_axes
+from whalejax.planner.model.layer_axes import layers_by_path
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import Spec
 from whalejax.runtime.optimizer_state import updates
@@ -247,14 +247,14 @@ def _adasum(
     program: Program, stacked: Sequence[Any], weights: Any, specs: Sequence[Spec]
 ) -> list[Any]:
     plan, graph = program.plan, program.captured.graph
-    paths = {graph.tensors[t].path: axes for t, axes in layer_axes(graph).items()}
+    paths = layers_by_path(graph)
     axes = [paths.get(leaf.path) for leaf in plan.trained]
     laid = [
         spec if one is None else one.stacked_spec(spec, plan.axis_sizes)
         for spec, one in zip(specs, axes, strict=True)
     ]
     pairs = zip(stacked, axes, strict=True)
-    by_layer = [x if one is None else _by_layer(x, one) for x, one in pairs]
+    by_layer = [x if one is None else one.by_layer(x) for x, one in pairs]
     found = combined(
         program.constrain(by_layer, [((DATA,), *spec) for spec in laid]),
         program.constrain([weights], [((DATA,),)])[0],
@@ -263,24 +263,8 @@ def _adasum(
         program.mesh,
         node=node_size(plan.axis_sizes, plan.cluster, plan.combine),
     )
-    back = zip(found, axes, stacked, strict=True)
-    return [
-        x if one is None else _as_stored(x, one).reshape(of_ranks.shape[1:])
-        for x, one, of_ranks in back
-    ]
-
-
-def _by_layer(ranked: Any, axes: LayerAxes) -> Any:
-    """A parameter of all ranks, with its layers along the dimension behind theirs."""
-    cut = ranked.reshape(-1, *axes.sizes)
-    moved = cut.transpose(0, *(1 + i for i in axes.order))
-    return moved.reshape(-1, *axes.stacked)
-
-
-def _as_stored(x: Any, axes: LayerAxes) -> Any:
-    """A parameter with its layers where they were."""
-    cut = x.reshape(*(axes.sizes[i] for i in axes.order))
-    return cut.transpose(*(axes.order.index(i) for i in range(len(axes.order))))
+    back = zip(found, axes, strict=True)
+    return [x if one is None else one.as_stored(x) for x, one in back]
 
 
 def _summed(program: Program, sums: Sums) -> Sums:

@@ -1,0 +1,252 @@
+"""Operations that look as if they kept samples apart, and do not.
+
+Each loss is measured first: its micro-batches give another gradient than the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests import coupling_losses as zoo
+from whalejax.adapters.base import adapt
+from whalejax.capture import capture
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+COUPLED: Final[dict[str, Callable[..., Any]]] = {}
+"""Losses that couple samples, by their name."""
+
+SEPARABLE: Final[dict[str, Callable[..., Any]]] = {}
+"""Losses that do not, by their name."""
+
+
+def coupled(function: Callable[..., Any]) -> Callable[..., Any]:
+    COUPLED[function.__name__] = function
+    return function
+
+
+def separable(function: Callable[..., Any]) -> Callable[..., Any]:
+    SEPARABLE[function.__name__] = function
+    return function
+
+
+def accumulated(function: Callable[..., Any], count: int) -> tuple[float, Any]:
+    """Loss and gradient on one device, as the mean over micro-batches."""
+    params, batch = zoo.parameters(), jax.tree.map(jnp.asarray, zoo.batch())
+    found = [
+        jax.value_and_grad(function)(params, {k: v[n::count] for k, v in batch.items()})
+        for n in range(count)
+    ]
+    return jax.tree.map(lambda *leaves: sum(leaves) / count, *found)
+
+
+def difference(function: Callable[..., Any], count: int) -> float:
+    """How far micro-batches are from the whole batch, of the largest element."""
+    pairs = zip(
+        jax.tree.leaves(accumulated(function, count)),
+        jax.tree.leaves(accumulated(function, 1)),
+        strict=True,
+    )
+    both = [(np.asarray(a), np.asarray(b)) for a, b in pairs]
+    size = max(np.abs(b).max() for _, b in both)
+    return float(max(np.abs(a - b).max() for a, b in both) / size)
+
+
+def is_proven(function: Callable[..., Any], count: int) -> bool:
+    captured = capture(adapt(zoo.parameters(), function), zoo.batch())
+    return captured.independence(zoo.BATCH // count, zoo.BATCH, None).proven
+
+
+# Writes by index.
+
+
+def _means(p: Any, b: Any) -> jax.Array:
+    return zoo.hidden(p, b).mean(0)
+
+
+@coupled
+def larger_of_a_mean_and_a_number(p: Any, b: Any) -> Any:
+    return _means(p, b).at[jnp.array([0, 2, 5])].max(0.01).sum()
+
+
+@coupled
+def means_times_means(p: Any, b: Any) -> Any:
+    means = b["x"].mean(0)
+    places = jnp.array([0, 2])
+    product = means.at[places].multiply(means[:2], unique_indices=True)
+    return product.sum() * p["w"].sum()
+
+
+@coupled
+def diagonal_by_two_places(p: Any, b: Any) -> Any:
+    score = zoo.score(p, b)
+    places = jnp.arange(len(score))
+    diagonal = jnp.zeros((len(score), len(score))).at[places, places].set(1.0)
+    return (diagonal * score[:, None]).mean()
+
+
+@coupled
+def diagonal_by_vmap(p: Any, b: Any) -> Any:
+    score = zoo.score(p, b)
+    n = len(score)
+    rows = jax.vmap(lambda row, place: row.at[place].set(1.0))
+    return (rows(jnp.zeros((n, n)), jnp.arange(n)) * score[:, None]).mean()
+
+
+# Windows.
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")
+
+
+@coupled
+def tangents_of_windows_of_each(p: Any, b: Any) -> Any:
+    given = jnp.broadcast_to(p["w"][0], b["x"].shape)
+    _, chosen = jax.jvp(_largest, (b["x"],), (given,))
+    return (chosen.max(0) * zoo.hidden(p, b)[:, :4]).sum(-1).mean()
+
+
+@coupled
+def tangents_of_windows_of_a_mean(p: Any, b: Any) -> Any:
+    return jax.jvp(_largest, (b["x"].mean(0)[None],), (p["w"][:1],))[1].sum()
+
+
+@coupled
+def gradient_of_windows_of_a_mean(p: Any, b: Any) -> Any:
+    slope = jax.grad(lambda x: _largest(x).sum())(_means(p, b)[None])
+    return (slope * p["w"][:1]).sum()
+
+
+# Shapes, products and dtypes.
+
+
+@coupled
+def every_other_of_as_many_copies(p: Any, b: Any) -> Any:
+    score = zoo.score(p, b)
+    n = len(score)
+    return jnp.broadcast_to(score[:, None], (n, n)).reshape(-1)[::2].sum() / n
+
+
+@coupled
+def groups_of_all_rows(p: Any, b: Any) -> Any:
+    left, sizes = jnp.ones((2, len(b["x"]))), jnp.array([2], jnp.int32)
+    rows = lax.ragged_dot(left, b["x"][None], sizes)
+    return (rows.sum(0) * zoo.hidden(p, b)).sum(-1).mean()
+
+
+@coupled
+def any_of_the_samples(p: Any, b: Any) -> Any:
+    found = jnp.dot(b["r"] > 1.0, jnp.ones(len(b["r"]), bool))
+    return found.astype(float) / len(b["r"]) * p["w"].sum()
+
+
+@coupled
+def difference_of_natural_numbers(p: Any, b: Any) -> Any:
+    sums = [b[name].astype(jnp.uint8).sum() for name in ("y", "n")]
+    return (sums[0] - sums[1]).astype(float) / len(b["y"]) * p["w"].sum()
+
+
+@coupled
+def sum_in_eight_bits(p: Any, b: Any) -> Any:
+    total = (b["n"] * 7).sum().astype(jnp.int8)
+    return total.astype(float) / len(b["n"]) * p["w"].sum()
+
+
+# Experts, keys, and functions of a known name.
+
+
+@coupled
+def experts_counted_under_another_number(p: Any, b: Any) -> Any:
+    expert = jnp.argmax(b["x"] @ p["head"], -1)
+    order = jnp.argsort(expert)
+    ones = jnp.ones(len(expert), jnp.int32)
+    sizes = jax.ops.segment_sum(ones, expert + (-1), 4)
+    rows = lax.ragged_dot(b["x"][order], p["experts"], sizes)
+    return jnp.zeros_like(rows).at[order].set(rows).sum(-1).mean()
+
+
+@coupled
+def neighbours_by_a_function_named_as_a_division(p: Any, b: Any) -> Any:
+    @jax.jit
+    def floor_divide(places: Any, by: Any) -> Any:
+        return jnp.maximum(places - by, 0)
+
+    order = jnp.argsort(jnp.argmax(b["x"] @ p["head"], -1))
+    return b["x"][floor_divide(order, 1)].sum(-1).mean() * p["w"].sum()
+
+
+@coupled
+def words_of_keys(p: Any, b: Any) -> Any:
+    words = jax.random.key_data(jax.random.split(jax.random.key(0), len(b["y"])))
+    return ((words[:, 0] % 7).astype(float) * zoo.score(p, b)).mean()
+
+
+# What is separable, though it looks as if it were not.
+
+
+@separable
+def columns_one_after_the_other(p: Any, b: Any) -> Any:
+    hidden = zoo.hidden(p, b)
+
+    def add(i: Any, total: Any) -> Any:
+        return total + hidden[:, i] ** 2
+
+    return lax.fori_loop(0, 8, add, jnp.zeros(len(hidden))).mean()
+
+
+@separable
+def columns_written_one_after_the_other(p: Any, b: Any) -> Any:
+    hidden = zoo.hidden(p, b)
+
+    def write(i: Any, kept: Any) -> Any:
+        return kept.at[:, i].set(hidden[:, i] ** 2)
+
+    return lax.fori_loop(0, 8, write, jnp.zeros_like(hidden)).mean()
+
+
+@separable
+def means_times_numbers_in_place(p: Any, b: Any) -> Any:
+    places = jnp.array([0, 2])
+    return _means(p, b).at[places].multiply(p["w"][0, :2], unique_indices=True).sum()
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_samples_is_not_proven(name: str) -> None:
+    function = COUPLED[name]
+    assert difference(function, 4) > 1e-3
+    assert not is_proven(function, 4)
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_what_keeps_samples_apart_is_proven(name: str) -> None:
+    function = SEPARABLE[name]
+    assert difference(function, 4) < 1e-5
+    assert is_proven(function, 4)
+
+
+def test_one_sample_is_no_case_where_its_dimension_is_dropped() -> None:
+    def squeezed(p: Any, b: Any) -> Any:
+        hidden = jnp.squeeze(zoo.hidden(p, b))
+        return (hidden.sum(0) * p["w"][0]).sum() / len(b["x"])
+
+    assert difference(squeezed, 4) < 1e-5 and is_proven(squeezed, 4)
+    assert difference(squeezed, zoo.BATCH) > 1e-3
+    assert not is_proven(squeezed, zoo.BATCH)
+
+
+def test_what_a_reference_keeps_is_not_proven() -> None:
+    def kept(p: Any, b: Any) -> Any:
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] = b["x"].sum()
+        return total[...] ** 2 * p["w"].sum()
+
+    assert not is_proven(kept, 4)
