@@ -572,6 +572,11 @@ def is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
+def mantissa_bits(dtype: Any) -> int:
+    """Bits of the mantissa of a floating-point dtype, or of both parts of a complex."""
+    return int(jnp.finfo(dtype).nmant)  # type: ignore[no-untyped-call]
+
+
 def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
     """Run one equation as it is, with its own derivative rule where it has one.
 

@@ -193,6 +193,16 @@ def words_of_keys(p: Any, b: Any) -> Any:
 # What is separable, though it looks as if it were not.
 
 
+@coupled
+def means_of_three_bits(p: Any, b: Any) -> Any:
+    return lax.reduce_precision(_means(p, b), 8, 3).sum()
+
+
+@coupled
+def means_of_eight_bits(p: Any, b: Any) -> Any:
+    return _means(p, b).astype(jnp.float8_e4m3fn).astype(p["w"].dtype).sum()
+
+
 @separable
 def columns_one_after_the_other(p: Any, b: Any) -> Any:
     hidden = zoo.hidden(p, b)

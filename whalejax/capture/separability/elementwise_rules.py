@@ -34,7 +34,7 @@ from whalejax.capture.separability.values import (
 
 
 _LINEAR: Final = (
-    "add add_any sub neg copy copy_p name real imag conj complex reduce_precision "
+    "add add_any sub neg copy copy_p name real imag conj complex "
     "sharding_constraint layout_constraint with_memory_space_constraint reshard pvary "
     "stop_gradient"
 ).split()
@@ -179,6 +179,10 @@ def _div(equation: PairedEquation) -> list[Value]:
     return _result(equation, ratio)
 
 
+FINEST: Final = 7
+"""Bits of bfloat16's mantissa: what keeps fewer is no rounding of a sum any more."""
+
+
 def _convert(equation: PairedEquation) -> list[Value]:
     folded = _folded(equation)
     if folded:
@@ -186,7 +190,13 @@ def _convert(equation: PairedEquation) -> list[Value]:
     before, after = equation.dtype(0), equation.result_dtype
     exact = _compat.is_inexact(after) or not _compat.is_inexact(before)
     truth = np.dtype(after) == np.dtype(bool) != np.dtype(before)
-    return _linear(equation) if exact and not truth else _other(equation)
+    coarse = _compat.is_inexact(after) and _compat.mantissa_bits(after) < FINEST
+    return _linear(equation) if exact and not (truth or coarse) else _other(equation)
+
+
+def _reduce_precision(equation: PairedEquation) -> list[Value]:
+    (bits,) = equation.same("mantissa_bits")
+    return _other(equation) if bits < FINEST else _linear(equation)
 
 
 def _select(equation: PairedEquation) -> list[Value]:
@@ -261,6 +271,7 @@ RULES: Final[dict[str, Rule]] = {
     "mul": _mul,
     "div": _div,
     "convert_element_type": _convert,
+    "reduce_precision": _reduce_precision,
     "select_n": _select,
     "optimization_barrier": _side_by_side,
     "device_put": _side_by_side,
