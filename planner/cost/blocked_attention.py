@@ -15,7 +15,7 @@ import numpy as np
 
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.sharding.operation_rows import Product
-from whalejax.planner.sharding.ring_rounds import ring
+from whalejax.planner.sharding.ring_rounds import busiest_share
 
 
 AHEAD, BEHIND = 2, 5
@@ -28,23 +28,15 @@ _KERNELS = 5, 11
 """Kernels for one block."""
 
 
-@functools.cache
-def _blocks(rows: int, columns: int, size: int, causal: bool) -> tuple[int, int, float]:
-    """Rows and columns of a block, and the part of them that the busiest device has."""
-
-    def hidden(above: int, across: int) -> np.ndarray:
-        return ~np.tri(above, across, dtype=bool) & causal
-
-    dealt = ring(rows, columns, size, hidden)
-    return dealt.row_size, dealt.column_size, dealt.share
+_busiest = functools.cache(busiest_share)
 
 
 def _dealt(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
-    """``_blocks`` on devices with so many rows each, one by one."""
+    """``busiest_share`` on devices with so many rows each, one by one."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
     found = [
-        _blocks(product.m, int(number), int(size), product.zigzag)
+        _busiest(product.m, int(number), int(size), causal=product.zigzag)
         for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
     ]
     if not sizes.ndim:

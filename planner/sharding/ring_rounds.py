@@ -108,6 +108,33 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
     )
 
 
+def busiest_share(
+    num_rows: int, num_columns: int, size: int, *, causal: bool
+) -> tuple[int, int, float]:
+    """Sizes of a block, and ``Ring.share``, without the tables of very large rings.
+
+    Args:
+        num_rows, num_columns, size: as of ``ring``.
+        causal: the mask hides what comes later; if not, there is none.
+
+    >>> busiest_share(16, 16, 2, causal=True)
+    (4, 4, 0.625)
+    """
+    whole = num_rows == num_columns and num_rows % (2 * size) == 0
+    if causal and not (size > 1 and whole):
+        found = ring(num_rows, num_columns, size, _later)
+        return found.row_size, found.column_size, found.share
+    parts = 2 * size if causal else size
+    height, width = _block(num_rows // parts), _block(num_columns // parts)
+    # Half of all pairs, and of the blocks on the diagonal the other half as well.
+    share = 0.5 + height / (2 * num_rows) if causal else 1.0
+    return height, width, share
+
+
+def _later(rows: int, columns: int) -> np.ndarray:
+    return ~np.tri(rows, columns, dtype=bool)
+
+
 def _off(count: int) -> int:
     """Blocks that are not on the diagonal."""
     return count * (count - 1)

@@ -6,7 +6,7 @@ import functools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import flax.linen as nn
 import jax
@@ -563,3 +563,52 @@ def test_stages_of_small_layers_take_time_both_ways(mesh: dict[str, int]) -> Non
     for pace in plan.stages.paces:
         assert pace.forward_seconds > 0 and pace.backward_seconds > 0
     assert wh.Plan.from_document(plan.document(), "it") == plan
+
+
+LONG = {"embed": 3072, "heads": 24, "kv_heads": 8, "mlp": 8192}
+WIDE = {"layers": 4, "embed": 3072, "heads": 24, "mlp": 12_288, "scan_layers": True}
+REGRETTED: Final[list[Any]] = [
+    (
+        "llama-test",
+        "v5e:4x8",
+        1,
+        {"layers": 6, "sequence": 131_072, "vocab": 32_000, **LONG},
+        [{"mesh": {"context": 16, "tensor": 2}}, {"mesh": {"context": 32}}],
+    ),
+    pytest.param(
+        "llama-test",
+        "v5p:4x4x4",
+        4,
+        {"layers": 28, "sequence": 131_072, "vocab": 128_256, **LONG},
+        [{"num_micro_batches": 4}, {"mesh": {"context": 16}}],
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
+        "llama-8b",
+        "v5e:8x8",
+        16,
+        {"sequence": 65_536},
+        [{"remat": "dots"}],
+        marks=pytest.mark.full,
+    ),
+    ("gpt-small", "v6e:4", 8, {"sequence": 1024, **WIDE}, [{"attention": "ring"}]),
+    ("gpt-small", "h100:8x8", 64, {"sequence": 1024, **WIDE}, [{"attention": "ring"}]),
+]
+"""Model, cluster, batch, its options, and options of plans that were faster once."""
+
+
+@pytest.mark.parametrize(("name", "cluster", "batch", "sizes", "options"), REGRETTED)
+def test_no_option_is_faster_than_none(
+    name: str,
+    cluster: str,
+    batch: int,
+    sizes: dict[str, Any],
+    options: list[dict[str, Any]],
+) -> None:
+    """The planner without options finds what it finds with one of them."""
+    asked = {"cluster": cluster, "precision": "bf16"}
+    sizes = {"batch_size": batch, **sizes}
+    free = planned(name, job=sizes, **asked)
+    for option in options:
+        with_it = planned(name, job=sizes, **asked, **option)
+        assert free.time.step_seconds <= 1.01 * with_it.time.step_seconds, option

@@ -65,7 +65,8 @@ def promising(
 
     Returns:
         Seconds of a step by sizes of ``PLANNED_AXES``, of the fastest program first.
-        Where nothing is found that fits, infinite ones for those that lack least.
+        Where nothing is found that fits, infinite ones for those that lack least, of
+        the program that does.
     """
     best = math.inf
     found: dict[Variant, dict[Mesh, float]] = {}
@@ -104,7 +105,8 @@ def promising(
             (v for v in near if near[v]), key=lambda v: min(near[v].values())
         )
         return {variant: near[variant] for variant in order}
-    return {v: dict.fromkeys(_least(one), math.inf) for v, one in lacks.items()}
+    spare = sorted(lacks, key=lambda v: min(lacks[v].values(), default=math.inf))
+    return {v: dict.fromkeys(_least(lacks[v]), math.inf) for v in spare[:1]}
 
 
 Variant = tuple[Remat, Chosen, int]
