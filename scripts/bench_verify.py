@@ -18,17 +18,17 @@ left out of the figures and counted in choices_changed until it is compiled agai
 ``--refresh`` compiles (those whose name holds TEXT, or which are not in the file yet);
 it takes hours, can be interrupted, and needs the extra tpu-compile and, for GPUs,
 whalejax verify --setup-gpu. The last line is one JSON object:
-judge_mean_memory_error and judge_max_memory_error (relative, of peak memory),
-false_fits (predicted to fit, and do not), band_coverage and band_width (part of the
-judges whose memory lies between the edges that plans give, and how far those are apart,
-relative to the prediction), refused (predicted to fit with the margin that plans leave,
-and do not), traffic_within (part of all pairs of a
-program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind of
-collective, too), the same for GPUs, and of choices: how many were compiled, refused
+judge_mean_memory_error, judge_p95_memory_error and judge_max_memory_error (relative, of
+peak memory), false_fits (predicted to fit, and do not), band_coverage and band_width
+(part of the programs whose memory lies between edges made from all other kinds of
+programs, and how far those are apart, relative to the prediction), refused (predicted
+to fit with the margin that plans leave, and do not), traffic_within (part of all pairs
+of a program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind
+of collective, too), the same for GPUs, and of choices: how many were compiled, refused
 (by the compiler, of plans that the planner called feasible), mean, largest and
-95th-percentile error of memory, traffic_within, and of those that fill 80 % of a
-device and more, with the margin or without it, by how much longer predicted steps are
-with the margin (full_mean_slower, full_max_slower).
+95th-percentile error of memory, band_coverage and band_width, traffic_within, and of
+those that fill 80 % of a device and more, with the margin or without it, by how much
+longer predicted steps are with the margin (full_mean_slower, full_max_slower).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import checkout
+import numpy as np
 from verified_choices import CHOICES, Choice
 
 import whalejax as wh
@@ -128,6 +129,11 @@ class Program:
         if self.options.get("scan_layers") is False:
             words.append("unrolled")
         return f"{self.label} {self.topology} {mesh}{zero} {' '.join(words)}"
+
+    @property
+    def kind(self) -> str:
+        """What sort of program it is."""
+        return kind_of(self.model, self.options)
 
     @property
     def judges(self) -> bool:
@@ -401,16 +407,6 @@ class Line:
         return band_of(wh.cluster(self.program.topology).platform, in_a_loop=in_a_loop)
 
     @property
-    def in_band(self) -> bool:
-        """The compiled memory lies between the edges."""
-        return self.band.low <= self.measured / self.predicted <= self.band.high
-
-    @property
-    def band_width(self) -> float:
-        """Between the edges, as a part of the predicted memory."""
-        return self.band.high - self.band.low
-
-    @property
     def within_margin(self) -> bool:
         """``wh.plan`` takes it for a plan that fits."""
         room = wh.cluster(self.program.topology).memory_bytes
@@ -420,6 +416,62 @@ class Line:
     def error(self) -> float:
         """Relative, of peak memory."""
         return self.predicted / self.measured - 1
+
+
+KINDS = {
+    "bert": "encoder",
+    "cosmoflow": "3-D convolutions",
+    "gnmt": "recurrent",
+    "gpt": "decoder",
+    "llama": "decoder",
+    "moe": "experts",
+    "resnet50": "2-D convolutions",
+    "t5": "encoder and decoder",
+    "unet3d": "3-D convolutions",
+    "vgg16": "2-D convolutions",
+}
+"""By the first part of a model's name, which kind of program it is."""
+
+TAIL = 4.0
+"""Percent of the programs of other kinds that lie beyond each edge of a band."""
+
+
+def kind_of(model: str, options: Mapping[str, Any]) -> str:
+    """The kind of a reference model; decoders are of two."""
+    kind = KINDS[model.partition("-")[0]]
+    loop = options.get("scan_layers", model.startswith("llama"))
+    return kind if loop or kind != "decoder" else "decoder, layers written out"
+
+
+def left_out(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """How well a band holds for kinds of programs that it was not made from.
+
+    Args:
+        ratios: the kind of each program, and its compiled over its predicted memory.
+
+    Returns:
+        The part of all programs that lie in the band made from those of other kinds,
+        and the mean width of these bands.
+    """
+    inside, widths = [], []
+    for kind, ratio in ratios:
+        others = [r for k, r in ratios if k != kind]
+        if not others:
+            continue
+        low, high = percentile(others, TAIL), percentile(others, 100 - TAIL)
+        inside.append(low <= ratio <= high)
+        widths.append(high - low)
+    if not inside:
+        return {}
+    return {
+        "band_coverage": round(statistics.fmean(inside), 4),
+        "band_width": round(statistics.fmean(widths), 4),
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """One of several values, or between two."""
+    return round(float(np.percentile(values, percent)), 4)
 
 
 def line_of(program: Program, kept: Mapping[str, Any]) -> Line:
@@ -483,7 +535,6 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
     measured = [line for line in lines if line.fits]
     if not measured:
         return {"programs": len(lines)}
-    banded = [line for line in measured if line.program.judges] or measured
     judges = [abs(line.error) for line in measured if line.program.judges]
     others = [abs(line.error) for line in measured if not line.program.judges]
     return {
@@ -492,13 +543,13 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
         "judge_mean_memory_error": round(statistics.fmean(judges), 4)
         if judges
         else None,
+        "judge_p95_memory_error": percentile(judges, 95) if judges else None,
         "judge_max_memory_error": round(max(judges), 4) if judges else None,
         "other_mean_memory_error": round(statistics.fmean(others), 4)
         if others
         else None,
         "other_max_memory_error": round(max(others), 4) if others else None,
-        "band_coverage": round(statistics.fmean(x.in_band for x in banded), 4),
-        "band_width": round(statistics.fmean(x.band_width for x in banded), 4),
+        **left_out([(x.program.kind, x.measured / x.predicted) for x in measured]),
         "refused": sum(x.within_margin and not x.fits for x in lines),
         "false_fits": sum(x.predicted_fits and not x.fits for x in lines),
         "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
@@ -516,7 +567,7 @@ def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
     return {
         "slower": plan.time.step_seconds / tight.time.step_seconds - 1,
         "filled": filled,
-        "hash": plan.hash,
+        "program": program_of(plan),
         "predicted_bytes": plan.memory.total_bytes,
         "room_bytes": plan.room_bytes,
         "traffic": planned_bytes(plan),
@@ -528,15 +579,40 @@ def facts_of(choice: Choice, plan: wh.Plan) -> dict[str, Any]:
 def compile_choice(choice: Choice, kept: dict[str, Any]) -> None:
     """Plan and compile one, unless that plan was compiled already."""
     plan = chosen_plan(choice)
-    before = kept.get(choice.name)
-    if before is not None and before["plan"]["hash"] == plan.hash:
+    facts, before = facts_of(choice, plan), kept.get(choice.name)
+    if before is not None and alike(facts, before["plan"]):
         print(f"compiled before: {choice.name}", flush=True)
         made = before
     else:
         made = compiled(plan, choice.topology)
         print(f"compiled in {made['compile_seconds']:.0f} s: {choice.name}", flush=True)
-    kept[choice.name] = {**made, "plan": facts_of(choice, plan)}
+    kept[choice.name] = {**made, "plan": facts}
     CHOSEN.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def program_of(plan: wh.Plan) -> str:
+    """What of a plan decides the program that is compiled, as a digest."""
+    decides = (
+        plan.axis_sizes,
+        plan.num_micro_batches,
+        *(plan.remat, plan.attention, plan.loss_chunks, plan.offload),
+        plan.sequence_parallel,
+        plan.compute,
+        [(leaf.path, leaf.param_spec, leaf.optimizer_spec) for leaf in plan.leaves],
+    )
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
+
+
+ALIKE = 2e-3
+"""By which part predictions of one program may differ, where no digest was kept."""
+
+
+def alike(facts: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    """Whether the plan of today is the program that was compiled."""
+    if "program" in kept:
+        return bool(facts["program"] == kept["program"])
+    same = all(facts[name] == kept[name] for name in ("layout", "num_micro_batches"))
+    return same and abs(facts["predicted_bytes"] / kept["predicted_bytes"] - 1) < ALIKE
 
 
 def summary_of_choices(
@@ -552,12 +628,9 @@ def summary_of_choices(
         anew: by name, facts of the plan of today, for those that are planned again.
     """
     known = [c for c in choices if c.name in kept]
-    changed = {
-        name
-        for name, facts in anew.items()
-        if facts["hash"] != kept[name]["plan"]["hash"]
-    }
+    changed = {n for n, facts in anew.items() if not alike(facts, kept[n]["plan"])}
     errors, slower, pairs, close, refused = [], [], 0, 0, 0
+    ratios: list[tuple[str, float]] = []
     for choice in known:
         if choice.name in changed:
             print(f"changed                        {choice.name}")
@@ -570,6 +643,7 @@ def summary_of_choices(
             slower.append(plan["slower"])
         if one["fits"]:
             errors.append(abs(predicted / peak - 1))
+            ratios.append((kind_of(choice.model, choice.options), peak / predicted))
         print(
             f"{predicted / peak - 1:+7.1%}  {predicted / 1e9:7.2f} of "
             f"{peak / 1e9:7.2f} GB  {'fits' if one['fits'] else 'REFUSED':13} "
@@ -591,8 +665,9 @@ def summary_of_choices(
         "choices_planned_anew": len(anew),
         "choices_refused": refused,
         "choices_mean_memory_error": round(statistics.fmean(errors), 4),
-        "choices_p95_memory_error": round(errors[int(0.95 * (len(errors) - 1))], 4),
+        "choices_p95_memory_error": percentile(errors, 95),
         "choices_max_memory_error": round(errors[-1], 4),
+        **{f"choices_{key}": value for key, value in left_out(ratios).items()},
         "choices_full": len(slower),
         "choices_full_mean_slower": round(statistics.fmean(slower or [0.0]), 4),
         "choices_full_max_slower": round(max(slower, default=0.0), 4),

@@ -229,3 +229,49 @@ def test_plans_for_gpus_leave_what_compiled_programs_took_more() -> None:
         planned(short, None, **fixed)
     assert refused.value.of_bytes == short.memory_bytes
     assert planned(WHOLE.with_memory(total), **fixed).memory == plain.memory
+
+
+def _sorted(model: Any, x: jax.Array) -> jax.Array:
+    return loss(model, jnp.sort(x, axis=-1))
+
+
+def _transformed(model: Any, x: jax.Array) -> jax.Array:
+    return loss(model, jnp.fft.fft(x).real)
+
+
+def _recurrent(model: Any, x: jax.Array) -> jax.Array:
+    def turn(carry: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(carry @ model["w0"] + at), None
+
+    steps = jnp.moveaxis(x.reshape(len(x), 2, 512), 1, 0)
+    start = jnp.zeros((len(x), 1024), x.dtype)
+    wide = jnp.concatenate([steps, steps], axis=-1)
+    return loss(model, jax.lax.scan(turn, start, wide)[0])
+
+
+def _looked_up(model: Any, x: jax.Array) -> jax.Array:
+    rows = model["table"][jnp.abs(x[:, :8]).astype(int)]
+    return loss({"w": model["w0"]}, rows.sum(1)).mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern"),
+    [
+        (_sorted, "sorts"),
+        (_transformed, "Fourier transforms"),
+        (_recurrent, "weights that every turn of a loop reads"),
+        (_looked_up, "tables that hold most parameters"),
+    ],
+)
+def test_a_program_of_no_known_kind_has_a_wider_margin_and_says_so(
+    function: Callable[..., Any], pattern: str
+) -> None:
+    """Its memory is not nearly full: the note stands in any case."""
+    model = {**MODEL, "table": jax.ShapeDtypeStruct((65_536, 1024), jnp.float32)}
+    model = model if function is _looked_up else MODEL
+    options = {"optimizer": optax.sgd(1e-3), "cluster": "v5e:2x2"}
+    plan = wh.plan(function, model, BATCH, **options)
+    (note,) = [n for n in plan.notes if n.startswith("memory: no program with")]
+    assert pattern in note and "margin=0.25 was kept free" in note
+    known = wh.plan(loss, MODEL, BATCH, **options)
+    assert not any("memory: no program" in n for n in known.notes)

@@ -82,9 +82,17 @@ def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
         margin: that was left free.
     """
     predicted, room = plan.memory.total_bytes, plan.room_bytes
+    low, high = int(band.low * predicted), int(band.high * predicted)
+    if band.unmeasured:
+        patterns = " and ".join(band.unmeasured)
+        return (
+            f"memory: no program with {patterns} was compiled to hold predictions "
+            f"against it. {gigabytes(predicted)} is predicted, and {gigabytes(low)} to "
+            f"{gigabytes(high)} is allowed for: margin={margin:g} was kept free. "
+            "whalejax verify compiles the plan",
+        )
     if band.low == band.high or predicted < NEARLY_FULL * room:
         return ()
-    low, high = int(band.low * predicted), int(band.high * predicted)
     return (
         f"memory: {gigabytes(predicted)} of {gigabytes(room)} is predicted; compiled "
         f"programs of this kind took {band.low:.0%} to {band.high:.0%} of their "
