@@ -53,6 +53,9 @@ SEPARABLE = frozenset(
     columns_of_a_triangular_system normal_log_density filters_of_each
     rule_that_calls_its_function
     labels_of_two_joined_batches weights_tiled_over_repeated_samples
+    added_sample_by_sample added_by_index weighted_sums_of_a_loop added_in_chunks
+    added_in_chunks_by_index added_by_class added_over_the_places keys_split_in_a_loop
+    keys_folded_with_the_iteration
     """.split()
 )
 """Losses that parts of a batch compute as the whole does, as measured."""

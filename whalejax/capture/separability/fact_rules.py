@@ -26,6 +26,7 @@ from whalejax.capture.separability.facts import (
     IdCounts,
     Ids,
     IndexColumns,
+    LoopPlace,
     Numbered,
     OneHot,
     Order,
@@ -35,6 +36,7 @@ from whalejax.capture.separability.facts import (
     Steps,
     fact_of,
 )
+from whalejax.capture.separability.loop_rules import LOOP_RULES
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
@@ -78,7 +80,8 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
     """
     if not any(v.fact is not None for v in equation.values) and equation.name != "sort":
         return _new_ids(equation)
-    for rule in _RULES.get(equation.name, ()):
+    rules = *_RULES.get(equation.name, ()), *LOOP_RULES.get(equation.name, ())
+    for rule in rules:
         found = rule(equation, reason)
         if found is not None:
             return found
@@ -103,9 +106,10 @@ def _literal(value: Value) -> Any:
 
 
 def _is_natural(value: Value) -> bool:
-    numbered = fact_of(value, Numbered)
+    numbered, here = fact_of(value, Numbered), fact_of(value, LoopPlace)
     return bool(
-        fact_of(value, Places)
+        (here and here.times >= 0)
+        or fact_of(value, Places)
         or fact_of(value, Order)
         or (numbered and numbered.ids.natural and not numbered.wrapped)
     )

@@ -16,11 +16,10 @@ from whalejax.capture.separability.equations import (
     constant,
 )
 from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_order
+from whalejax.capture.separability.sample_loops import SampleLoop
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
     SIZE,
-    Along,
-    Atom,
     CoupledError,
     Dependence,
     Dim,
@@ -30,7 +29,6 @@ from whalejax.capture.separability.values import (
     is_samples,
     plain_dim,
     same_ratio,
-    size_of,
 )
 
 
@@ -159,7 +157,7 @@ class Interpreter:
         if kind is None:
             return apply_rule(equation)
         if kind == "scan":
-            return self._scan(part, whole, given)
+            return self._scan(part, whole, given, reason)
         if kind == "cond":
             return self._cond(part, whole, given)
         return self._while(part, whole, given)
@@ -188,7 +186,9 @@ class Interpreter:
 
     # Loops and branches.
 
-    def _scan(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+    def _scan(
+        self, part: Any, whole: Any, given: list[Value], reason: Reason
+    ) -> list[Value]:
         pair = _compat.scan_parts(part), _compat.scan_parts(whole)
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
         first = pair[0].num_consts
@@ -197,7 +197,14 @@ class Interpreter:
         consts, start, slices = given[:first], given[first:carries], given[carries:]
         along = [not v.coupled and is_samples(v.dims[0]) for v in slices]
         if lengths[0] != lengths[1] or any(along):
-            return self._over_samples(part, whole, given, pair[0])
+            loop = SampleLoop(
+                follower=replace(self, scale=UNKNOWN_FACTOR * self.scale),
+                part=part,
+                whole=whole,
+                given=given,
+                reason=reason,
+            )
+            return loop.results()
         inside = [_sliced(v) for v in slices]
         carried = list(start)
         while True:
@@ -210,49 +217,6 @@ class Interpreter:
         dim = plain_dim(*lengths)
         stacked = [_stacked(v, dim) for v in found[count:]]
         return [*(v.plain for v in carried), *stacked]
-
-    def _over_samples(
-        self, part: Any, whole: Any, given: list[Value], sizes: Any
-    ) -> list[Value]:
-        """A map over the samples, one after the other; nothing may be carried."""
-        first = sizes.num_consts
-        slices = given[first:]
-        if sizes.num_carries:
-            raise CoupledError("loops along the samples")
-        lead: Dim = ()
-        for value in slices:
-            if value.coupled:
-                assert value.reason is not None
-                return [_coupled(atom, value.reason) for atom in part.outvars]
-            here = value.dims[0]
-            if is_samples(here) and len(here) == 1:
-                lead = here
-            elif any(a.along is Along.PLAIN for a in here) or is_samples(here):
-                raise CoupledError("loops along the samples")
-        if not lead:
-            raise CoupledError(f"loops as often as {SIZE}")
-        inside = [
-            replace(v.shaped(v.dims[1:]), within=v.kind is Dependence.SAMPLE)
-            if is_samples(v.dims[0])
-            else v.shaped(v.dims[1:])
-            for v in slices
-        ]
-        drawn = any(a.along is Along.DRAWN for v in slices for a in v.dims[0])
-        each = (Atom(Along.DRAWN if drawn else Along.EQUAL, *size_of(lead)),)
-        (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
-        each_alone = replace(self, scale=UNKNOWN_FACTOR * self.scale)
-        found = each_alone.run(inner, other, [*given[:first], *inside])
-        results = []
-        for value in found:
-            if value.kind is Dependence.SAMPLE and value.within:
-                results.append(replace(value.shaped((lead, *value.dims)), within=False))
-            elif value.kind is Dependence.FIXED:
-                results.append(value.shaped((each, *value.dims)))
-            elif value.coupled:
-                results.append(value)
-            else:
-                raise CoupledError("loops along the samples")
-        return results
 
     def _cond(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
         which, *operands = given
