@@ -1870,3 +1870,62 @@ def drawn_for_samples_and_iterations(p: Any, b: Any, rng: Any) -> Any:
         return c + _squares(p, x[i] * noise.mean()) + _squares(p, x[i]) * noise[i]
 
     return lax.fori_loop(0, len(x), body, 0.0) / len(x)
+
+
+@loss
+def last_to_first(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)[::-1]
+    return (jnp.square(rows) * score(p, b)[::-1, None]).mean() + rows[::-1].mean()
+
+
+@loss
+def first_and_last(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    return jnp.square(rows - rows[::-1]).mean()
+
+
+@loss
+def norm_squared(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    return jnp.linalg.norm(rows) ** 2 / len(rows)
+
+
+@loss
+def products_in_the_order_of_einsum(p: Any, b: Any) -> Any:
+    return jnp.einsum("bi,ij,jk,bk->b", b["x"], p["w"], p["v"], b["z"]).mean()
+
+
+@loss
+def products_from_left_to_right(p: Any, b: Any) -> Any:
+    factors = b["x"], p["w"], p["v"], b["z"]
+    return jnp.einsum("bi,ij,jk,bk->b", *factors, optimize=False).mean()
+
+
+@loss
+def weight_of_at_least_one(p: Any, b: Any) -> Any:
+    weight = b["m"][:, 0].sum()
+    return wh.WeightedLoss((score(p, b) * b["m"][:, 0]).sum(), jnp.maximum(weight, 1))
+
+
+@loss
+def weights_above_zero(p: Any, b: Any) -> Any:
+    weight = b["m"][:, 0] + 1e-6
+    return wh.WeightedLoss((score(p, b) * b["m"][:, 0]).sum(), weight.sum())
+
+
+@loss
+def penalty_beside_a_weighted_total(p: Any, b: Any) -> Any:
+    total, weight = (score(p, b) * b["m"][:, 0]).sum(), b["m"][:, 0].sum()
+    return wh.WeightedLoss(total + jnp.square(p["w"]).sum(), weight)
+
+
+@loss
+def penalty_times_the_weight(p: Any, b: Any) -> Any:
+    total, weight = (score(p, b) * b["m"][:, 0]).sum(), b["m"][:, 0].sum()
+    return wh.WeightedLoss(total + weight * jnp.square(p["w"]).sum(), weight)
+
+
+@loss
+def rows_by_their_class(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    return jnp.square(rows - rows[b["y"]]).mean()

@@ -7,6 +7,7 @@ long as an operation treats each row by itself.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,6 +48,7 @@ from whalejax.capture.separability.values import (
     Reason,
     Value,
     equal_dim,
+    has_own_places,
     is_one,
     is_samples,
     product_ratio,
@@ -78,7 +80,8 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
     Raises:
         CoupledError: it couples samples.
     """
-    if not any(v.fact is not None for v in equation.values) and equation.name != "sort":
+    facts = any(v.fact is not None for v in equation.values)
+    if not facts and equation.name not in ("sort", "rev"):
         return _new_ids(equation)
     rules = *_RULES.get(equation.name, ()), *LOOP_RULES.get(equation.name, ())
     for rule in rules:
@@ -346,6 +349,31 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _backwards(dim: Dim) -> Sorting:
+    """The order from the last sample to the first, the same for all values."""
+    return Sorting(dim=dim)
+
+
+def _reversed(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Samples from the last to the first, which a sum over them does not tell."""
+    value = equation.values[0]
+    (turned,) = equation.same("dimensions")
+    if 0 not in turned or any(is_samples(value.dims[i]) for i in turned if i):
+        return None
+    ordered = fact_of(value, Sorted)
+    base = value if ordered is None else ordered.base
+    if base.coupled or len(base.dims[0]) != 1 or not is_samples(base.dims[0]):
+        return None
+    sorting = _backwards(base.dims[0])
+    if any(has_own_places(base.dims[i]) for i in turned if i):
+        return None
+    if ordered is not None:
+        return [base.plain] if ordered.sorting is sorting else None
+    why = replace(reason, why="reverses the samples")
+    return [with_fact(value, Sorted(sorting=sorting, base=value.plain), why)]
+
+
 def divided_order(
     name: str, values: Sequence[Value], reason: Reason
 ) -> list[Value] | None:
@@ -535,6 +563,7 @@ _RULES: Final[dict[str, tuple[FactRule, ...]]] = {
     "max": (_at_least,),
     "eq": (_one_hot,),
     "sort": (_sort,),
+    "rev": (_reversed,),
     "gather": (_taken_in_order, _by_columns),
     "scatter": (_added_in_order, _by_columns),
     "scatter-add": (_added_in_order, _histogram, _by_columns),

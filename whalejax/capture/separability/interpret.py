@@ -10,12 +10,14 @@ from typing import Any, Final
 from whalejax import _compat
 from whalejax.capture.separability.alignment import align_dims
 from whalejax.capture.separability.derivatives import check_derivative
+from whalejax.capture.separability.elementwise_rules import PLACE
 from whalejax.capture.separability.equations import (
     PairedEquation,
     combined_kind,
     constant,
 )
 from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_order
+from whalejax.capture.separability.random_rules import FIXED_KEY
 from whalejax.capture.separability.sample_loops import SampleLoop
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
@@ -36,6 +38,13 @@ OTHER_PROGRAM: Final = "does other operations for other numbers of samples"
 OTHER_OPERATION: Final = (
     "is another operation for other numbers of samples, as in a Python loop over them"
 )
+
+
+ORDER: Final = "takes its products in another order for other numbers of samples"
+
+
+LOOKED_UP: Final = "takes samples of the batch by an index, as h[index] does"
+_LOOKUPS: Final = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice")
 
 
 UNKNOWN_FACTOR: Final = 1.7
@@ -112,10 +121,11 @@ class Interpreter:
         if first is not None:
             name, line = first.primitive.name, self._line_of(first)
             reason = Reason(operation=name, line=line, why=OTHER_OPERATION)
+            reason = of_einsum(reason, first)
         return [_coupled(atom, reason) for atom in body.outvars]
 
     def _line_of(self, equation: Any) -> str:
-        found = _compat.line_text(equation)
+        found = _compat.source_text(equation)
         return self.line if self.line and found == _compat.NO_LINE else found
 
     def _equation(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -123,6 +133,7 @@ class Interpreter:
         line = self._line_of(part)
         reason = Reason(operation=name, line=line, why=OTHER_OPERATION)
         if name != whole.primitive.name or len(given) != len(whole.invars):
+            reason = of_einsum(reason, part)
             return [_coupled(atom, reason) for atom in part.outvars]
         try:
             found = self._results(part, whole, given, reason)
@@ -132,6 +143,8 @@ class Interpreter:
         except CoupledError as error:
             group, runs = error.group * self.group, error.runs * self.runs
             reason = replace(reason, why=error.why, group=group, runs=runs)
+            if error.why == f"dimension_numbers {SIZE}":
+                reason = of_einsum(reason, part)
         except Exception as error:  # What no rule foresees is not proven.
             why = f"is used in a way that is not followed ({type(error).__name__})"
             reason = replace(reason, why=why)
@@ -153,7 +166,11 @@ class Interpreter:
         coupled = next((v for v in given if v.coupled), None)
         if coupled is not None and kind is None:
             assert coupled.reason is not None
-            return [_coupled(atom, coupled.reason) for atom in part.outvars]
+            why = coupled.reason
+            if why.why == PLACE and part.primitive.name in _LOOKUPS:
+                if not given[0].coupled:
+                    why = replace(reason, why=LOOKED_UP)
+            return [_coupled(atom, why) for atom in part.outvars]
         if kind is None:
             return apply_rule(equation)
         if kind == "scan":
@@ -258,6 +275,13 @@ class Interpreter:
         return [_ended_by(ends, v) for v in carried]
 
 
+def of_einsum(reason: Reason, equation: Any) -> Reason:
+    """The reason, where a product of an einsum is not the same in both traces."""
+    if not _compat.is_of_einsum(equation):
+        return reason
+    return replace(reason, operation="einsum", why=ORDER)
+
+
 def _ended_by(decides: Value, value: Value) -> Value:
     """What a condition decides on.
 
@@ -311,7 +335,7 @@ def _join(a: Value, b: Value) -> Value:
     return Value(kind=kind, dims=dims, ratio=ratio, within=within, key=key)
 
 
-_KEYS: Final = ("", "rng", "foreign")
+_KEYS: Final = ("", FIXED_KEY, "rng", "foreign")
 """Whose keys a value may be of; what is of several is of the last."""
 
 

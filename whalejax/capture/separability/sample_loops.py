@@ -25,7 +25,7 @@ from whalejax.capture.separability.facts import (
     fact_of,
 )
 from whalejax.capture.separability.loop_rules import place_in_loop
-from whalejax.capture.separability.random_rules import FOREIGN
+from whalejax.capture.separability.random_rules import FIXED_KEY, FOREIGN
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.values import (
     SIZE,
@@ -122,7 +122,7 @@ class SampleLoop:
         if own and len(here) == 1:
             self.lead = here
         elif own or any(a.along is Along.PLAIN for a in here):
-            key = _compat.is_key_dtype(atom.aval.dtype) or value.key == "fixed"
+            key = _compat.is_key_dtype(atom.aval.dtype) or value.key == FIXED_KEY
             raise CoupledError(FOREIGN if key else LOOPS)
         self.drawn |= any(a.along is Along.DRAWN for a in here)
         found = value.shaped(value.dims[1:])
