@@ -1640,3 +1640,292 @@ def conjugate_gradients(p: Any, b: Any) -> Any:
     cover = rows.T @ rows / len(rows) + jnp.eye(WIDTH)
     solve = jax.scipy.sparse.linalg.cg
     return solve(lambda v: cover @ v, p["scale"])[0].sum()
+
+
+# Sums that a loop carries from sample to sample.
+
+
+def _squares(p: Any, x: Any) -> Any:
+    return jnp.square(jnp.tanh(x @ p["w"])).mean()
+
+
+def _scanned(body: Callable[..., Any], start: Any, xs: Any, **how: Any) -> Any:
+    return lax.scan(lambda c, x: (body(c, x), None), start, xs, **how)[0]
+
+
+@loss
+def added_sample_by_sample(p: Any, b: Any) -> Any:
+    total = _scanned(lambda c, x: c + _squares(p, x), 0.0, b["x"], reverse=True)
+    return total / len(b["x"])
+
+
+@loss
+def added_by_index(p: Any, b: Any) -> Any:
+    x, y = jnp.asarray(b["x"]), jnp.asarray(b["y"])
+
+    def body(i: Any, c: Any) -> Any:
+        own = lax.dynamic_index_in_dim(x, i, keepdims=False)
+        return c + _squares(p, own) * y[i] + _squares(p, jnp.take(x, i, axis=0))
+
+    return lax.fori_loop(0, len(x), body, 0.0) / len(x)
+
+
+@loss
+def weighted_sums_of_a_loop(p: Any, b: Any) -> Any:
+    def body(c: Any, one: Any) -> Any:
+        x, m = one
+        total, weight, seen = c
+        weight = jnp.where(m[0] > 0, weight + m.sum(), weight)
+        return total + _squares(p, x) * m[0] * m.sum(), weight, seen + 1
+
+    given = jnp.asarray(b["x"]), jnp.asarray(b["m"])
+    total, weight, _ = _scanned(body, (0.0, 0.0, 0), given)
+    return wh.WeightedLoss(total, weight)
+
+
+@loss
+def added_in_chunks(p: Any, b: Any) -> Any:
+    def body(c: Any, x: Any) -> Any:
+        return c + jax.vmap(lambda one: _squares(p, one))(x).sum()
+
+    return _scanned(body, 0.0, b["x"].reshape(-1, 4, WIDTH)) / len(b["x"])
+
+
+@loss
+def added_in_chunks_by_index(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+
+    def body(i: Any, c: Any) -> Any:
+        rows = lax.dynamic_slice_in_dim(x, i * 4, 4)
+        return c + jnp.square(jnp.tanh(rows @ p["w"])).sum()
+
+    return lax.fori_loop(0, len(x) // 4, body, 0.0) / len(x)
+
+
+@loss
+def added_by_class(p: Any, b: Any) -> Any:
+    def body(c: Any, one: Any) -> Any:
+        x, y = one
+        return c.at[y].add(_squares(p, x))
+
+    given = jnp.asarray(b["x"]), jnp.asarray(b["y"])
+    return _scanned(body, jnp.zeros(CLASSES), given) @ p["head"].sum(0) / len(b["x"])
+
+
+@loss
+def added_over_the_places(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+    places = jnp.arange(len(x))
+    return _scanned(lambda c, i: c - _squares(p, x[i]), 0.0, places) / len(x)
+
+
+@loss
+def keys_split_in_a_loop(p: Any, b: Any, rng: Any) -> Any:
+    def body(c: Any, x: Any) -> Any:
+        key, total = c
+        key, own = jax.random.split(key)
+        return key, total + _squares(p, x + jax.random.normal(own, x.shape))
+
+    return _scanned(body, (rng, 0.0), b["x"])[1] / len(b["x"])
+
+
+@loss
+def keys_folded_with_the_iteration(p: Any, b: Any, rng: Any) -> Any:
+    x = jnp.asarray(b["x"])
+
+    def body(i: Any, c: Any) -> Any:
+        noise = jax.random.normal(jax.random.fold_in(rng, i), x.shape[1:])
+        return c + _squares(p, x[i] + noise)
+
+    return lax.fori_loop(0, len(x), body, 0.0) / len(x)
+
+
+@loss
+def decayed_sum(p: Any, b: Any) -> Any:
+    return _scanned(lambda c, x: 0.9 * c + _squares(p, x), 0.0, b["x"]) / len(b["x"])
+
+
+@loss
+def largest_so_far(p: Any, b: Any) -> Any:
+    return _scanned(lambda c, x: jnp.maximum(c, _squares(p, x)), 0.0, b["x"])
+
+
+@loss
+def sum_that_the_next_reads(p: Any, b: Any) -> Any:
+    def body(c: Any, x: Any) -> Any:
+        return c + _squares(p, x) * jnp.exp(-c)
+
+    return _scanned(body, 0.0, b["x"]) / len(b["x"])
+
+
+@loss
+def running_sums(p: Any, b: Any) -> Any:
+    def body(c: Any, x: Any) -> Any:
+        c = c + _squares(p, x)
+        return c, c
+
+    return lax.scan(body, 0.0, b["x"])[1].mean() / len(b["x"])
+
+
+@loss
+def sums_that_change_places(p: Any, b: Any) -> Any:
+    def body(c: Any, x: Any) -> Any:
+        return c[1] + _squares(p, x), c[2], c[0]
+
+    return _scanned(body, (0.0, 0.0, 0.0), b["x"])[0] / len(b["x"])
+
+
+@loss
+def differences_of_neighbours(p: Any, b: Any) -> Any:
+    def body(c: Any, x: Any) -> Any:
+        return x, c[1] + _squares(p, x - c[0])
+
+    return _scanned(body, (jnp.zeros(WIDTH), 0.0), jnp.asarray(b["x"]))[1] / len(b["x"])
+
+
+@loss
+def weights_of_the_iteration(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+    return lax.fori_loop(0, len(x), lambda i, c: c + _squares(p, x[i]) * i, 0.0)
+
+
+@loss
+def sample_and_its_mirror(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+
+    def body(c: Any, one: Any) -> Any:
+        return c[0] + 1, c[1] + _squares(p, x[c[0]] * one)
+
+    return _scanned(body, (0, 0.0), x, reverse=True)[1] / len(x)
+
+
+@loss
+def sample_and_the_next(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+
+    def body(i: Any, c: Any) -> Any:
+        return c + _squares(p, x[i] * x[(i + 1) % len(x)])
+
+    return lax.fori_loop(0, len(x), body, 0.0) / len(x)
+
+
+@loss
+def pairs_by_two_loops(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+
+    def row(i: Any, c: Any) -> Any:
+        def pair(j: Any, d: Any) -> Any:
+            return d + _squares(p, x[i] * x[j])
+
+        return lax.fori_loop(0, len(x), pair, c)
+
+    return lax.fori_loop(0, len(x), row, 0.0) / len(x) ** 2
+
+
+@loss
+def sum_with_a_start(p: Any, b: Any) -> Any:
+    return _scanned(lambda c, x: c + _squares(p, x), 1.0, b["x"]) / len(b["x"])
+
+
+@loss
+def more_than_half_by_index(p: Any, b: Any) -> Any:
+    x = jnp.asarray(b["x"])
+    count = len(x) // 2 + 1
+    return lax.fori_loop(0, count, lambda i, c: c + _squares(p, x[i]), 0.0) / count
+
+
+@loss
+def truth_that_is_carried(p: Any, b: Any) -> Any:
+    def body(c: Any, y: Any) -> Any:
+        return (c > 0).astype(jnp.int32) + y
+
+    return _scanned(body, 0, jnp.asarray(b["y"])) * _squares(p, b["x"][0]) / len(b["y"])
+
+
+@loss
+def truth_of_a_sum(p: Any, b: Any) -> Any:
+    def body(c: Any, y: Any) -> Any:
+        return c.astype(bool).astype(jnp.int32) + y
+
+    return _scanned(body, 0, jnp.asarray(b["y"])) * p["scale"].sum() / len(b["y"])
+
+
+@loss
+def one_key_for_all_in_a_loop(p: Any, b: Any) -> Any:
+    keys = jax.random.split(jax.random.key(0), len(b["x"]))
+
+    def each(one: Any) -> Any:
+        x, key = one
+        return _squares(p, x + jax.random.normal(key, x.shape))
+
+    return lax.map(each, (jnp.asarray(b["x"]), keys)).mean()
+
+
+@loss
+def drawn_for_samples_and_iterations(p: Any, b: Any, rng: Any) -> Any:
+    x = jnp.asarray(b["x"])
+    noise = jax.random.normal(rng, (len(x),))
+
+    def body(i: Any, c: Any) -> Any:
+        return c + _squares(p, x[i] * noise.mean()) + _squares(p, x[i]) * noise[i]
+
+    return lax.fori_loop(0, len(x), body, 0.0) / len(x)
+
+
+@loss
+def last_to_first(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)[::-1]
+    return (jnp.square(rows) * score(p, b)[::-1, None]).mean() + rows[::-1].mean()
+
+
+@loss
+def first_and_last(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    return jnp.square(rows - rows[::-1]).mean()
+
+
+@loss
+def norm_squared(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    return jnp.linalg.norm(rows) ** 2 / len(rows)
+
+
+@loss
+def products_in_the_order_of_einsum(p: Any, b: Any) -> Any:
+    return jnp.einsum("bi,ij,jk,bk->b", b["x"], p["w"], p["v"], b["z"]).mean()
+
+
+@loss
+def products_from_left_to_right(p: Any, b: Any) -> Any:
+    factors = b["x"], p["w"], p["v"], b["z"]
+    return jnp.einsum("bi,ij,jk,bk->b", *factors, optimize=False).mean()
+
+
+@loss
+def weight_of_at_least_one(p: Any, b: Any) -> Any:
+    weight = b["m"][:, 0].sum()
+    return wh.WeightedLoss((score(p, b) * b["m"][:, 0]).sum(), jnp.maximum(weight, 1))
+
+
+@loss
+def weights_above_zero(p: Any, b: Any) -> Any:
+    weight = b["m"][:, 0] + 1e-6
+    return wh.WeightedLoss((score(p, b) * b["m"][:, 0]).sum(), weight.sum())
+
+
+@loss
+def penalty_beside_a_weighted_total(p: Any, b: Any) -> Any:
+    total, weight = (score(p, b) * b["m"][:, 0]).sum(), b["m"][:, 0].sum()
+    return wh.WeightedLoss(total + jnp.square(p["w"]).sum(), weight)
+
+
+@loss
+def penalty_times_the_weight(p: Any, b: Any) -> Any:
+    total, weight = (score(p, b) * b["m"][:, 0]).sum(), b["m"][:, 0].sum()
+    return wh.WeightedLoss(total + weight * jnp.square(p["w"]).sum(), weight)
+
+
+@loss
+def rows_by_their_class(p: Any, b: Any) -> Any:
+    rows = hidden(p, b)
+    return jnp.square(rows - rows[b["y"]]).mean()

@@ -8,9 +8,11 @@ the supported window.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -483,10 +485,59 @@ NO_LINE: Final = "a line that is not known"
 
 def line_text(equation: Any) -> str:
     """The user's line that an equation comes from, such as ``"model.py:12"``."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
-    if frame is None:
-        return NO_LINE
-    return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+    return _frames_text(equation)[0]
+
+
+def source_text(equation: Any) -> str:
+    """The user's line, and that of the library which it calls, if it calls one.
+
+    Such as ``"model.py:12, in optax's _ranking.py:96"``.
+    """
+    line, library = _frames_text(equation)
+    return f"{line}, in {library}" if library else line
+
+
+def is_of_einsum(equation: Any) -> bool:
+    """Whether an equation is one of the products that ``jnp.einsum`` is made of."""
+    traceback = equation.source_info.traceback
+    for code in traceback.raw_frames()[0] if traceback else ():
+        if source_info_util.is_user_filename(code.co_filename):
+            return False
+        if os.path.basename(code.co_filename) == "einsum.py":
+            return True
+    return False
+
+
+_LIBRARIES: Final = ("flax", "optax", "chex", "equinox", "haiku", "einops", "distrax")
+_OWN: Final = os.path.dirname(__file__)
+_OWN_MODELS: Final = os.path.join(_OWN, "models")
+
+
+def _frames_text(equation: Any) -> tuple[str, str]:
+    """The innermost line of the user's own, and that of a library inside it."""
+    library = ""
+    for frame in source_info_util.user_frames(equation.source_info.traceback):
+        line = f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+        package = _library_of(frame.file_name)
+        if not package:
+            return line, library
+        if package == "whalejax":
+            break  # Which traces the loss: what is behind is no part of it.
+        library = library or f"{package}'s {line}"
+    return (library, "") if library else (NO_LINE, "")
+
+
+@functools.cache
+def _library_of(path: str) -> str:
+    """The package of a file that users call and do not write; empty for theirs."""
+    if path.startswith(_OWN + os.sep):
+        return "" if path.startswith(_OWN_MODELS + os.sep) else "whalejax"
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file and path.startswith(os.path.dirname(file) + os.sep):
+            return name
+    return ""
 
 
 def has_explicit_axes(aval: Any) -> bool:

@@ -264,7 +264,8 @@ def test_linen_statistics_are_found_too() -> None:
         return jnp.mean(y**2), wh.Aux(variables=changed)
 
     options: Any = {"cluster": "h100:2", "num_micro_batches": 2}
-    with pytest.raises(wh.PlanError, match=r"sub \(normalization.py:"):
+    where = r"sub \(test_planning.py:\d+, in flax's normalization.py:"
+    with pytest.raises(wh.PlanError, match=where):
         wh.plan(loss, variables, leaf(16, 24), **options)
     plan = wh.plan(loss, variables, leaf(16, 24), per_micro_batch=True, **options)
     assert any(NORM in note for note in plan.notes)

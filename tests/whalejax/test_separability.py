@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ SEPARABLE = frozenset(
     columns_of_a_triangular_system normal_log_density filters_of_each
     rule_that_calls_its_function
     labels_of_two_joined_batches weights_tiled_over_repeated_samples
+    added_sample_by_sample added_by_index weighted_sums_of_a_loop added_in_chunks
+    added_in_chunks_by_index added_by_class added_over_the_places keys_split_in_a_loop
+    keys_folded_with_the_iteration last_to_first products_from_left_to_right
+    weights_above_zero penalty_times_the_weight
     """.split()
 )
 """Losses that parts of a batch compute as the whole does, as measured."""
@@ -248,6 +253,82 @@ def test_asking_for_parts_of_dependent_samples_is_an_error(name: str) -> None:
         assert "per_micro_batch=True (--per-micro-batch) if each part's own" in text
     sums = "sum" in name or "over_" in name
     assert (".mean()" in text) == sums
+
+
+def test_a_consent_and_a_group_change_nothing_of_one_micro_batch() -> None:
+    plain = planned("siglip", num_micro_batches=1)
+    for given in ({"per_micro_batch": True}, {"group_size": 4}):
+        plan = planned("siglip", num_micro_batches=1, **given)
+        assert plan == plain and not plan.per_micro_batch and plan.group_size == 1
+    with pytest.raises(wh.PlanError, match="group_size is 3, and the batch has 16"):
+        planned("siglip", num_micro_batches=1, group_size=3)
+    with pytest.raises(wh.PlanError, match="per_micro_batch=True has no effect"):
+        planned("mean_of_classes", num_micro_batches=1, per_micro_batch=True)
+
+
+REMEDIES = {
+    "weight_of_at_least_one": ("max (", "Give the plain sum over the samples as the"),
+    "penalty_beside_a_weighted_total": (
+        "add (",
+        "wh.WeightedLoss(total + weight * penalty, weight)",
+    ),
+    "products_in_the_order_of_einsum": ("einsum (", "such as optimize=False"),
+    "one_key_for_all_in_a_loop": (
+        "draws from a key that is not the loss's rng",
+        "Split the keys from the rng",
+    ),
+    "rows_by_their_class": ("gather (coupling_losses.py:", "as h[index] does"),
+    "decayed_sum": ("scan (", "carries from one to the next what is no plain sum"),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_refusal_says_what_would_help(name: str) -> None:
+    with pytest.raises(DependentSamplesError) as caught:
+        planned(name, num_micro_batches=2)
+    assert all(text in str(caught.value) for text in REMEDIES[name]), caught.value
+
+
+def test_single_samples_of_an_einsum_in_another_order_are_told() -> None:
+    reason = proof("products_in_the_order_of_einsum", 1).reason
+    assert reason is not None and reason.operation == "einsum"
+
+
+def test_a_sum_over_an_added_number_may_be_a_weighted_loss() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        counts = b["m"][:, 0]
+        return (zoo.score(p, b) * counts).sum() / (counts.sum() + 1e-8)
+
+    given = {"optimizer": TX, "cluster": "cpu:1", "num_micro_batches": 2}
+    with pytest.raises(DependentSamplesError) as caught:
+        wh.plan(loss, zoo.parameters(), zoo.batch(), **given)
+    assert "wh.WeightedLoss(total, weight) with the plain sum" in str(caught.value)
+
+
+def test_lines_are_the_users_where_a_library_does_it() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.BatchNorm(use_running_average=False)(x)
+
+    net, batch = Net(), zoo.batch()
+    variables = net.init(jax.random.key(0), batch["x"])
+
+    def normalized(v: Any, b: Any) -> Any:
+        y, updates = net.apply(v, b["x"], mutable=["batch_stats"])
+        return jnp.square(y).mean(), wh.Aux(variables=updates)
+
+    def ranked(p: Any, b: Any) -> Any:
+        return optax.losses.ranking_softmax_loss(zoo.score(p, b), b["r"])
+
+    reasons = [
+        capture(adapt(params, loss), batch).independence(8, 16, None).reason
+        for params, loss in ((variables, normalized), (zoo.parameters(), ranked))
+    ]
+    libraries = "flax's normal", "optax's _rank"
+    for reason, library in zip(reasons, libraries, strict=True):
+        assert reason is not None
+        assert re.match(rf"test_separability.py:\d+, in {library}", reason.line), reason
 
 
 def test_the_planner_takes_no_parts_of_dependent_samples_by_itself() -> None:

@@ -28,8 +28,11 @@ class WeightedLoss:
     and divides the sums.
 
     Attributes:
-        total: scalar sum of the losses.
-        weight: scalar, how many terms the sum has; a constant to the gradient.
+        total: scalar sum of the losses. A regulariser in it is multiplied by the
+            weight.
+        weight: scalar, how many terms the sum has; a constant to the gradient. A plain
+            sum, without a maximum: a micro-batch of weight 0 counts for nothing, and
+            only where that of the whole batch is 0, the loss is NaN.
 
     >>> (WeightedLoss(3.0, 2.0) + WeightedLoss(1.0, 2.0)).mean
     1.0

@@ -80,11 +80,14 @@ def plan(
             ``per_micro_batch``.
         group_size: Number of neighbouring samples that stay together in a micro-batch
             and in a share, as answers to one prompt do. None takes 1, or what the loss
-            shows to be needed where it reshapes its batch into groups.
+            shows to be needed where it reshapes its batch into groups. It has to divide
+            the batch, and changes nothing with one micro-batch.
         per_micro_batch: Several micro-batches, unequal shares and ranks that combine by
             Adasum are taken though samples are not independent, as under batch
             normalisation or in a contrastive loss: each part's own loss is meant, as on
-            one device with as much accumulation. Without it such parts are refused.
+            one device with as much accumulation. Without it such parts are refused. An
+            error where samples are proven independent; without effect on plans of one
+            micro-batch.
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
         trainable: what to train, where that is not every parameter: a glob pattern of
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes

@@ -7,12 +7,14 @@ here, and refuses in the same words.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from whalejax.capture.separability.interpret import OTHER_OPERATION
+from whalejax.capture.separability.interpret import ORDER, OTHER_OPERATION
 from whalejax.capture.separability.proof import Separability
-from whalejax.capture.separability.values import Reason
+from whalejax.capture.separability.random_rules import FOREIGN
+from whalejax.capture.separability.values import OTHER_RATIO, Reason
 from whalejax.capture.trace import Captured
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
@@ -168,14 +170,43 @@ def _remedy(
             f"{group} samples, or num_micro_batches=1; or {_CONSENT}."
         )
     mean = ""
-    counts = found.reason.operation in ("div", "max", "clamp", "integer_pow")
-    if counts and "sum over" in found.reason.why and not weighted:
-        mean = ", wh.WeightedLoss(total, weight) if that is the number of what counts"
+    operation, why = found.reason.operation, found.reason.why
+    counts = operation in _COUNTS and "sum over" in why
+    if (counts or (operation == "add" and why == OTHER_RATIO)) and not weighted:
+        mean = (
+            ", wh.WeightedLoss(total, weight) with the plain sum as weight if that is "
+            "the number of what counts"
+        )
     one = f"num_micro_batches=1{mean}, or " if whole_fits else ""
     give = f"Give {one}{_CONSENT}."
-    if found.reason.why == OTHER_OPERATION:
-        return f"Use jax.vmap where Python loops over the samples. Otherwise: {give}"
-    return give
+    helps = _WEIGHT if found.in_weight else _HELPS.get(why, "")
+    if weighted and operation == "add" and why == OTHER_RATIO and not found.in_weight:
+        helps = _PENALTY
+    return f"{helps} Otherwise: {give}" if helps else give
+
+
+_COUNTS: Final = ("div", "max", "clamp", "integer_pow", "gt", "ge", "lt", "eq", "ne")
+_WEIGHT: Final = (
+    "Give the plain sum over the samples as the weight, without a maximum, a choice or "
+    "a number added: weights of all micro-batches are added up before anything is "
+    "divided, so one of weight 0 counts for nothing. Where a whole batch may have a "
+    "weight of 0, which gives NaN, add a small number to each sample's own weight."
+)
+_PENALTY: Final = (
+    "Multiply what is no sum over the samples, such as a regulariser, by the weight: "
+    "wh.WeightedLoss(total + weight * penalty, weight)."
+)
+_HELPS: Final[Mapping[str, str]] = {
+    OTHER_OPERATION: "Use jax.vmap where Python loops over the samples.",
+    ORDER: (
+        "Give einsum the order, such as optimize=False from left to right, or take "
+        "products of two operands each."
+    ),
+    FOREIGN: (
+        "Split the keys from the rng that a loss of three parameters is given: "
+        "loss(model, batch, rng)."
+    ),
+}
 
 
 def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:

@@ -83,6 +83,10 @@ def is_hopeless(error: WireError) -> bool:
     return isinstance(error, WrongKey | OtherProtocol)
 
 
+class NoSupervisorError(WhaleError):
+    """No supervisor answers where one should be."""
+
+
 def unreachable(where: str, error: WireError) -> WhaleError:
     """What a process says that reaches no supervisor.
 
@@ -90,7 +94,7 @@ def unreachable(where: str, error: WireError) -> WhaleError:
         where: host and port at which it looked.
         error: how it failed.
     """
-    return WhaleError(
+    return NoSupervisorError(
         f"no supervisor answers at {where} ({error}). See that "
         "whalejax launch runs there, and that this host can reach it"
     )

@@ -6,6 +6,7 @@ The numbers are those of its journal: the process that prints them did none of i
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,11 +14,12 @@ from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.elastic.adding_up.way import COLLECTIVES
 from whalejax.elastic.mesh_sizes import REPLICAS
 from whalejax.elastic.status import RunStatus, document, status_of
+from whalejax.elastic.supervisor.journal import EVENTS, read
 from whalejax.elastic.supervisor.supervisor import FOLDER
 
 
 _NOT_RUN: Final = 2
-"""Status of a supervisor that could not run; it has said why."""
+"""Status of a supervisor that could not run, or of a run that was refused."""
 
 
 def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
@@ -28,11 +30,20 @@ def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
         status: of the run.
         seconds: that it took, everything counted.
     """
-    run = None if status == _NOT_RUN else status_of(command.logs)[-1]
+    run = _run(command.logs, status, seconds)
     if command.json:
         print(json.dumps(launched(run, command.logs, status)), flush=True)
     elif run is not None and not command.quiet:
         print(sentence(run, command.logs, seconds), flush=True)
+
+
+def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
+    """The run that a command started; None where there was none."""
+    if status == _NOT_RUN:
+        opened = [e for e in read(folder / FOLDER / EVENTS) if e["event"] == "opened"]
+        if not opened or opened[-1]["time"] < time.time() - seconds:
+            return None
+    return status_of(folder)[-1]
 
 
 def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
@@ -74,7 +85,7 @@ def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
         seconds: that it took, everything counted.
     """
     assert command.save is not None
-    run = None if status == _NOT_RUN else status_of(command.save)[-1]
+    run = _run(command.save, status, seconds)
     if run is not None and not command.quiet:
         print(sentence(run, command.save, seconds), flush=True)
     if command.json:

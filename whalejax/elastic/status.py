@@ -94,7 +94,8 @@ class RunStatus:
     Attributes:
         state: ``"running"``, ``"without supervisor"`` (which was killed, and goes on
             where it is started again), ``"complete"``, ``"drained"`` or
-            ``"interrupted"`` (it was told to end), ``"failed"`` or ``"lost"``.
+            ``"interrupted"`` (it was told to end), ``"failed"``, ``"refused"`` (what it
+            was given cannot be run) or ``"lost"``.
         why: of an end that was not complete.
         step, steps: done, and to be done in all.
         steps_done: in this run; those of a checkpoint that it began with are not.

@@ -94,6 +94,7 @@ def train_elastic(
     """
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import refusal
+    from whalejax.elastic.refusals import reported_refusals
 
     problems = Arguments("wh.train_elastic")
     if not isinstance(job, Job):
@@ -113,7 +114,8 @@ def train_elastic(
         problems.refuse(
             "mtbf", mtbf, f"seconds, more than 0 and below {_LONGEST_SECONDS}"
         )
-    problems.raise_if_any()
+    with reported_refusals():
+        problems.raise_if_any()
     training = Training(
         steps=steps,
         save=None if save is None else Path(save),
@@ -128,7 +130,8 @@ def train_elastic(
         "precision": precision,
         "seed": seed,
     }
-    return _trained(job, training, settings, mesh)
+    with reported_refusals():
+        return _trained(job, training, settings, mesh)
 
 
 def _trained(

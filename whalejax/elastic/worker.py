@@ -61,11 +61,13 @@ def main(words: Sequence[str]) -> int:
     """
     from whalejax.cli.named_jobs import find_job
     from whalejax.cli.options import named_values
+    from whalejax.elastic.refusals import reported_refusals
     from whalejax.elastic.training import train_elastic
 
     options = json.loads(words[0])
     try:
-        job = find_job(options["model"], named_values(options["set"]))
+        with reported_refusals():
+            job = find_job(options["model"], named_values(options["set"]))
         for state, metrics in train_elastic(
             job,
             steps=options["steps"],

@@ -257,3 +257,33 @@ def test_who_does_not_go_when_it_was_let_go_is_ended() -> None:
     assert world.names("lost") == [name] and not world.members[name].alive
     lost = next(e for e in world.events if e.event == "lost")
     assert lost.fields["why"] == "it did not end in 30 s after it was let go"
+
+
+# Refused before it began.
+
+
+def test_what_cannot_be_run_is_not_started_again() -> None:
+    world = World(52, spares=1)
+    world.begin()
+    world.membership.refused(world.now, "m1", "the job cannot be planned")
+    world.do()
+    assert world.end is not None and world.end.how is Ending.REFUSED
+    assert (world.end.status, world.end.text) == (2, "the job cannot be planned")
+    ends = ended(world)
+    assert len(ends) == len(world.members) == 4 and ends["m1"] == "failed"
+
+
+def test_who_is_refused_where_others_have_joined_fails_alone() -> None:
+    world = World(53)
+    world.begin()
+    world.run(9)
+    there = world.membership.active[0]
+    world.exit(world.members[there], -9)
+    world.run(9.2)
+    started = [m.name for m in world.membership.members.values() if not m.token]
+    world.membership.refused(world.now, started[-1], "its disk is full")
+    world.do()
+    assert world.end is None
+    world.exit(world.members[started[-1]], 2)
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE

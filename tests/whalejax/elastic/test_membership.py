@@ -169,8 +169,8 @@ def test_a_bug_that_ends_every_process_ends_the_run_with_the_first_error() -> No
     world.run(300)
     assert world.end is not None and world.end.status == 1
     assert world.end.text.startswith(
-        "5 failures without a new step between them. The first error: m1: its process "
-        "ended with status 1:\nits log"
+        "5 failures without a new step between them. No checkpoint was written. The "
+        "first error: m1: its process ended with status 1:\nits log"
     )
     assert len(world.members) < 10
 

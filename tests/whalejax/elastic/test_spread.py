@@ -353,3 +353,14 @@ def test_a_notice_loses_no_step(tmp_path: Path) -> None:
 
     _, events = within(tmp_path, "fsdp", work, seats=2, steps=60, micro_batches=None)
     assert not [e for e in events if e["event"] == "lost"]
+
+
+def test_a_job_that_has_no_plan_from_the_first_step_on_is_refused() -> None:
+    there = members(1, 2)
+    there.join(1.0, "m1", "m2")
+    for count in (1, 2):
+        said(there, 2.0, "m1", "unfit", count=count, why="it compares samples")
+    assert there.end is not None and there.end.status == 2
+    assert there.end.text == (
+        "there is no plan for 1 to 2 processes: it compares samples"
+    )

@@ -7,6 +7,7 @@ long as an operation treats each row by itself.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from whalejax.capture.separability.facts import (
     IdCounts,
     Ids,
     IndexColumns,
+    LoopPlace,
     Numbered,
     OneHot,
     Order,
@@ -35,6 +37,7 @@ from whalejax.capture.separability.facts import (
     Steps,
     fact_of,
 )
+from whalejax.capture.separability.loop_rules import LOOP_RULES
 from whalejax.capture.separability.reduction_rules import with_sum
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
@@ -45,6 +48,7 @@ from whalejax.capture.separability.values import (
     Reason,
     Value,
     equal_dim,
+    has_own_places,
     is_one,
     is_samples,
     product_ratio,
@@ -76,9 +80,11 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
     Raises:
         CoupledError: it couples samples.
     """
-    if not any(v.fact is not None for v in equation.values) and equation.name != "sort":
+    facts = any(v.fact is not None for v in equation.values)
+    if not facts and equation.name not in ("sort", "rev"):
         return _new_ids(equation)
-    for rule in _RULES.get(equation.name, ()):
+    rules = *_RULES.get(equation.name, ()), *LOOP_RULES.get(equation.name, ())
+    for rule in rules:
         found = rule(equation, reason)
         if found is not None:
             return found
@@ -103,9 +109,10 @@ def _literal(value: Value) -> Any:
 
 
 def _is_natural(value: Value) -> bool:
-    numbered = fact_of(value, Numbered)
+    numbered, here = fact_of(value, Numbered), fact_of(value, LoopPlace)
     return bool(
-        fact_of(value, Places)
+        (here and here.times >= 0)
+        or fact_of(value, Places)
         or fact_of(value, Order)
         or (numbered and numbered.ids.natural and not numbered.wrapped)
     )
@@ -350,6 +357,31 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _backwards(dim: Dim) -> Sorting:
+    """The order from the last sample to the first, the same for all values."""
+    return Sorting(dim=dim)
+
+
+def _reversed(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+    """Samples from the last to the first, which a sum over them does not tell."""
+    value = equation.values[0]
+    (turned,) = equation.same("dimensions")
+    if 0 not in turned or any(is_samples(value.dims[i]) for i in turned if i):
+        return None
+    ordered = fact_of(value, Sorted)
+    base = value if ordered is None else ordered.base
+    if base.coupled or len(base.dims[0]) != 1 or not is_samples(base.dims[0]):
+        return None
+    sorting = _backwards(base.dims[0])
+    if any(has_own_places(base.dims[i]) for i in turned if i):
+        return None
+    if ordered is not None:
+        return [base.plain] if ordered.sorting is sorting else None
+    why = replace(reason, why="reverses the samples")
+    return [with_fact(value, Sorted(sorting=sorting, base=value.plain), why)]
+
+
 def divided_order(
     call: Any, values: Sequence[Value], reason: Reason
 ) -> list[Value] | None:
@@ -541,6 +573,7 @@ _RULES: Final[dict[str, tuple[FactRule, ...]]] = {
     "max": (_at_least,),
     "eq": (_one_hot,),
     "sort": (_sort,),
+    "rev": (_reversed,),
     "gather": (_taken_in_order, _by_columns),
     "scatter": (_added_in_order, _by_columns),
     "scatter-add": (_added_in_order, _histogram, _by_columns),

@@ -116,6 +116,37 @@ class Sorted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlace:
+    """The place at which a loop along the batch stands, or a multiple of it.
+
+    Attributes:
+        count: Iterations of the loop in both traces.
+        times: By which number the place was multiplied, as for chunks of so many.
+    """
+
+    count: tuple[int, int]
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carry:
+    """A value that a loop along the batch carries, known by identity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSum:
+    """What a loop along the batch has added up, with what one iteration adds to it.
+
+    Attributes:
+        carry: What it was when the iteration began.
+        added: What was added since; None for nothing.
+    """
+
+    carry: Carry
+    added: Value | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
     """State that samples change: as it was given, or with a sum of them added.
 

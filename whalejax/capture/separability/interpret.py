@@ -10,17 +10,18 @@ from typing import Any, Final
 from whalejax import _compat
 from whalejax.capture.separability.alignment import align_dims
 from whalejax.capture.separability.derivatives import check_derivative
+from whalejax.capture.separability.elementwise_rules import PLACE
 from whalejax.capture.separability.equations import (
     PairedEquation,
     combined_kind,
     constant,
 )
 from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_order
+from whalejax.capture.separability.random_rules import FIXED_KEY
+from whalejax.capture.separability.sample_loops import SampleLoop
 from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
     SIZE,
-    Along,
-    Atom,
     CoupledError,
     Dependence,
     Dim,
@@ -30,7 +31,6 @@ from whalejax.capture.separability.values import (
     is_samples,
     plain_dim,
     same_ratio,
-    size_of,
 )
 
 
@@ -38,6 +38,13 @@ OTHER_PROGRAM: Final = "does other operations for other numbers of samples"
 OTHER_OPERATION: Final = (
     "is another operation for other numbers of samples, as in a Python loop over them"
 )
+
+
+ORDER: Final = "takes its products in another order for other numbers of samples"
+
+
+LOOKED_UP: Final = "takes samples of the batch by an index, as h[index] does"
+_LOOKUPS: Final = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice")
 
 
 UNKNOWN_FACTOR: Final = 1.7
@@ -114,10 +121,11 @@ class Interpreter:
         if first is not None:
             name, line = first.primitive.name, self._line_of(first)
             reason = Reason(operation=name, line=line, why=OTHER_OPERATION)
+            reason = of_einsum(reason, first)
         return [_coupled(atom, reason) for atom in body.outvars]
 
     def _line_of(self, equation: Any) -> str:
-        found = _compat.line_text(equation)
+        found = _compat.source_text(equation)
         return self.line if self.line and found == _compat.NO_LINE else found
 
     def _equation(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -125,6 +133,7 @@ class Interpreter:
         line = self._line_of(part)
         reason = Reason(operation=name, line=line, why=OTHER_OPERATION)
         if name != whole.primitive.name or len(given) != len(whole.invars):
+            reason = of_einsum(reason, part)
             return [_coupled(atom, reason) for atom in part.outvars]
         try:
             found = self._results(part, whole, given, reason)
@@ -134,6 +143,8 @@ class Interpreter:
         except CoupledError as error:
             group, runs = error.group * self.group, error.runs * self.runs
             reason = replace(reason, why=error.why, group=group, runs=runs)
+            if error.why == f"dimension_numbers {SIZE}":
+                reason = of_einsum(reason, part)
         except Exception as error:  # What no rule foresees is not proven.
             why = f"is used in a way that is not followed ({type(error).__name__})"
             reason = replace(reason, why=why)
@@ -155,11 +166,15 @@ class Interpreter:
         coupled = next((v for v in given if v.coupled), None)
         if coupled is not None and kind is None:
             assert coupled.reason is not None
-            return [_coupled(atom, coupled.reason) for atom in part.outvars]
+            why = coupled.reason
+            if why.why == PLACE and part.primitive.name in _LOOKUPS:
+                if not given[0].coupled:
+                    why = replace(reason, why=LOOKED_UP)
+            return [_coupled(atom, why) for atom in part.outvars]
         if kind is None:
             return apply_rule(equation)
         if kind == "scan":
-            return self._scan(part, whole, given)
+            return self._scan(part, whole, given, reason)
         if kind == "cond":
             return self._cond(part, whole, given)
         return self._while(part, whole, given)
@@ -187,7 +202,9 @@ class Interpreter:
 
     # Loops and branches.
 
-    def _scan(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
+    def _scan(
+        self, part: Any, whole: Any, given: list[Value], reason: Reason
+    ) -> list[Value]:
         pair = _compat.scan_parts(part), _compat.scan_parts(whole)
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
         first = pair[0].num_consts
@@ -196,7 +213,14 @@ class Interpreter:
         consts, start, slices = given[:first], given[first:carries], given[carries:]
         along = [not v.coupled and is_samples(v.dims[0]) for v in slices]
         if lengths[0] != lengths[1] or any(along):
-            return self._over_samples(part, whole, given, pair[0])
+            loop = SampleLoop(
+                follower=replace(self, scale=UNKNOWN_FACTOR * self.scale),
+                part=part,
+                whole=whole,
+                given=given,
+                reason=reason,
+            )
+            return loop.results()
         inside = [_sliced(v) for v in slices]
         carried = list(start)
         while True:
@@ -209,49 +233,6 @@ class Interpreter:
         dim = plain_dim(*lengths)
         stacked = [_stacked(v, dim) for v in found[count:]]
         return [*(v.plain for v in carried), *stacked]
-
-    def _over_samples(
-        self, part: Any, whole: Any, given: list[Value], sizes: Any
-    ) -> list[Value]:
-        """A map over the samples, one after the other; nothing may be carried."""
-        first = sizes.num_consts
-        slices = given[first:]
-        if sizes.num_carries:
-            raise CoupledError("loops along the samples")
-        lead: Dim = ()
-        for value in slices:
-            if value.coupled:
-                assert value.reason is not None
-                return [_coupled(atom, value.reason) for atom in part.outvars]
-            here = value.dims[0]
-            if is_samples(here) and len(here) == 1:
-                lead = here
-            elif any(a.along is Along.PLAIN for a in here) or is_samples(here):
-                raise CoupledError("loops along the samples")
-        if not lead:
-            raise CoupledError(f"loops as often as {SIZE}")
-        inside = [
-            replace(v.shaped(v.dims[1:]), within=v.kind is Dependence.SAMPLE)
-            if is_samples(v.dims[0])
-            else v.shaped(v.dims[1:])
-            for v in slices
-        ]
-        drawn = any(a.along is Along.DRAWN for v in slices for a in v.dims[0])
-        each = (Atom(Along.DRAWN if drawn else Along.EQUAL, *size_of(lead)),)
-        (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
-        each_alone = replace(self, scale=UNKNOWN_FACTOR * self.scale)
-        found = each_alone.run(inner, other, [*given[:first], *inside])
-        results = []
-        for value in found:
-            if value.kind is Dependence.SAMPLE and value.within:
-                results.append(replace(value.shaped((lead, *value.dims)), within=False))
-            elif value.kind is Dependence.FIXED:
-                results.append(value.shaped((each, *value.dims)))
-            elif value.coupled:
-                results.append(value)
-            else:
-                raise CoupledError("loops along the samples")
-        return results
 
     def _cond(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
         which, *operands = given
@@ -291,6 +272,13 @@ class Interpreter:
         if not (ends.kind is Dependence.FIXED or own) or not is_one(ends.ratio):
             raise CoupledError("loops until all samples say that it ends")
         return [_ended_by(ends, v) for v in carried]
+
+
+def of_einsum(reason: Reason, equation: Any) -> Reason:
+    """The reason, where a product of an einsum is not the same in both traces."""
+    if not _compat.is_of_einsum(equation):
+        return reason
+    return replace(reason, operation="einsum", why=ORDER)
 
 
 def _ended_by(decides: Value, value: Value) -> Value:
@@ -346,7 +334,7 @@ def _join(a: Value, b: Value) -> Value:
     return Value(kind=kind, dims=dims, ratio=ratio, within=within, key=key)
 
 
-_KEYS: Final = ("", "rng", "foreign")
+_KEYS: Final = ("", FIXED_KEY, "rng", "foreign")
 """Whose keys a value may be of; what is of several is of the last."""
 
 

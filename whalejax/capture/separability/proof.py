@@ -16,7 +16,11 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.separability.facts import Counter, fact_of
-from whalejax.capture.separability.interpret import UNKNOWN_FACTOR, Interpreter
+from whalejax.capture.separability.interpret import (
+    UNKNOWN_FACTOR,
+    Interpreter,
+    of_einsum,
+)
 from whalejax.capture.separability.values import (
     Along,
     Atom,
@@ -72,12 +76,14 @@ class Separability:
             places, as chosen samples and then rejected ones; 1 if it is not.
         reason: Why they do not; None where they do.
         sums: The loss adds its samples up, and is no mean.
+        in_weight: The reason is about the weight of a ``WeightedLoss``.
     """
 
     group: int = 1
     runs: int = 1
     reason: Reason | None = None
     sums: bool = False
+    in_weight: bool = False
 
     @property
     def proven(self) -> bool:
@@ -195,7 +201,8 @@ def _verdict(
     for value in (total, weight) if weighted else (total,):
         if value.coupled:
             assert value.reason is not None
-            return _refused(value.reason)
+            of_weight = value is weight and weighted
+            return replace(_refused(value.reason), in_weight=of_weight)
         if value.kind is Dependence.SAMPLE:
             why = "is of one sample, whatever the others are"
             return _refused(Reason(operation="", line="", why=why))
@@ -266,19 +273,20 @@ def _unlike(
                 why = "has an array that is another for one sample"
                 return Reason(operation="", line="", why=why)
             why = "does something else for one sample"
-            return Reason(operation=one[0], line=one[3], why=why)
+            reason = Reason(operation=one[0], line=one[3], why=why)
+            return of_einsum(reason, one[4])
     return None
 
 
 def _operations(program: Any) -> Any:
-    """Name, numbers, result's shape and line of every operation but those of shape.
+    """Name, numbers, shape, line and equation of every operation but those of shape.
 
     Arrays of the program come first, with their values for numbers.
     """
     body, constants = _compat.open_jaxpr(program)
     for array in constants:
         if not _compat.is_key_dtype(array.dtype):
-            yield "", _values(array), np.shape(array), ""
+            yield "", _values(array), np.shape(array), "", None
     for equation in body.eqns:
         inner = _compat.inner_jaxprs(equation)
         for one in inner:
@@ -293,7 +301,8 @@ def _operations(program: Any) -> Any:
             and np.issubdtype(np.asarray(a.val).dtype, np.number)
         ]
         shape = [n for a in equation.outvars for n in a.aval.shape]
-        yield equation.primitive.name, numbers, shape, _compat.line_text(equation)
+        line = _compat.source_text(equation)
+        yield equation.primitive.name, numbers, shape, line, equation
 
 
 def _values(array: Any) -> list[complex]:

@@ -29,6 +29,9 @@ from whalejax.capture.separability.values import (
 )
 
 
+FIXED_KEY: Final = "fixed"
+"""What keys are of that the loss makes of a number of its own."""
+
 FOREIGN: Final = "draws from a key that is not the loss's rng"
 
 
@@ -100,7 +103,8 @@ def _fold_in(equation: PairedEquation) -> list[Value]:
 
 def _seed(equation: PairedEquation) -> list[Value]:
     value = equation.values[0]
-    return [_of_key(value, value.dims)]
+    found = _of_key(value, value.dims)
+    return [replace(found, key=value.key or FIXED_KEY)]
 
 
 def _unwrap(equation: PairedEquation) -> list[Value]:

@@ -98,8 +98,8 @@ class Value:
             parts is compared with the whole. None of zero, for which any is right.
         within: Whether it is of the one sample at which a loop over samples stands,
             and so has no dimension of samples.
-        key: Whose random key it is made of: ``"rng"``, the loss's own, or
-            ``"foreign"``; empty where it is of none.
+        key: Whose random key it is made of: ``"rng"``, the loss's own, ``"fixed"``, one
+            that it makes of a number, or ``"foreign"``; empty where it is of none.
         fact: What else is known of it; see ``facts``.
         numbers: Its value in both traces where it is a scalar of the program.
         reason: Why it is coupled.
@@ -161,6 +161,10 @@ SIZE: Final = "depends on the number of samples"
 """Why a value is coupled that is another multiple for a part than for the whole."""
 
 
+OTHER_RATIO: Final = f"adds or compares values one of which {SIZE}"
+"""Why a sum is coupled of what grows with the samples and of what does not."""
+
+
 def same_ratio(values: Sequence[Value]) -> float | None:
     """The ratio that all of some values have; zeros have any.
 
@@ -171,7 +175,7 @@ def same_ratio(values: Sequence[Value]) -> float | None:
     if not known:
         return None
     if not all(math.isclose(r, known[0], rel_tol=1e-5) for r in known):
-        raise CoupledError(f"adds or compares values one of which {SIZE}")
+        raise CoupledError(OTHER_RATIO)
     return known[0]
 
 

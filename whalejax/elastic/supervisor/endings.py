@@ -16,6 +16,7 @@ class Ending(enum.StrEnum):
             held by others.
         INTERRUPTED: it was told to end before it had a state that could be saved.
         FAILED: an error of its own ended it.
+        REFUSED: what it was given cannot be run, as its first process found.
         LOST: it was killed, frozen or out of reach; a run, that too few were left.
     """
 
@@ -23,6 +24,7 @@ class Ending(enum.StrEnum):
     DRAINED = "drained"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
+    REFUSED = "refused"
     LOST = "lost"
 
 
@@ -31,6 +33,7 @@ STATUS: Final[Mapping[Ending, int]] = {
     Ending.DRAINED: 143,
     Ending.INTERRUPTED: 143,
     Ending.FAILED: 1,
+    Ending.REFUSED: 2,
     Ending.LOST: 1,
 }
 """Exit status of the launcher."""

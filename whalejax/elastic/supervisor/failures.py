@@ -48,7 +48,7 @@ class Failures:
         self._fruitless += 1
         if self._fruitless == 1 or not self._first:
             said = self._errors.pop(name, "") or log
-            more = f":\n{said[-_MOST_SAID:]}" if said else ""
+            more = f":\n{said[-_MOST_SAID:].strip()}" if said.strip() else ""
             self._first = f"{name}: {why}{more}"
 
     def progressed(self, step: int | None = None) -> None:
@@ -64,16 +64,17 @@ class Failures:
             self._furthest = step
         self._fruitless, self._first = 0, ""
 
-    def exceeded(self, now: float) -> str:
+    def exceeded(self, now: float, where: str = "") -> str:
         """Why the run is to be given up, with the first error; or nothing.
 
         Args:
             now: the time.
+            where: the newest checkpoint, as a sentence; the error comes behind it.
         """
         settings = self._settings
         while self._times and now - self._times[0] > settings.window_seconds:
             self._times.popleft()
-        first = f". The first error: {self._first}"
+        first = f"{where}. The first error: {self._first}"
         if self._fruitless >= settings.fruitless:
             return f"{self._fruitless} failures without a new step between them{first}"
         if len(self._times) > settings.restarts:

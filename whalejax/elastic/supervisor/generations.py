@@ -131,7 +131,10 @@ class Generations(Losing):
         if all(size in self.unfit for size in sizes):
             every = "; ".join(dict.fromkeys(self.unfit[size] for size in sizes))
             text = f"there is no plan for {sizes[0]} to {sizes[-1]} processes: {every}"
-            self._end(now, Ending.FAILED, f"{text}{self._where()}")
+            if self.pace.has_committed:
+                self._end(now, Ending.FAILED, f"{text}{self._where()}")
+            else:
+                self._end(now, Ending.REFUSED, text)
         elif self.phase == "running" and len(self.active) == count:
             self._restart_world(now)
 

@@ -93,9 +93,9 @@ class Losing(Roster):
                 self.failures.due.setdefault(member.slot, now)
 
     def _check_budget(self, now: float) -> None:
-        why = self.failures.exceeded(now)
+        why = self.failures.exceeded(now, self._where())
         if why:
-            self._end(now, Ending.FAILED, f"{why}{self._where()}")
+            self._end(now, Ending.FAILED, why)
 
     def _start_due(self, now: float) -> None:
         if self.phase in ("draining", "ending") or self._is_finishing():

@@ -122,6 +122,27 @@ class Membership(Generations):
             self._complete(now)
         self._consider(now)
 
+    def refused(self, now: float, name: str, why: str) -> None:
+        """A process that has not joined cannot be run with what it was given.
+
+        All are given the same. Where another has joined, it is this one that differs,
+        and it fails like any other.
+
+        Args:
+            now: the time.
+            name: of the member.
+            why: for a user.
+        """
+        member = self.members[name]
+        self._record("failed", name=name, why=why)
+        self.failures.said(name, why)
+        joined = any(m.token for m in self.members.values())
+        if joined or self._formed or self.phase != "gathering":
+            return
+        member.becomes("gone", now)
+        self._record("ended", name=name, status=None, how=Ending.FAILED, well=False)
+        self._end(now, Ending.REFUSED, why)
+
     def tick(self, now: float) -> None:
         """Time has passed."""
         before, self._ticked_at = self._ticked_at, now

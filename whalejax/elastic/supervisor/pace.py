@@ -49,6 +49,11 @@ class StepPace:
             self._first = step, now
 
     @property
+    def has_committed(self) -> bool:
+        """A step was committed in this run."""
+        return self._first is not None
+
+    @property
     def moves(self) -> bool:
         """A step was committed in this generation."""
         return self._counts

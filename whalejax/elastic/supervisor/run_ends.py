@@ -9,6 +9,7 @@ from whalejax.elastic.supervisor.run_state import RunState
 
 
 _TERMINATED = (143, -15)
+_ERRORS = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 
 
 class RunEnds(RunState):
@@ -76,7 +77,7 @@ class RunEnds(RunState):
             if self.over.how is Ending.COMPLETE and ordered:
                 return Ending.COMPLETE
             # Those that were told why the run fails say so, and end with an error.
-            fails = self.over.how in (Ending.FAILED, Ending.LOST) and status == 1
+            fails = self.over.how in _ERRORS and status == 1
             return Ending.DRAINED if ordered or fails else None
         if self.restarts and member.status in ("active", "finished"):
             done = status == 0 or (status is None and member.status == "finished")

@@ -35,6 +35,7 @@ from whalejax.elastic.supervisor.member_record import (
     Effect,
     End,
     Kill,
+    Member,
     Release,
     Send,
     Start,
@@ -153,7 +154,8 @@ class Supervisor:
         """Supervise until the end.
 
         Returns:
-            0 where all steps were done; 143 where the run was told to end; else 1.
+            0 where all steps were done; 143 where the run was told to end; 2 where
+            what it was given cannot be run; else 1.
 
         Raises:
             WhaleError: another supervisor runs there, or it cannot be written.
@@ -434,6 +436,8 @@ class Supervisor:
                 self._register(now, channel, message)
             elif message.kind == "adding_up":
                 self._say_adding_up(channel, message)
+            elif message.kind == "refusal":
+                self._refused(now, channel, message)
             elif message.kind == "enlist":
                 self._enlist(now, channel, message)
             elif message.kind in TO_SUPERVISOR_OF_AGENT:
@@ -478,6 +482,23 @@ class Supervisor:
         welcome = {"name": name, "beat_seconds": beats}
         self._send(channel, Message(kind="welcome", fields=welcome))
 
+    def _refused(self, now: float, channel: Channel, message: Message) -> None:
+        """A process says that it cannot be run, before it joins."""
+        member = self._starting_member(message.fields)
+        if member is not None:
+            self._membership.refused(now, member.name, message.fields["why"])
+        fields = {"why": "it cannot be run", "well": False}
+        self._send(channel, Message(kind="over", fields=fields))
+
+    def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
+        """The member that a process is which was started and has not joined yet."""
+        for member in self._membership.members.values():
+            where = member.machine or machine()
+            if member.status == "starting" and fields["machine"] == where:
+                if member.pid == fields["pid"]:
+                    return member
+        return None
+
     def _named(self, fields: Mapping[str, Any]) -> tuple[str, int | None]:
         """The name under which a member goes, and its slot if it was started here."""
         members = self._membership.members
@@ -488,11 +509,9 @@ class Supervisor:
             # It may not have heard its name before its connection ended.
             if member.token and member.token == fields["token"] and member.is_there:
                 return member.name, member.slot
-        for member in members.values():
-            where = member.machine or machine()
-            if member.status == "starting" and fields["machine"] == where:
-                if member.pid == fields["pid"]:
-                    return member.name, member.slot
+        started = self._starting_member(fields)
+        if started is not None:
+            return started.name, started.slot
         self._count += 1
         return f"x{self._count}", None
 

@@ -1,0 +1,83 @@
+"""Jobs that cannot be run end with the refusal at once, and are not tried again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.flags import QUICK
+from tests.whalejax.elastic.runs import ROOT
+from whalejax.elastic.supervisor import journal
+from whalejax.elastic.supervisor.supervisor import FOLDER
+
+
+JOB = """
+import numpy as np, optax, jax.numpy as jnp
+import whalejax as wh
+
+def loss(params, batch):
+    rows = batch @ params
+    return jnp.square(rows @ rows.T).mean()
+
+def job():
+    return wh.Job(
+        loss_fn=loss,
+        make_model=lambda: jnp.ones((4, 4)),
+        batch=lambda step, size: np.ones((size, 4), "float32"),
+        optimizer=optax.sgd(0.1),
+        batch_size=8,
+    )
+"""
+SCRIPT = """
+for state, metrics in wh.train_elastic(job(), steps=3, num_micro_batches=2):
+    pass
+"""
+
+
+def whalejax(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "whalejax", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def starts(folder: Path) -> int:
+    events = journal.read(folder / FOLDER / journal.EVENTS)
+    return sum(said["event"] == "started" for said in events)
+
+
+def test_a_job_whose_samples_depend_on_each_other_is_refused_once(
+    tmp_path: Path,
+) -> None:
+    path, save = tmp_path / "job.py", tmp_path / "save"
+    path.write_text(JOB)
+    words = ["train", f"{path}:job", "--processes", "1:2", "--micro-batches", "2"]
+    run = whalejax(*words, "--json", "--save", str(save))
+    assert run.returncode == 2, run.stderr
+    assert "dot_general (job.py:7) compares samples with each other" in run.stderr
+    assert "failures without" not in run.stderr and starts(save) == 2
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert (told["status"], told["state"]) == (2, "refused")
+    assert "job.py:7" in told["why"]
+
+
+def test_a_job_that_is_not_there_is_refused_once(tmp_path: Path) -> None:
+    words = ["train", "nosuch", "--processes", "1:2", "--save", str(tmp_path)]
+    run = whalejax(*words)
+    assert run.returncode == 2 and "no reference model is named" in run.stderr
+    assert starts(tmp_path) == 2, run.stderr
+
+
+def test_a_script_whose_job_cannot_be_planned_is_started_once(tmp_path: Path) -> None:
+    path, logs = tmp_path / "job.py", tmp_path / "logs"
+    path.write_text(JOB + SCRIPT)
+    run = whalejax("launch", "--processes", "1:1", "--logs", str(logs), str(path))
+    assert run.returncode == 2, run.stderr
+    assert "compares samples with each other" in run.stderr and starts(logs) == 1

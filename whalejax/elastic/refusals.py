@@ -1,0 +1,55 @@
+"""Errors of what was given, which a process tells the supervisor before it joins.
+
+Every process is given the same, and would be refused in the same words however often it
+is started. So the supervisor ends the run at once instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Final
+
+from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.elastic.control import NoSupervisorError, key_of_run
+from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.supervisor.processes import machine
+from whalejax.elastic.wire.connection import dial
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.meshes.errors import WhaleError
+
+
+_SECONDS: Final = 10.0
+_LONGEST: Final = 5000
+
+
+@contextlib.contextmanager
+def reported_refusals() -> Iterator[None]:
+    """Tell this process's supervisor, if it has one, of an error within the block.
+
+    Raises:
+        WhaleError: as raised there.
+    """
+    try:
+        yield
+    except NoSupervisorError:
+        raise
+    except WhaleError as error:
+        address = os.environ.get(SUPERVISOR)
+        if address is not None:
+            # Who is not heard is started again, as after any other error.
+            with contextlib.suppress(WhaleError, WireError):
+                _report(address, os.environ.get(KEY_FILE, ""), str(error))
+        raise
+
+
+def _report(address: str, key_file: str, why: str) -> None:
+    key = key_of_run(key_file, address)
+    channel = dial(split_address(address, "supervisor"), key, seconds=_SECONDS)
+    fields = {"machine": machine(), "pid": os.getpid(), "why": why[:_LONGEST]}
+    try:
+        channel.send(Message(kind="refusal", fields=fields))
+        channel.receive(seconds=_SECONDS)
+    finally:
+        channel.close()
