@@ -120,14 +120,16 @@ def busiest_share(
     >>> busiest_share(16, 16, 2, causal=True)
     (4, 4, 0.625)
     """
-    whole = num_rows == num_columns and num_rows % (2 * size) == 0
-    if causal and not (size > 1 and whole):
+    if causal and num_rows != num_columns:
         found = ring(num_rows, num_columns, size, _later)
         return found.row_size, found.column_size, found.share
-    parts = 2 * size if causal else size
+    zigzag = causal and size > 1 and num_rows % (2 * size) == 0
+    parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
-    # Half of all pairs, and of the blocks on the diagonal the other half as well.
-    share = 0.5 + height / (2 * num_rows) if causal else 1.0
+    # Half of all pairs, and of the blocks on the diagonal the other half as well; where
+    # parts stand in order, the last device sees all but what lies behind its own.
+    above = 0.5 if zigzag else 1 - 0.5 / size
+    share = above + height / (2 * num_rows) if causal else 1.0
     return height, width, share
 
 

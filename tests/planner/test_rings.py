@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.sharding.ring_rounds import BLOCK, ring
+from whalejax.planner.sharding.ring_rounds import BLOCK, busiest_share, ring
 
 
 def _later(rows: int, columns: int) -> np.ndarray:
@@ -62,3 +62,23 @@ def test_blocks_divide_and_are_no_longer_than_allowed() -> None:
 def test_rows_and_columns_may_differ_in_number() -> None:
     found = ring(8, 24, 2, lambda a, b: np.zeros((a, b), bool))
     assert (found.row_size, found.column_size) == (4, 12) and not found.zigzag
+
+
+@given(
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3, 64, 96, 512, 520]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+)
+def test_the_busiest_share_is_that_of_the_tables(
+    size: int, each: int, wider: int, causal: bool
+) -> None:
+    rows, columns = size * each, size * each * wider
+
+    def hidden(above: int, across: int) -> np.ndarray:
+        return _later(above, across) & causal
+
+    found = ring(rows, columns, size, hidden)
+    height, width, share = busiest_share(rows, columns, size, causal=causal)
+    assert (height, width) == (found.row_size, found.column_size)
+    assert share == pytest.approx(found.share, rel=1e-12)
