@@ -131,9 +131,8 @@ def searches(
 
     Computing again takes time and gives memory: where every layout has enough with the
     fewest micro-batches, or those that lack some would be slower with enough than what
-    fits, no policy can be better than none. Attention in blocks is
-    tried where scores are much of the work, or memory is short. Of very many meshes,
-    only the promising ones are looked at.
+    fits, no policy can be better than none. Of very many meshes, only those are looked
+    at that are promising for a program.
     """
     known = {} if known is None else known
     fixed = _written(request.mesh)

@@ -1,10 +1,10 @@
 """Chooses the meshes that plans that run are searched on, where there are many.
 
 The plans that run today are weighed one by one, under programs that are traced for
-each: a thousand devices have hundreds of meshes. The wide search prices the same
-meshes as arrays, in a fraction of a second and with the same formulas, but knows
-neither attention in blocks nor logits made in parts. What it finds far from the best
-is not looked at again.
+each: a thousand devices have hundreds of meshes. The wide search prices all meshes of
+each of these programs as arrays, in a fraction of a second and with the same formulas,
+and asks liveness of the fastest whether memory holds them. What it finds far from the
+best is not looked at again.
 """
 
 from __future__ import annotations
