@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -497,10 +498,19 @@ def source_text(equation: Any) -> str:
     return f"{line}, in {library}" if library else line
 
 
+def raised_at(error: BaseException) -> str:
+    """The user's line in which an error was raised, such as ``"model.py:12"``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = frame.filename
+        if source_info_util.is_user_filename(path) and not _library_of(path):
+            return f"{os.path.basename(path)}:{frame.lineno}"
+    return NO_LINE
+
+
 def is_of_einsum(equation: Any) -> bool:
     """Whether an equation is one of the products that ``jnp.einsum`` is made of."""
-    traceback = equation.source_info.traceback
-    for code in traceback.raw_frames()[0] if traceback else ():
+    made = equation.source_info.traceback
+    for code in made.raw_frames()[0] if made else ():
         if source_info_util.is_user_filename(code.co_filename):
             return False
         if os.path.basename(code.co_filename) == "einsum.py":

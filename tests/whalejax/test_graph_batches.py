@@ -74,17 +74,28 @@ def test_a_step_on_a_graph_equals_one_device() -> None:
 
 
 def test_more_micro_batches_lose_edges_and_are_refused() -> None:
-    with pytest.raises(wh.PlanError, match="count samples, or their places"):
+    with pytest.raises(wh.PlanError, match="takes samples of the batch by an index"):
         planned(cluster="cpu:8", num_micro_batches=2)
 
 
 def test_a_loss_that_takes_no_part_of_a_graph_says_which_part_it_was_given() -> None:
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(wh.WhaleError) as caught:
         planned(loss, num_micro_batches=2)
+    said, cause = str(caught.value), caught.value.__cause__
+    assert "takes the batch's 64 samples, but no micro-batch of 32" in said
+    assert f"{type(cause).__name__}: " in said and "(test_graph_batches.py:" in said
     assert (
         "whalejax: raised in loss_fn, traced without values for a micro-batch of 32 of "
         "the batch's 64 samples"
-    ) in caught.value.__notes__
+    ) in getattr(cause, "__notes__", [])
+
+
+def test_what_a_loss_raises_on_the_whole_batch_is_passed_on() -> None:
+    def never(params: Any, batch: Any) -> Any:
+        return jnp.reshape(params["message"], (-1, 7)).sum() + jnp.sum(batch["x"])
+
+    with pytest.raises(TypeError, match="reshape"):
+        planned(never, num_micro_batches=2)
 
 
 def test_tables_that_all_samples_read_keep_their_micro_batches() -> None:

@@ -387,8 +387,9 @@ def capture(
 
     Raises:
         WhaleError: the loss is no scalar or depends on no parameter, the batch leaves
-            disagree or do not divide, or annotations nest in a forbidden way. What the
-            loss function itself raises is passed on unchanged.
+            disagree or do not divide, annotations nest in a forbidden way, or the loss
+            raises for a part of the batch and not for the whole. What it raises for
+            the whole is passed on unchanged.
     """
     leaves, batch_tree = batch_leaves(batch, batch_axes, num_micro_batches)
     size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
@@ -396,7 +397,12 @@ def capture(
     arguments = [*flat.model_avals, *(leaf.aval for leaf in leaves)]
     arguments += [_key_aval(rng)] if adapter.takes_rng else []
     with recording() as record:
-        jaxpr, axes = _traced(flat, arguments, _part(size, num_micro_batches))
+        try:
+            jaxpr, axes = _traced(flat, arguments, _part(size, num_micro_batches))
+        except Exception as error:
+            if not isinstance(error, WhaleError) and num_micro_batches > 1:
+                _check_part(error, adapter, batch, rng, batch_axes, num_micro_batches)
+            raise
     jaxpr, steady, changing = held_back(
         jaxpr,
         adapter.rest,
@@ -597,6 +603,38 @@ def _traced(
         raise
     refuse_explicit_axes(jaxpr)
     return jaxpr, axes
+
+
+def _check_part(
+    error: Exception,
+    adapter: Adapter,
+    batch: Any,
+    rng: Any,
+    batch_axes: Any,
+    num_micro_batches: int,
+) -> None:
+    """Say of an error in a micro-batch that the whole batch has none, if that is so.
+
+    Args:
+        error: what the loss raised.
+        adapter, batch, rng, batch_axes, num_micro_batches: as of ``capture``.
+
+    Raises:
+        WhaleError: the loss can be computed on the whole batch.
+    """
+    try:
+        whole = capture(adapter, batch, rng, batch_axes=batch_axes)
+    except Exception:
+        return
+    size = whole.graph.batch_size
+    first = str(error).splitlines()[0] if str(error) else ""
+    raise WhaleError(
+        f"num_micro_batches={num_micro_batches}: the loss takes the batch's {size} "
+        f"samples, but no micro-batch of {size // num_micro_batches}: "
+        f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Take fewer "
+        "micro-batches, of as many samples as it needs together, and group_size= where "
+        "neighbours belong together; or num_micro_batches=1"
+    ) from error
 
 
 def _part(size: int, count: int) -> str:
