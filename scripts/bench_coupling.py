@@ -34,7 +34,7 @@ import argparse
 import inspect
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -191,17 +191,24 @@ def accumulated(
 
 
 def difference(got: Result, want: Result) -> float:
-    """The larger of the relative differences of loss and gradient; NaNs are alike."""
-    losses = np.array([got[0], want[0]])
-    found = [abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-6)]
-    leaves = [[*map(np.asarray, jax.tree.leaves(g))] for g in (got[1], want[1])]
-    pairs = [*zip(*leaves, strict=True)]
-    away = np.sqrt(sum(np.sum((a - b) ** 2, dtype=np.float64) for a, b in pairs))
-    size = np.sqrt(sum(np.sum(np.square(b), dtype=np.float64) for _, b in pairs))
-    found.append(away / max(size, 1e-6))
-    if np.isnan(losses).all():
-        return 0.0
-    return float("inf") if np.isnan(found).any() else float(max(found))
+    """The larger of the relative differences of loss and gradient.
+
+    What is NaN in both is alike; what is NaN in one is as far apart as can be.
+    """
+    pairs = [
+        (np.atleast_1d(np.asarray(a, float)), np.atleast_1d(np.asarray(b, float)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ]
+    if any((np.isnan(a) != np.isnan(b)).any() for a, b in pairs):
+        return float("inf")
+    loss, *leaves = [(np.nan_to_num(a), np.nan_to_num(b)) for a, b in pairs]
+    return max(_apart([loss]), _apart(leaves))
+
+
+def _apart(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+    away = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
+    size = np.sqrt(sum(np.sum(np.square(b)) for _, b in pairs))
+    return float(away / max(size, 1e-6))
 
 
 def is_separable(function: Callable[..., Any], count: int) -> bool:
