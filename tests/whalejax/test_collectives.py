@@ -397,7 +397,8 @@ def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["bert", "gpt"])
 def test_context_gathers_keys_and_values_and_nothing_else(name: str) -> None:
-    step = step_of(name, mesh=(("data", 2), ("context", 4)), cluster=HERE)
+    mesh = (("data", 2), ("context", 4))
+    step = step_of(name, mesh=mesh, cluster=HERE, attention="gather")
     found = collectives_of(step)
     # One layer; shapes are those of one device, whole along the sequence.
     whole = (6, 8, BATCH // 2, 24)

@@ -72,9 +72,9 @@ def test_where_the_promising_do_not_fit_every_mesh_is_looked_at(
 ) -> None:
     asked = []
 
-    def nothing(*arguments: Any) -> tuple[frozenset[tuple[int, ...]], float]:
+    def nothing(*arguments: Any) -> dict[prefilter.Variant, dict[Any, float]]:
         asked.append(arguments)
-        return frozenset({(1,) * len(PLANNED_AXES)}), 1.0
+        return {((), (), 1): {(1,) * len(PLANNED_AXES): 1.0}}
 
     monkeypatch.setattr(decide, "promising", nothing)
     assert planned("gpt-test", "a100-80:8x8", 64).num_devices == 64

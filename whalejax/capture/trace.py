@@ -9,9 +9,10 @@ of them are made of one trace.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -396,13 +397,9 @@ def capture(
     flat = _FlatLoss(adapter, batch_tree, size)
     arguments = [*flat.model_avals, *(leaf.aval for leaf in leaves)]
     arguments += [_key_aval(rng)] if adapter.takes_rng else []
-    with recording() as record:
-        try:
-            jaxpr, axes = _traced(flat, arguments, _part(size, num_micro_batches))
-        except Exception as error:
-            if not isinstance(error, WhaleError) and num_micro_batches > 1:
-                _check_part(error, adapter, batch, rng, batch_axes, num_micro_batches)
-            raise
+    given = adapter, batch, rng, batch_axes, num_micro_batches
+    with recording() as record, _of_a_part(*given):
+        jaxpr, axes = _traced(flat, arguments, _part(size, num_micro_batches))
     jaxpr, steady, changing = held_back(
         jaxpr,
         adapter.rest,
@@ -605,36 +602,44 @@ def _traced(
     return jaxpr, axes
 
 
-def _check_part(
-    error: Exception,
-    adapter: Adapter,
-    batch: Any,
-    rng: Any,
-    batch_axes: Any,
-    num_micro_batches: int,
-) -> None:
+@contextlib.contextmanager
+def _of_a_part(
+    adapter: Adapter, batch: Any, rng: Any, batch_axes: Any, num_micro_batches: int
+) -> Iterator[None]:
     """Say of an error in a micro-batch that the whole batch has none, if that is so.
 
     Args:
-        error: what the loss raised.
         adapter, batch, rng, batch_axes, num_micro_batches: as of ``capture``.
 
     Raises:
         WhaleError: the loss can be computed on the whole batch.
     """
     try:
-        whole = capture(adapter, batch, rng, batch_axes=batch_axes)
+        yield
+    except WhaleError:
+        raise
+    except Exception as error:
+        if num_micro_batches == 1:
+            raise
+        size = _samples_taken(adapter, batch, rng, batch_axes)
+        if not size:
+            raise
+        first = str(error).splitlines()[0] if str(error) else ""
+        raise WhaleError(
+            f"num_micro_batches={num_micro_batches}: the loss takes the batch's {size} "
+            f"samples, but no micro-batch of {size // num_micro_batches}: "
+            f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Take fewer "
+            "micro-batches, of as many samples as it needs together, and group_size= "
+            "where neighbours belong together; or num_micro_batches=1"
+        ) from error
+
+
+def _samples_taken(adapter: Adapter, batch: Any, rng: Any, batch_axes: Any) -> int:
+    """Samples of the whole batch, if the loss can be computed on it; else 0."""
+    try:
+        return capture(adapter, batch, rng, batch_axes=batch_axes).graph.batch_size
     except Exception:
-        return
-    size = whole.graph.batch_size
-    first = str(error).splitlines()[0] if str(error) else ""
-    raise WhaleError(
-        f"num_micro_batches={num_micro_batches}: the loss takes the batch's {size} "
-        f"samples, but no micro-batch of {size // num_micro_batches}: "
-        f"{type(error).__name__}: {first} ({_compat.raised_at(error)}). Take fewer "
-        "micro-batches, of as many samples as it needs together, and group_size= where "
-        "neighbours belong together; or num_micro_batches=1"
-    ) from error
+        return 0
 
 
 def _part(size: int, count: int) -> str:
