@@ -317,9 +317,14 @@ def _sums(
 def gradients_of(
     row: Row, hits: Mapping[str, int], s: Setting
 ) -> tuple[Collective, ...]:
-    """Reductions of the gradients of the weights that a row reads."""
+    """Reductions of the gradients of the weights that a row reads.
+
+    Turns of a loop that read the same weights add up what each device has of the
+    gradient; compilers that merge partial sums move the reduction behind the loop.
+    """
     if not _gradient(row):
         return ()
+    once = row.rereads if s.cluster.compiler.merge_partials else 1
     present = frozenset[int]().union(*(slot.roles for slot in row.slots))
     return tuple(
         Collective(
@@ -328,7 +333,7 @@ def gradients_of(
             phase="backward",
             what="gradient",
             payload_bytes=_whole(local_bytes(operand, hits, s)),
-            count=row.count,
+            count=row.count // once,
             scope=row.scope,
         )
         for operand in row.operands

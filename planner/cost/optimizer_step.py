@@ -48,7 +48,7 @@ def storage_collectives(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         axes = _added(layout.compute, layout.param)
         if axes:
-            moved = group.moved_bytes(s.cluster.compiler)
+            moved = group.moved_bytes(s.cluster.compiler, layout.compute)
             moved *= cast_bytes * group.narrowed
             payload = int(moved / shards(layout.compute, s.mesh) / group.slices)
             during[axes, payload] += group.gathers * group.slices * count
@@ -93,7 +93,11 @@ def turning_seconds(
         return 0.0
     seconds = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        moved = group.moved_bytes(s.cluster.compiler) * cast_bytes * group.narrowed
+        moved = (
+            group.moved_bytes(s.cluster.compiler, layout.compute)
+            * cast_bytes
+            * group.narrowed
+        )
         times = GATHER_TURNS * group.turns * count * num_micro_batches
         seconds += times * _turning(layout.compute, layout.param, moved, s)
         once = _turning(layout.param, layout.optimizer, float(group.nbytes), s)

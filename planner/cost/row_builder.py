@@ -15,6 +15,7 @@ from typing import TypeVar
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
 from whalejax.planner.model.halo_repeats import repeats
+from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.sharding.fused_parameters import Fused, reading
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Rows, Slot, Use
@@ -80,6 +81,7 @@ class Views:
         self.whole = frozenset(graph.whole)
         self.again = graph.runs_again()
         self.turned = graph.turned()
+        self.rereads = rereads(graph, self.weight)
         self.multiplied = graph.only_multiplied()
         self.fusing = [self._fuses(op) for op in graph.ops]
         self._read()
@@ -225,6 +227,7 @@ class Views:
             fused=op.kernel is not None,
             scope="",
             windows=op.windows,
+            rereads=self.rereads[index],
             repeats=repeats(self.graph, self.dims, self.maker, self.again, index)
             if op.windows
             else None,

@@ -17,6 +17,7 @@ from whalejax.planner.memory.liveness import Span, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
+from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
@@ -39,6 +40,8 @@ class Moments:
         held: for each span and group, whether it computes with such a parameter, which
             is there whole at a time if it lies in shards.
         made: for each span and group, whether it makes such a parameter's gradient.
+        reread: for each span and group, how many such parameters products in a loop
+            read, all of each in every turn. They are there from before the loop.
         turns: for each group, by how many turns of a loop its parameters are shared
             out, one part to each.
         cast: for each group, how many of its parameters are there in the type that
@@ -57,6 +60,7 @@ class Moments:
     gradients: np.ndarray
     held: np.ndarray
     made: np.ndarray
+    reread: np.ndarray
     turns: np.ndarray
     cast: np.ndarray
     waiting: np.ndarray
@@ -82,6 +86,7 @@ class Moments:
             gradients=self.gradients * params,
             held=self.held * there,
             made=self.made * there,
+            reread=self.reread * params,
             cast=self.cast * params,
             waiting=self.waiting * tensors,
             shares=self.shares * params,
@@ -111,6 +116,8 @@ class Course:
         waited: for each such span and parameter, whether its gradient is there while
             the backward pass is in it.
         given: for each parameter, whether checkpointed regions compute with it.
+        reread: for each span of the forward pass and each parameter, whether a product
+            in a loop reads all of it in every turn.
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class Course:
         until = timeline.written_until()
         self.ahead = np.array([_used(graph, span, users, until) for span in spans])
         self.waited = np.array([[at >= span.first for at in last] for span in spans])
+        self.reread = _reread(graph, weight, spans, users)
         self.given = np.array(
             [any(graph.ops[at].remat is not None for at in here) for here in users],
             bool,
@@ -171,6 +179,27 @@ class Course:
             number = self.entries.setdefault(key, len(self.entries))
             found[number] = found.get(number, 0.0) + times
         return found
+
+
+def _reread(
+    graph: Graph,
+    weight: Sequence[bool],
+    spans: Sequence[Span],
+    users: Sequence[Sequence[int]],
+) -> np.ndarray:
+    """See ``Course.reread``."""
+    times = rereads(graph, weight)
+    again = [
+        [i for i in here if times[i] > 1 and graph.ops[i].matmul is not None]
+        for here in users
+    ]
+    return np.array(
+        [
+            [any(span.first <= i < span.end for i in here) for here in again]
+            for span in spans
+        ],
+        bool,
+    )
 
 
 def _used(
@@ -215,6 +244,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
         )
         * 1.0,
         made=np.concatenate([none, ((used >= 1) @ groups > 0) * 1.0]),
+        reread=np.concatenate([course.reread @ groups, course.reread @ groups]),
         turns=turns,
         cast=(course.given | looped) @ groups,
         waiting=kinds.full(course.waits),

@@ -18,6 +18,7 @@ from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.cost.optimizer_step import reduced_whole
 from whalejax.planner.entries import Collective
 from whalejax.planner.memory.live_sets import Moments
+from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.sharding.parameter_layout import (
@@ -34,6 +35,12 @@ otherwise: of logits that a BERT's tensor ranks gather, two beside the two price
 anyway."""
 
 
+LOOP_COPIES = 3
+"""Forms of a weight that is gathered before a loop: as it comes, as the loop's products
+read it, and that of the next loop, which comes meanwhile (libtpu 0.0.42, v5e, three
+LSTMs of 3072)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leaves:
     """Bytes of the parameters on one device, and of what follows them.
@@ -46,6 +53,7 @@ class _Leaves:
             what is not trained.
         gathered: for each group, of one parameter that is put together.
         fresh: for each group, of one gradient that is there before it is scattered.
+        summing: for each group, of one gradient as the turns of a loop add it up.
         host: of all parameters that lie in host memory.
         fetched: for each group, of what comes from there for a layer and the next.
         updating: of all gradients while the optimizer updates what lies there.
@@ -60,6 +68,7 @@ class _Leaves:
     gradients: np.ndarray
     gathered: np.ndarray
     fresh: np.ndarray
+    summing: np.ndarray
     host: float
     fetched: np.ndarray
     updating: float
@@ -76,7 +85,9 @@ def _leaves(
     away: Sequence[int],
 ) -> _Leaves:
     params = state = casts = summed = host = updating = 0.0
-    gradients, gathered, fresh, fetched = (np.zeros(len(layouts)) for _ in range(4))
+    gradients, gathered, fresh, summing, fetched = (
+        np.zeros(len(layouts)) for _ in range(5)
+    )
     turns = found.turns
     unrolled = bool((turns == 1).all())
     for place, ((group, count), layout) in enumerate(
@@ -104,7 +115,10 @@ def _leaves(
         updating += gone * gradient / shards(layout.optimizer, s.mesh)
         one = nbytes * narrow / whole / turns[place]
         if layout.compute != layout.param and nbytes:
-            gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
+            moved = group.moved_bytes(s.cluster.compiler, layout.compute)
+            gathered[place] = one * moved / nbytes
+        if group.trained:
+            summing[place] = one
         if layout.compute != kept and group.trained:
             fresh[place] = nbytes / whole if group.chunked else one
     return _Leaves(
@@ -115,6 +129,7 @@ def _leaves(
         gradients=gradients,
         gathered=gathered,
         fresh=fresh,
+        summing=summing,
         host=host,
         fetched=fetched,
         updating=updating,
@@ -167,6 +182,47 @@ def _fuller(
     before[half:-1] += alone[half + 1 :]
     earlier = working + before > making + born
     return np.where(earlier, before, born), np.where(earlier, working, making)
+
+
+def _before_loops(
+    found: Moments, leaves: _Leaves, compiler: CompilerProfile
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What stands in memory for loops whose turns read the same weights.
+
+    Returns:
+        For each span and group, 0.0 for such a loop with such weights, else 1.0; for
+        each span, the weights that were gathered before its loop, with copies, and sums
+        of gradients, which a compiler that reduces them after loops makes room for
+        before the first loop that runs backward. Without one, nothing is apart.
+    """
+    reread = found.reread * compiler.merge_partials
+    half = len(reread) // 2
+    waiting = np.cumsum(reread[half:], axis=0)
+    summing = np.append(np.zeros(half), waiting @ leaves.summing)
+    return 1.0 * (reread == 0), reread @ (LOOP_COPIES * leaves.gathered), summing
+
+
+def _lookups(
+    facts: LeafFacts,
+    layouts: Sequence[LeafLayout],
+    found: Moments,
+    leaves: _Leaves,
+    away: Sequence[int],
+    s: Setting,
+) -> list[tuple[float, float, float]]:
+    """What is kept, gradients and the rest while tables are looked up, and behind."""
+    counts = np.array([count for _, count in facts.groups]) - np.array(away)
+    there = counts * found.shares
+    tables = tables_of(facts, layouts, there, leaves.gathered, leaves.summing, s)
+    if not tables.largest and not tables.gradients:
+        return []
+    # The backward pass ends in the first span.
+    others = np.where(tables.groups, 0.0, leaves.gradients)
+    born = float(found.gradients[len(found.gradients) // 2] @ others)
+    return [
+        (0.0, 0.0, tables.gathered),
+        (0.0, born, tables.gradients + tables.largest),
+    ]
 
 
 def _gathered_first(
@@ -239,28 +295,30 @@ def peak_of(
         np.array([(rows @ kinds).max() if found.kinds else 0.0 for rows in several])
         for several in (found.working, found.making)
     )
-    gathered_first, ready = _gathered_first(
-        facts, leaves, found, away, s.cluster.compiler
-    )
-    held = found.held * (leaves.gathered - gathered_first)
-    fetched = found.held @ leaves.fetched
+    compiler = s.cluster.compiler
+    gathered_first, ready = _gathered_first(facts, leaves, found, away, compiler)
+    alone, whole, summing = _before_loops(found, leaves, compiler)
+    held = alone * found.held * (leaves.gathered - gathered_first)
+    fetched = found.held @ leaves.fetched + whole
+    made = held + alone * found.made * leaves.fresh
     working += held.max(axis=1, initial=0.0) + fetched
-    making += (held + found.made * leaves.fresh).max(axis=1, initial=0.0) + fetched
+    making += made.max(axis=1, initial=0.0) + fetched + summing
     born, working = _fuller(found, leaves, working, making)
     working += leaves.casts
     if gathered_first.any():
         # As many as have no gradient yet wait for the backward pass.
         working += ready[:-1]
         saved, born, working = _then(saved, born, working, last=(0.0, 0.0, ready[-1]))
-    if s.cluster.compiler.reduces_at_end:
+    for moment in _lookups(facts, layouts, found, leaves, away, s):
+        saved, born, working = _then(saved, born, working, last=moment)
+    if compiler.reduces_at_end:
         working += GATHER_COPIES * gathered
     if accumulates:
         working, born = working + born, np.full(len(born), leaves.summed)
     if any(away):
         # The update: what passes through the device in pieces takes wide gradients.
-        saved, born, working = _then(
-            saved, born, working, last=(0.0, leaves.updating, 0.0)
-        )
+        updating = 0.0, leaves.updating, 0.0
+        saved, born, working = _then(saved, born, working, last=updating)
     going, coming = leaves.reduced
     if going:
         going += leaves.summed if accumulates else 0.0

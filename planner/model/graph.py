@@ -37,6 +37,11 @@ a block at a time, with keys and values that go round where the sequence is shar
 LOOKUPS = frozenset(("gather", "dynamic_slice"))
 """Operations that take some of a table."""
 
+_PASSING = frozenset(
+    (*"transpose copy concatenate stack broadcast_in_dim gather".split(), *LOOPS)
+)
+"""Operations that give what they read, in another place, and compute nothing."""
+
 TRANSCENDENTAL = frozenset(
     (
         "exp exp2 expm1 log log1p log2 tanh logistic sin cos tan atan2 "
@@ -389,7 +394,7 @@ class Graph:
         for t in self.whole:
             found[t] = False
         for op in reversed(self.ops):
-            passes = op.reshape or op.kind in ("transpose", "copy", *LOOPS)
+            passes = op.reshape or op.kind in _PASSING
             for t in op.operands:
                 read[t] = True
                 if passes and op.results:

@@ -93,6 +93,8 @@ class Row:
         windows: how it slides along spatial dimensions; see ``Op.windows``.
         repeats: where an operation with windows stands in loops and regions that are
             computed again, or None.
+        rereads: how many executions in a row read the same weights, as in a loop over
+            time.
     """
 
     kind: str
@@ -111,6 +113,7 @@ class Row:
     scope: str
     windows: tuple[Window, ...] = ()
     repeats: Repeats | None = None
+    rereads: int = 1
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -82,6 +82,7 @@ class LeafGroup:
             computed with as a whole.
         slices: a loop reads one of so many slices at a time, along the first
             dimension, and each is gathered by itself; 1 where none does.
+        looked_up: operations take some of their rows, and nothing else reads them.
         chunked: their gradient is added up over chunks of tokens, as wide as they are
             stored.
         optimizer_bytes: optimizer state that follows one of them.
@@ -107,6 +108,7 @@ class LeafGroup:
     held: tuple[tuple[int, str], ...] = ()
     slices: int = 1
     chunked: bool = False
+    looked_up: bool = False
 
     @property
     def gradient_bytes(self) -> int:
@@ -120,9 +122,18 @@ class LeafGroup:
             return 0
         return 3 * self.nbytes + 2 * self.optimizer_bytes
 
-    def moved_bytes(self, compiler: CompilerProfile) -> float:
-        """Bytes of one of them as it is brought to those who compute with it."""
-        return self.nbytes / (2 if self.multiplied and compiler.narrow_products else 1)
+    def moved_bytes(self, compiler: CompilerProfile, compute: Spec = ()) -> float:
+        """Bytes of one of them as it is brought to those who compute with it.
+
+        Args:
+            compiler: what moves it.
+            compute: as it is computed with. What is looked up among sharded rows is
+                selected before anything multiplies it, and moves as wide as it is.
+                Without, no rows are sharded.
+        """
+        selected = self.looked_up and any(compute[-2:-1])
+        narrow = self.multiplied and compiler.narrow_products and not selected
+        return self.nbytes / (2 if narrow else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +203,7 @@ class LeafFacts:
         readers = _readers(graph, reading.weight)
         rank = {role: place for place, role in enumerate(storage)}
         sliced, chunked = sliced_params(graph), _chunked(graph, reading.weight)
+        tables = {t.id for t in tensors if _looked_up(t, readers[t.id])} - sliced
         groups = []
         for t in tensors:
             stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
@@ -203,7 +215,9 @@ class LeafFacts:
                     sizes=dims.sizes[t.id],
                     fused=reading.fused.get(t.id),
                     home=homes.get(t.id, 0),
-                    order=_order(pinned, dims.layouts[t.id], rank),
+                    order=_order(
+                        pinned, dims.layouts[t.id], rank, t.id in tables and _narrow(t)
+                    ),
                     pinned=pinned,
                     gathers=gathers[t.id],
                     turns=_turns(readers[t.id], gathers[t.id]),
@@ -218,6 +232,7 @@ class LeafFacts:
                     trained=not t.frozen,
                     slices=t.shape[0] if t.id in sliced else 1,
                     chunked=t.id in chunked,
+                    looked_up=t.id in tables,
                 )
             )
         counted, group_of = _counted(groups)
@@ -436,12 +451,36 @@ def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]
     )
 
 
+NARROW = 512
+"""Columns below which storage cuts the rows of a table that is looked up and no more.
+
+A device's part of its columns fills no lanes of a TPU: compilers write the table and
+its optimizer state with 128 columns to add a gradient, whose rows lie in memory one by
+one (libtpu 0.0.42, v5e: 16 of 128 columns take 8 times their bytes)."""
+
+
+def _looked_up(tensor: Tensor, readers: Sequence[tuple[str, float]]) -> bool:
+    """See ``LeafGroup.looked_up``."""
+    kinds = {kind for kind, _ in readers}
+    return len(tensor.shape) > 1 and bool(kinds) and kinds <= LOOKUPS
+
+
+def _narrow(table: Tensor) -> bool:
+    return table.shape[-1] < NARROW
+
+
 def _order(
-    pinned: int | None, layout: Layout, rank: Mapping[int, int]
+    pinned: int | None, layout: Layout, rank: Mapping[int, int], narrow: bool
 ) -> tuple[int, ...]:
-    """Dimensions that storage may shard: the pinned one first, then by role."""
+    """Dimensions that storage may shard: the pinned one first, then by role.
+
+    Of a table with few columns these are the last.
+    """
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
-    return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
+    last = len(layout) - 1 if narrow else None
+    return tuple(
+        sorted(usable, key=lambda d: (d != pinned, d == last, rank[layout[d][0]]))
+    )
 
 
 def batch_homes(graph: Graph) -> tuple[tuple[int, int | None], ...]:

@@ -7,7 +7,7 @@ and what has a derivative rule of its own is bound as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,6 +25,12 @@ from whalejax.lowering.spmd.constraints import Constraints, Position
 from whalejax.lowering.spmd.gather_scatter import in_whole
 from whalejax.lowering.spmd.grouped_conv import grouped, is_grouped
 from whalejax.lowering.spmd.label_lookup import picked, picks_from_rows
+from whalejax.lowering.spmd.loop_weights import (
+    Place,
+    loop_weights,
+    operand_slots,
+    recomputes,
+)
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
@@ -152,6 +158,7 @@ class _Scope:
     here: Here | None = None
     looped: bool = False
     recomputed: bool = False
+    ready: Mapping[Place, Any] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
     moved: dict[Any, Any] = field(default_factory=dict)
 
@@ -201,6 +208,7 @@ def evaluate(
     recomputed: bool = False,
     part: ScanReplacement | None = None,
     here: Here | None = None,
+    ready: Mapping[Place, Any] | None = None,
 ) -> list[Any]:
     """Run a jaxpr with constraints.
 
@@ -214,12 +222,15 @@ def evaluate(
         recomputed: it is a checkpointed region of the user's, or in one.
         part: of the layers, where not all are run.
         here: which equations run, where not all do.
+        ready: weights that a loop around it reads, as they are computed with.
 
     Returns:
         Its outputs.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
-    scope = _Scope(constraints, mesh, position, part, here, looped, recomputed)
+    scope = _Scope(
+        constraints, mesh, position, part, here, looped, recomputed, ready or {}
+    )
     scope.values.update(zip(body.constvars, constants, strict=True))
     scope.values.update(zip(body.invars, arguments, strict=True))
     for index, equation in enumerate(body.eqns):
@@ -233,7 +244,7 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
         for slot, atom in enumerate(equation.outvars):
             scope.values[atom] = here.given(position, slot)
         return
-    slots = _operand_slots(equation)
+    slots = operand_slots(equation)
     values = [
         scope.operand(position, slot, atom) if slot is not None else scope.read(atom)
         for slot, atom in zip(slots, equation.invars, strict=True)
@@ -281,14 +292,22 @@ def _bound(
     computed again gathers everything again with it.
     """
     gathers = scope.constraints.gathers
-    wanted = [gathers.get((position, -1 if s is None else s), ()) for s in slots]
+    places = [(position, -1 if s is None else s) for s in slots]
+    wanted = [() if p in scope.ready else gathers.get(p, ()) for p in places]
+    values = [
+        scope.passed(scope.ready[p], gathers[p][-1:], GATHERED)
+        if p in scope.ready
+        else v
+        for p, v in zip(places, values, strict=True)
+    ]
     if any(isinstance(v, Away) for v in values):
         if len(values) == 1:
             seen = viewed(equation, scope.passed(values[0], wanted[0], GATHERED))
             if seen is not None:
                 return [seen]
         return _fetching(scope, equation, values, wanted, slots, position)
-    if scope.recomputed or position not in scope.constraints.regathers:
+    regathers = position in scope.constraints.regathers and any(wanted)
+    if scope.recomputed or not regathers:
         name = GATHERED if scope.recomputed else MOVED
         atoms = zip(equation.invars, values, wanted, strict=True)
         whole = [scope.once(a, v, specs, name) if specs else v for a, v, specs in atoms]
@@ -398,19 +417,6 @@ def _exchanges(specs: Sequence[Spec]) -> bool:
     return any(last.get(axis, dim) != dim for axis, dim in first.items())
 
 
-def _operand_slots(equation: Any) -> list[int | None]:
-    """The operand number that capture gives each input; scalar literals have none."""
-    count = 0
-    slots: list[int | None] = []
-    for atom in equation.invars:
-        if _compat.is_literal(atom) and not atom.aval.shape:
-            slots.append(None)
-        else:
-            slots.append(count)
-            count += 1
-    return slots
-
-
 def _inner(
     scope: _Scope,
     jaxpr: Any,
@@ -431,6 +437,7 @@ def _inner(
         looped=looped or scope.looped,
         recomputed=recomputed or scope.recomputed,
         here=here,
+        ready=scope.ready,
     )
 
 
@@ -465,16 +472,68 @@ def _scan(
         v.fetched() if isinstance(v, Away) and not v.sliceable else v for v in values
     ]
 
+    part = scope.part
+    if part is None or part.position != position[:-1]:
+        return _over_time(scope, equation, values, position)
+
     def body(arguments: Sequence[Any]) -> list[Any]:
         return _inner(scope, inner, arguments, position, looped=True)
 
-    part = scope.part
-    if part is None or part.position != position[:-1]:
-        return rebuild.scan(equation, values, body)
     results = part.through(equation, values, body)
     scope.values = {atom: part.beyond(value) for atom, value in scope.values.items()}
     scope.moved.clear()
     return results
+
+
+def _over_time(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    """A scan; what all of its turns read is gathered before it.
+
+    Where the backward pass reads that too, it is gathered again before the loop that
+    runs backward, and everything else that a turn leaves is kept. A region of the
+    user's own in a turn has a policy of its own, to which this would be added.
+    """
+    inner = _compat.inner_jaxprs(equation)[0]
+    constraints, ready = scope.constraints, scope.ready
+    parts = _compat.scan_parts(equation)
+    constants, carries = parts.num_consts, parts.num_consts + parts.num_carries
+    moved = any(isinstance(v, Away) for v in values[:constants])
+    found = {} if moved else loop_weights(equation, values, constraints, position)
+    found = {place: made for place, made in found.items() if place not in ready}
+    stored = {place: made() for place, made in found.items()}
+    ways = {place: constraints.gathers[place] for place in found}
+    once = {(id(stored[place]), way): place for place, way in ways.items()}
+
+    def run(*given: Any) -> list[Any]:
+        weights = dict(zip(once, given[len(values) :], strict=True))
+        whole = {
+            key: scope.passed(weight, key[1], GATHERED)
+            for key, weight in weights.items()
+        }
+        here = {p: whole[id(stored[p]), way] for p, way in ways.items()}
+        within = replace(scope, ready={**ready, **here})
+
+        def body(arguments: Sequence[Any]) -> list[Any]:
+            # By their names carries are kept; without, a loop makes them again.
+            named = [
+                checkpoint_name(value, MOVED) if constants <= i < carries else value
+                for i, value in enumerate(arguments)
+            ]
+            return _inner(
+                within, inner, named if here else arguments, position, looped=True
+            )
+
+        return rebuild.scan(equation, given[: len(values)], body)
+
+    # Said outside too: else the compiler lays out the loop's weights as these are.
+    given = (*values, *(scope.passed(stored[p], ways[p][:1]) for p in once.values()))
+    again = any(at in constraints.regathers for at, _ in found)
+    if scope.recomputed or not again or recomputes(inner):
+        return run(*given)
+    policy = but_for_gathered(jax.checkpoint_policies.everything_saveable)
+    region = jax.checkpoint(run, prevent_cse=not scope.looped, policy=policy)
+    return list(region(*given))
 
 
 def _cond(

@@ -1,0 +1,151 @@
+"""Weights that a loop reads whole in every turn, gathered once before it.
+
+A loop over time computes with the same weights in every turn. Said inside it, their
+layout is made in every turn, and undone for every turn's gradient: compilers leave
+most collectives in the loop. What a body makes of such weights alone, casts and kernels
+side by side, is made before the loop with them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from whalejax import _compat
+from whalejax.lowering.spmd.constraints import Constraints, Position
+
+
+Place = tuple[Position, int]
+"""An equation and the number of its operand."""
+
+Made = Callable[[], Any]
+"""Makes a value that no turn changes."""
+
+_Known = dict[Any, Made]
+
+
+def loop_weights(
+    equation: Any, values: Sequence[Any], constraints: Constraints, position: Position
+) -> dict[Place, Made]:
+    """Weights that a scan would gather in every turn, by where they are read.
+
+    Args:
+        equation: the scan as traced.
+        values: its operands.
+        constraints: where weights are gathered.
+        position: of its body.
+
+    Returns:
+        What makes each of them, as it is before it is gathered.
+    """
+    if not any(place[: len(position)] == position for place, _ in constraints.gathers):
+        return {}
+    count = _compat.scan_parts(equation).num_consts
+    known = [_given(v) if i < count else None for i, v in enumerate(values)]
+    found: dict[Place, Made] = {}
+    body = _compat.inner_jaxprs(equation)[0]
+    _walk(body, known, position, constraints.gathers, found)
+    return found
+
+
+def _given(value: Any) -> Made:
+    return lambda: value
+
+
+def _walk(
+    jaxpr: Any,
+    inputs: Sequence[Made | None],
+    position: Position,
+    gathers: Mapping[Place, Any],
+    found: dict[Place, Made],
+) -> list[Made | None]:
+    """Write down the reads of a body's constants; those of its outputs that are such.
+
+    Args:
+        jaxpr: the body.
+        inputs: what makes each of its inputs, or None for what turns change.
+        position: of the body.
+        gathers: see ``Constraints.gathers``.
+        found: where reads are written down.
+    """
+    body, constants = _compat.open_jaxpr(jaxpr)
+    known: _Known = {
+        v: _given(c) for v, c in zip(body.constvars, constants, strict=True)
+    }
+    known.update((v, made) for v, made in zip(body.invars, inputs, strict=True) if made)
+    for index, equation in enumerate(body.eqns):
+        place = (*position, index)
+        operands = [_of(atom, known) for atom in equation.invars]
+        slots = operand_slots(equation)
+        for slot, made in zip(slots, operands, strict=True):
+            read = place, -1 if slot is None else slot
+            if made is not None and read in gathers:
+                found[read] = made
+        results = _results(equation, operands, place, gathers, found)
+        known.update(
+            (v, made) for v, made in zip(equation.outvars, results, strict=True) if made
+        )
+    return [_of(atom, known) for atom in body.outvars]
+
+
+def _of(atom: Any, known: _Known) -> Made | None:
+    return _given(atom.val) if _compat.is_literal(atom) else known.get(atom)
+
+
+def _results(
+    equation: Any,
+    operands: Sequence[Made | None],
+    place: Position,
+    gathers: Mapping[Place, Any],
+    found: dict[Place, Made],
+) -> list[Made | None]:
+    """What makes the results of an equation; None for what turns change."""
+    kind = _compat.recursion(equation)
+    inner = _compat.inner_jaxprs(equation)
+    unknown: list[Made | None] = [None] * len(equation.outvars)
+    if kind in ("inline", "remat"):
+        return _walk(inner[0], operands, (*place, 0), gathers, found)
+    if kind == "scan":
+        count = _compat.scan_parts(equation).num_consts
+        same = [made if i < count else None for i, made in enumerate(operands)]
+        _walk(inner[0], same, (*place, 0), gathers, found)
+        return unknown
+    given = [made for made in operands if made is not None]
+    if kind is not None or len(given) < len(operands) or equation.effects:
+        return unknown
+
+    @functools.cache
+    def made() -> list[Any]:
+        values = [value() for value in given]
+        with _compat.equation_context(equation):
+            return _compat.bind(equation, values)
+
+    return [functools.partial(_slot, made, slot) for slot in range(len(unknown))]
+
+
+def _slot(made: Callable[[], list[Any]], slot: int) -> Any:
+    return made()[slot]
+
+
+def operand_slots(equation: Any) -> list[int | None]:
+    """The operand number that capture gives each input; scalar literals have none."""
+    count = 0
+    slots: list[int | None] = []
+    for atom in equation.invars:
+        if _compat.is_literal(atom) and not atom.aval.shape:
+            slots.append(None)
+        else:
+            slots.append(count)
+            count += 1
+    return slots
+
+
+def recomputes(jaxpr: Any) -> bool:
+    """Whether a body has regions that the user has computed again."""
+    body, _ = _compat.open_jaxpr(jaxpr)
+    return any(
+        _compat.recursion(equation) == "remat"
+        or any(map(recomputes, _compat.inner_jaxprs(equation)))
+        for equation in body.eqns
+    )
