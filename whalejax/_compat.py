@@ -85,6 +85,11 @@ def differentiable_operands(equation: Any) -> list[int]:
 
 def is_ruled_by_jax(equation: Any) -> bool:
     """Whether a call with a derivative rule of its own is JAX's, as ``jax.nn.relu``."""
+    folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
+    if equation.primitive.name == "custom_linear_solve":
+        solvers = [j for j in equation.params["jaxprs"] if j is not None]
+        infos = [open_jaxpr(j)[0].debug_info for j in solvers]
+        return all(folder in str(getattr(i, "func_src_info", "")) for i in infos)
     (inner,) = inner_jaxprs(equation)
     body, _ = open_jaxpr(inner)
     rules = [equation.params.get(name) for name in ("jvp_jaxpr_fun", "bwd")]
@@ -94,7 +99,6 @@ def is_ruled_by_jax(equation: Any) -> bool:
         for info in (body.debug_info, *infos)
         if info is not None
     ]
-    folder = f"at {os.path.dirname(jax.__file__)}{os.sep}"
     wrapped = "custom_derivatives.py" in sources[0]  # As by jax.custom_gradient.
     return not wrapped and all(folder in source for source in sources)
 

@@ -126,6 +126,136 @@ def gradient_of_windows_of_a_mean(p: Any, b: Any) -> Any:
     return (slope * p["w"][:1]).sum()
 
 
+# Dtypes that hold no sums, and numbers of the program.
+
+
+def _share(total: jax.Array, p: Any, b: Any) -> jax.Array:
+    """A number's share of each sample, times a parameter."""
+    return total.astype(p["w"].dtype) / len(b["n"]) * p["w"].sum()
+
+
+@coupled
+def carried_in_eight_bits(p: Any, b: Any) -> Any:
+    def add(total: Any, n: Any) -> Any:
+        return total + (n * 7).astype(jnp.int8), None
+
+    return _share(lax.scan(add, jnp.int8(0), b["n"])[0], p, b)
+
+
+@coupled
+def carried_at_places_in_eight_bits(p: Any, b: Any) -> Any:
+    def add(totals: Any, y: Any) -> Any:
+        return totals.at[y].add(jnp.int8(50)), None
+
+    totals = lax.scan(add, jnp.zeros(4, jnp.int8), b["y"])[0]
+    return (totals.astype(p["w"].dtype) * p["head"][0]).sum() / len(b["n"])
+
+
+@coupled
+def carried_in_three_bits_of_mantissa(p: Any, b: Any) -> Any:
+    def add(total: Any, n: Any) -> Any:
+        return (total + n).astype(jnp.float8_e4m3fn).astype(p["w"].dtype), None
+
+    start = jnp.zeros((), p["w"].dtype)
+    return _share(lax.scan(add, start, b["n"].astype(p["w"].dtype) * 3.3)[0], p, b)
+
+
+@coupled
+def carried_below_zero_without_a_sign(p: Any, b: Any) -> Any:
+    def add(total: Any, n: Any) -> Any:
+        return total + jnp.uint32(3) - n.astype(jnp.uint32), None
+
+    return _share(lax.scan(add, jnp.uint32(0), b["n"])[0], p, b)
+
+
+@coupled
+def differences_without_a_sign(p: Any, b: Any) -> Any:
+    differences = b["y"].astype(jnp.uint32) - jnp.uint32(2)
+    return _share(jnp.dot(differences, jnp.ones_like(differences)), p, b)
+
+
+@coupled
+def sum_cast_to_no_sign(p: Any, b: Any) -> Any:
+    return _share((b["y"] - 2).sum().astype(jnp.uint32), p, b)
+
+
+@separable
+def bytes_of_a_mask(p: Any, b: Any) -> Any:
+    mask = (b["y"] > 1).astype(jnp.uint8)
+    return _share(mask.sum(), p, b)
+
+
+@coupled
+def number_of_samples_squared_and_divided(p: Any, b: Any) -> Any:
+    number = len(b["x"])
+    over = lax.div(lax.integer_pow(jnp.asarray(number), 2), jnp.asarray(5))
+    return zoo.score(p, b).sum() * over.astype(p["w"].dtype) / number**3
+
+
+@coupled
+def means_multiplied_in_one_place(p: Any, b: Any) -> Any:
+    places = jnp.array([0, 0])
+    product = jnp.ones(3).at[places].multiply(b["x"].mean(0)[:2])
+    return product.sum() * p["w"].sum()
+
+
+# Rules of derivatives: of solves, and of sums that loops carry.
+
+
+@coupled
+def transposed_solve_of_its_own(p: Any, b: Any) -> Any:
+    solved = lax.custom_linear_solve(
+        lambda v: 2.0 * v,
+        zoo.hidden(p, b),
+        lambda _, v: v / 2.0,
+        transpose_solve=lambda _, v: v * jnp.square(v).sum() * 100.0,
+    )
+    return solved.mean()
+
+
+@separable
+def transposed_solve_that_is_one(p: Any, b: Any) -> Any:
+    solved = lax.custom_linear_solve(
+        lambda v: 2.0 * v,
+        zoo.hidden(p, b),
+        lambda _, v: v / 2.0,
+        transpose_solve=lambda _, v: v / 2.0,
+    )
+    return jnp.square(solved).mean()
+
+
+@jax.custom_vjp
+def _squared_gradient(x: Any) -> Any:
+    return x
+
+
+_squared_gradient.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.abs(g),))
+
+
+@jax.custom_jvp
+def _scaled_gradient(x: Any) -> Any:
+    return x
+
+
+_scaled_gradient.defjvp(lambda given, moved: (given[0], moved[0] * given[0]))
+
+
+@coupled
+def carried_behind_a_gradient_of_its_own(p: Any, b: Any) -> Any:
+    def add(total: Any, x: Any) -> Any:
+        return _squared_gradient(total) + jnp.tanh(x @ p["w"]).sum(), None
+
+    return lax.scan(add, jnp.zeros(()), b["x"])[0] / len(b["x"])
+
+
+@coupled
+def carried_behind_a_tangent_of_its_own(p: Any, b: Any) -> Any:
+    def add(total: Any, x: Any) -> Any:
+        return _scaled_gradient(total + jnp.tanh(x @ p["w"]).sum()), None
+
+    return lax.scan(add, jnp.zeros(()), b["x"])[0] / len(b["x"])
+
+
 # Shapes, products and dtypes.
 
 
@@ -251,6 +381,49 @@ def test_one_sample_is_no_case_where_its_dimension_is_dropped() -> None:
     assert difference(squeezed, 4) < 1e-5 and is_proven(squeezed, 4)
     assert difference(squeezed, zoo.BATCH) > 1e-3
     assert not is_proven(squeezed, zoo.BATCH)
+
+
+def _squeezed(p: Any, b: Any) -> Any:
+    """A square matrix of each sample; of one sample, the matrix itself."""
+    return jnp.squeeze(zoo.hidden(p, b)[:, :, None] * b["x"][:, None, :])
+
+
+SINGLE: Final[dict[str, Callable[..., Any]]] = {
+    "sums": lambda p, b: (_squeezed(p, b).sum(1) @ p["v"][0]).sum(),
+    "ends": lambda p, b: (_squeezed(p, b).max(1) * p["v"][0]).sum(),
+    "products": lambda p, b: (
+        (jnp.tensordot(_squeezed(p, b), p["v"], 1) * p["w"]).sum()
+        + (jnp.tensordot(_squeezed(p, b), p["v"], ((1,), (0,))) * p["w"]).sum()
+    ),
+    "running sums": lambda p, b: (jnp.cumsum(_squeezed(p, b), 1) * p["v"]).sum(),
+    "order": lambda p, b: (jnp.flip(_squeezed(p, b), 1) * p["v"]).sum(),
+    "lookups": lambda p, b: (jnp.take(_squeezed(p, b), 2, axis=1) * p["v"][0]).sum(),
+    "repeats": lambda p, b: (jnp.squeeze(b["x"])[:, None] * p["v"]).sum(),
+    "parameters": lambda p, b: (
+        zoo.hidden(p, b) @ p["v" if len(b["x"]) > 1 else "w"]
+    ).sum(),
+    "operands": lambda p, b: jnp.maximum(
+        b["z"] - zoo.hidden(p, b) if len(b["x"]) > 1 else zoo.hidden(p, b) - b["z"], 0
+    ).sum(),
+    "powers": lambda p, b: (zoo.hidden(p, b) ** (2 if len(b["x"]) > 1 else 3)).sum(),
+}
+"""What else is done for one sample, beside the same operations and shapes."""
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_sample_is_no_case_where_its_program_does_something_else(name: str) -> None:
+    def loss(p: Any, b: Any) -> Any:
+        return SINGLE[name](p, b) / len(b["x"])
+
+    assert difference(loss, zoo.BATCH) > 1e-3
+    assert not is_proven(loss, zoo.BATCH)
+
+
+def test_one_sample_is_a_case_where_only_dimensions_are_dropped() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        return jnp.square(jnp.squeeze(zoo.hidden(p, b))).sum() / len(b["x"])
+
+    assert difference(loss, zoo.BATCH) < 1e-5 and is_proven(loss, zoo.BATCH)
 
 
 def test_what_a_reference_keeps_is_not_proven() -> None:

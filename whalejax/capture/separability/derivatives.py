@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import jax
 
 from whalejax import _compat
-from whalejax.capture.separability.facts import Sorted, fact_of
+from whalejax.capture.separability.facts import RunningSum, Sorted, fact_of
 from whalejax.capture.separability.values import (
     Along,
     CoupledError,
@@ -62,8 +62,10 @@ def check_derivative(
     Raises:
         CoupledError: the rule couples samples.
     """
-    if _compat.is_ruled_by_jax(part) or all(map(_is_lost, found)):
+    if _compat.is_ruled_by_jax(part):
         return list(found)
+    if all(map(_is_lost, found)):  # A sum that a loop carries is none behind a rule.
+        return [v.plain if fact_of(v, RunningSum) else v for v in found]
     found = [replace(v, ratio=1.0) if v.ratio is None else v for v in found]
     inputs = _compat.differentiable_operands(part)
     outputs = [

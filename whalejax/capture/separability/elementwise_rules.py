@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from whalejax.capture.separability.equations import (
     combined_kind,
     number,
 )
+from whalejax.capture.separability.facts import Narrow, OneHot
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
@@ -190,8 +192,60 @@ def _convert(equation: PairedEquation) -> list[Value]:
     before, after = equation.dtype(0), equation.result_dtype
     exact = _compat.is_inexact(after) or not _compat.is_inexact(before)
     truth = np.dtype(after) == np.dtype(bool) != np.dtype(before)
-    coarse = _compat.is_inexact(after) and _compat.mantissa_bits(after) < FINEST
-    return _linear(equation) if exact and not (truth or coarse) else _other(equation)
+    linear = exact and not truth and not _is_coarse(after)
+    (found,) = _linear(equation) if linear else _other(equation)
+    return [replace(found, fact=Narrow() if _is_widened(before, after) else None)]
+
+
+def _is_coarse(dtype: Any) -> bool:
+    return _compat.is_inexact(dtype) and _compat.mantissa_bits(dtype) < FINEST
+
+
+def _is_unsigned(dtype: Any) -> bool:
+    return not _compat.is_inexact(dtype) and np.dtype(dtype).kind == "u"
+
+
+def _is_widened(before: Any, after: Any) -> bool:
+    """Whether a cast gives narrow natural numbers a dtype that holds sums of many."""
+    narrow = np.dtype(before) == np.bool_ or (
+        _is_unsigned(before) and np.dtype(before).itemsize < 4
+    )
+    return narrow and _is_unsigned(after) and np.dtype(after).itemsize >= 4
+
+
+def check_sum_dtype(dtype: Any) -> None:
+    """Refuse sums over the samples in a dtype that does not hold them.
+
+    Raises:
+        CoupledError: they are truth values, narrow whole numbers, or floating point of
+            a few bits, where each addition rounds.
+    """
+    narrow = not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize < 4
+    if narrow or np.dtype(dtype) == np.bool_ or _is_coarse(dtype):
+        raise CoupledError(f"adds samples up in {dtype}, which holds no sum of many")
+
+
+def check_unsigned_sum(equation: PairedEquation) -> None:
+    """Refuse sums over the samples in unsigned dtypes where a number may wrap.
+
+    What is below zero is a large number there, and a sum of such numbers wraps for the
+    whole where it does not for a part.
+
+    Raises:
+        CoupledError: numbers may.
+    """
+    dtype = equation.result_dtype
+    if not _is_unsigned(dtype):
+        return
+    sums = [i for i, v in enumerate(equation.values) if v.kind is Dependence.SUM]
+    if equation.name in ("sub", "neg"):
+        raise CoupledError(f"subtracts sums over the samples in {dtype}")
+    if any(not _is_unsigned(equation.dtype(i)) for i in sums):
+        raise CoupledError(f"casts a sum over the samples to {dtype}")
+    added = [v for v in equation.values if v.kind is not Dependence.SUM]
+    if sums or all(v.numbers or isinstance(v.fact, Narrow | OneHot) for v in added):
+        return
+    raise CoupledError(f"adds samples up in {dtype}, where what is below zero wraps")
 
 
 def _reduce_precision(equation: PairedEquation) -> list[Value]:
@@ -238,7 +292,11 @@ def _folded(equation: PairedEquation) -> list[Value] | None:
 def _computed(equation: PairedEquation, numbers: Sequence[Any]) -> list[Value] | None:
     name, results = equation.name, []
     for trace, one in enumerate((equation.part, equation.whole)):
-        given = [np.asarray(pair[trace]) for pair in numbers if pair is not None]
+        given = [
+            np.asarray(pair[trace]).astype(atom.aval.dtype)
+            for pair, atom in zip(numbers, one.invars, strict=True)
+            if pair is not None
+        ]
         if name == "div" and 0 in given[1:]:
             return None
         if any(not np.issubdtype(x.dtype, np.number) for x in given):
@@ -260,6 +318,7 @@ def _computed(equation: PairedEquation, numbers: Sequence[Any]) -> list[Value] |
             results.append(_FOLDS[name](*given))
         else:
             return None
+        results[-1] = np.asarray(results[-1]).astype(one.outvars[0].aval.dtype)
     return [number(*results)]
 
 

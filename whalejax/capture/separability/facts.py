@@ -34,6 +34,11 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """Natural numbers of a narrower dtype: sums of many in this one do not wrap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysFalse:
     """All elements are false, as of ``place < 0``."""
 

@@ -228,6 +228,8 @@ def _check_combined(equation: PairedEquation, operand: Value, updates: Value) ->
     product = equation.name in ("scatter-mul", "scatter_mul")
     if sums > product:
         raise CoupledError(f"applies {equation.name} to sums over the samples")
+    if updates.kind is Dependence.SUM and not equation.params["unique_indices"]:
+        raise CoupledError("may multiply sums over the samples in one place")
     if not is_one(product_ratio([operand, updates])):
         raise CoupledError("multiplies what depends on the number of samples")
 

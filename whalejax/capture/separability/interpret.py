@@ -195,10 +195,15 @@ class Interpreter:
         return found
 
     def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
-        """A linear solve, by the function that solves it."""
+        """A linear solve, by the function that solves it; others give its gradient."""
         first = _compat.solve_parts(part)
         (inner, other) = (_compat.solve_jaxpr(e) for e in (part, whole))
-        return self.run(inner, other, [*given[first[0] : first[1]], *given[first[2] :]])
+        operands = [*given[first[0] : first[1]], *given[first[2] :]]
+        found = self.run(inner, other, operands)
+        if not self.differentiated:
+            return found
+        rule = replace(self, differentiated=False)
+        return check_derivative(rule, part, whole, given, found)
 
     # Loops and branches.
 

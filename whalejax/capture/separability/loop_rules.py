@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
+from whalejax.capture.separability.elementwise_rules import check_sum_dtype
 from whalejax.capture.separability.equations import PairedEquation, fixed
 from whalejax.capture.separability.facts import LoopPlace, RunningSum, fact_of
 from whalejax.capture.separability.shape_rules import TAKES
@@ -192,6 +193,7 @@ def _cast_sum(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     exact = _compat.is_inexact(before) and _compat.is_inexact(after)
     if not exact and not (_is_wide(before) and _is_wide(after)):
         return None
+    check_sum_dtype(after)
     if running.added is None:
         return [state]
     return [_with_added(state, _result(equation, [running.added]))]

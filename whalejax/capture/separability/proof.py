@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-
 from whalejax import _compat
 from whalejax.capture.separability.facts import Counter, fact_of
 from whalejax.capture.separability.interpret import (
     UNKNOWN_FACTOR,
     Interpreter,
-    of_einsum,
 )
+from whalejax.capture.separability.single_sample import single_sample_reason
 from whalejax.capture.separability.values import (
     Along,
     Atom,
@@ -141,7 +139,8 @@ def _prove(
     try:
         pair = programs.at(small), programs.at(large)
         if small != part:
-            unlike = _unlike(programs.at(part), pair, (part, small, large))
+            sizes = part, small, large
+            unlike = single_sample_reason(programs.at(part), pair, sizes)
             if unlike is not None:
                 return _refused(unlike)
     except Exception as error:  # Of the user's own loss.
@@ -241,111 +240,3 @@ def _of_state(name: str, value: Value) -> Separability:
         why = f"makes {name} of several samples"
         return _refused(Reason(operation="", line="", why=why))
     return Separability()
-
-
-# One sample.
-
-_SHAPES: Final = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose copy".split()
-)
-"""Operations that jnp leaves out or takes for dimensions of one element."""
-
-
-def _unlike(
-    single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
-) -> Reason | None:
-    """Why one sample is no case of what was proven of more; None if it is.
-
-    Args:
-        single: The program for one sample, or one group.
-        pair: Those for more.
-        sizes: Samples of the three.
-    """
-    listed = [[*_operations(p)] for p in (single, *pair)]
-    if len({len(x) for x in listed}) > 1:
-        return Reason(operation="", line="", why="does other operations for one sample")
-    for one, small, large in zip(*listed, strict=True):
-        names = {x[0] for x in (one, small, large)}
-        alike = _same_law(one[1], small[1], large[1], sizes)
-        alike = alike and _same_shape(one[2], small[2], large[2], sizes)
-        if len(names) > 1 or not alike:
-            if not one[0]:
-                why = "has an array that is another for one sample"
-                return Reason(operation="", line="", why=why)
-            why = "does something else for one sample"
-            reason = Reason(operation=one[0], line=one[3], why=why)
-            return of_einsum(reason, one[4])
-    return None
-
-
-def _operations(program: Any) -> Any:
-    """Name, numbers, shape, line and equation of every operation but those of shape.
-
-    Arrays of the program come first, with their values for numbers.
-    """
-    body, constants = _compat.open_jaxpr(program)
-    for array in constants:
-        if not _compat.is_key_dtype(array.dtype):
-            yield "", _values(array), np.shape(array), "", None
-    for equation in body.eqns:
-        inner = _compat.inner_jaxprs(equation)
-        for one in inner:
-            yield from _operations(one)
-        if inner or equation.primitive.name in _SHAPES:
-            continue
-        numbers = [
-            complex(a.val)
-            for a in equation.invars
-            if _compat.is_literal(a)
-            and np.shape(a.val) == ()
-            and np.issubdtype(np.asarray(a.val).dtype, np.number)
-        ]
-        shape = [n for a in equation.outvars for n in a.aval.shape]
-        line = _compat.source_text(equation)
-        yield equation.primitive.name, numbers, shape, line, equation
-
-
-def _values(array: Any) -> list[complex]:
-    """Numbers of an array; one, where all are equal."""
-    flat = np.asarray(array).astype(complex).ravel()
-    return [*(flat[:1] if (flat == flat[:1]).all() else flat)]
-
-
-def _same_shape(
-    one: Sequence[int],
-    small: Sequence[int],
-    large: Sequence[int],
-    sizes: tuple[int, int, int],
-) -> bool:
-    """Whether dimensions are the same power of the number of samples in three traces.
-
-    Those of one element are left out, as jnp does for one sample.
-    """
-    expected = []
-    for b, c in zip(small, large, strict=True):
-        power = math.log(c / b) / math.log(sizes[2] / sizes[1]) if b and c else 0.0
-        expected.append(round(b * (sizes[0] / sizes[1]) ** power))
-    return [n for n in one if n != 1] == [n for n in expected if n != 1]
-
-
-def _same_law(
-    one: Sequence[complex],
-    small: Sequence[complex],
-    large: Sequence[complex],
-    sizes: tuple[int, int, int],
-) -> bool:
-    """Whether numbers are the same power of the number of samples in three traces."""
-    if not len(one) == len(small) == len(large):
-        return False
-    for a, b, c in zip(one, small, large, strict=True):
-        if b == c or (b != b and c != c):
-            if a != b and a == a:
-                return False
-            continue
-        if not (a and b and c and a == a):
-            return False
-        power = math.log(abs(c / b)) / math.log(sizes[2] / sizes[1])
-        expected = b * (sizes[0] / sizes[1]) ** power
-        if not math.isclose(abs(a - expected) / abs(b), 0.0, abs_tol=1e-5):
-            return False
-    return True

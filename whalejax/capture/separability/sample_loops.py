@@ -16,6 +16,7 @@ import numpy as np
 from whalejax import _compat
 from whalejax.capture.separability.alignment import align_dims
 from whalejax.capture.separability.derivatives import TraceFollower
+from whalejax.capture.separability.elementwise_rules import check_sum_dtype
 from whalejax.capture.separability.equations import combined_kind, number
 from whalejax.capture.separability.facts import (
     Carry,
@@ -91,9 +92,12 @@ class SampleLoop:
         consts = [_of_outside(v, self.reason) for v in self.given[:first]]
         (inner,), (other,) = map(_compat.inner_jaxprs, (self.part, self.whole))
         found = self.follower.run(inner, other, [*consts, *states, *inside])
+        dtypes = [atom.aval.dtype for atom in self.part.outvars]
         ends = [
-            self._end(*values, counts)
-            for values in zip(start, states, found, strict=False)
+            self._end(before, state, after, dtype, counts)
+            for before, state, after, dtype in zip(
+                start, states, found, dtypes, strict=False
+            )
         ]
         return [*ends, *(self._stacked(v) for v in found[len(start) :])]
 
@@ -156,6 +160,7 @@ class SampleLoop:
         start: Value,
         state: Value,
         found: Value,
+        dtype: Any,
         counts: tuple[int, int],
     ) -> Value:
         """What a carry is after the last iteration."""
@@ -177,6 +182,10 @@ class SampleLoop:
         added = self._stacked(running.added)
         total = with_sum(added, added.dims[:1], added.dims[1:])
         kind, _ = combined_kind([start, total])
+        if kind is Dependence.SUM:
+            check_sum_dtype(dtype)
+            if np.dtype(dtype).kind == "u":  # Where differences wrap.
+                raise CoupledError(f"adds samples up in {dtype}, one after the other")
         dims = align_dims([start.dims, total.dims])
         return Value(kind=kind, dims=dims, ratio=same_ratio([start, total]))
 
@@ -212,7 +221,8 @@ def _starts_at_zero(value: Value) -> bool:
 
 def _counts(body: Any, before: Any, after: Any) -> bool:
     """Whether a carry grows by one in every iteration."""
-    if _compat.is_inexact(before.aval.dtype):
+    dtype = before.aval.dtype
+    if _compat.is_inexact(dtype) or np.dtype(dtype).itemsize < 4:  # It wraps.
         return False
     made = [e for e in body.eqns if after in e.outvars]
     if len(made) != 1 or made[0].primitive.name != "add":

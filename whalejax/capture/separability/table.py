@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from whalejax import _compat
 from whalejax.capture.separability import (
     elementwise_rules,
     indexing_rules,
@@ -15,6 +14,10 @@ from whalejax.capture.separability import (
     random_rules,
     reduction_rules,
     shape_rules,
+)
+from whalejax.capture.separability.elementwise_rules import (
+    check_sum_dtype,
+    check_unsigned_sum,
 )
 from whalejax.capture.separability.equations import PairedEquation, Rule
 from whalejax.capture.separability.values import (
@@ -48,23 +51,9 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     found = _opaque(equation) if rule is None else rule(equation)
     for value, variable in zip(found, equation.part.outvars, strict=True):
         if value.kind is Dependence.SUM:
-            _check_sum(equation.name, variable.aval.dtype)
+            check_sum_dtype(variable.aval.dtype)
+            check_unsigned_sum(equation)
     return found
-
-
-def _check_sum(name: str, dtype: Any) -> None:
-    """Refuse sums over the samples in a dtype that does not hold them.
-
-    Raises:
-        CoupledError: they are truth values, narrow whole numbers, or differences of
-            numbers that are never negative.
-    """
-    if _compat.is_inexact(dtype):
-        return
-    if dtype == np.bool_ or np.dtype(dtype).itemsize < 4:
-        raise CoupledError(f"adds samples up in {dtype}, which holds no sum of many")
-    if np.issubdtype(dtype, np.unsignedinteger) and name in ("sub", "neg"):
-        raise CoupledError(f"subtracts sums over the samples in {dtype}")
 
 
 def _check_switches(equation: PairedEquation) -> None:

@@ -1,0 +1,354 @@
+"""Whether the program for one sample is the one that was proven for more.
+
+A dimension of one element is often dropped or repeated by another rule than one of
+more, as ``jnp.squeeze`` does, and a loss may ask for it. So a proof is made of parts of
+two samples and more, and the program of one has to be the same, operation by operation:
+the same operands, parameters, and shapes that follow the number of samples as they do
+for more. What only adds or drops dimensions of one element does not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.separability.elementwise_rules import RULES as ELEMENTWISE_RULES
+from whalejax.capture.separability.interpret import of_einsum
+from whalejax.capture.separability.values import Reason
+
+
+OTHER_PROGRAM: Final = "does other operations for one sample"
+OTHER_OPERATION: Final = "does something else for one sample"
+OTHER_ARRAY: Final = "has an array that is another for one sample"
+
+Shape = tuple[int, ...]
+Three = tuple[Any, Any, Any]
+"""What stands at one place of the three traces: of one sample, and of more."""
+
+_MOVING: Final = (
+    "squeeze",
+    "expand_dims",
+    "copy",
+    "reshape",
+    "broadcast_in_dim",
+    "transpose",
+)
+_SWITCHES: Final = (bool, str, bytes, enum.Enum, np.dtype)
+_CALLS: Final = (
+    "jit pjit closed_call core_call remat checkpoint custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr cond while custom_linear_solve"
+).split()
+"""Calls, whose bodies are compared: operands may have dimensions of one element."""
+
+_MATRICES: Final = tuple("lu cholesky eigh qr svd geqrf triangular_solve".split())
+"""Operations on the last two dimensions."""
+
+_DIMENSIONS: Final = frozenset(
+    "dimensions broadcast_dimensions shape new_sizes permutation sharding axes "
+    "dimension_numbers slice_sizes".split()
+)
+"""Parameters that name or number dimensions."""
+
+_REDUCING: Final = tuple(
+    f"reduce_{name}" for name in "sum max min prod and or xor".split()
+)
+
+
+def single_sample_reason(
+    single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
+) -> Reason | None:
+    """Why one sample is no case of what was proven of more; None if it is.
+
+    Args:
+        single: The program for one sample, or one group.
+        pair: Those for more.
+        sizes: Samples of the three.
+    """
+    try:
+        _Comparison(sizes=sizes).compare((single, *pair))
+    except _UnlikeError as error:
+        return error.reason
+    return None
+
+
+class _UnlikeError(Exception):
+    def __init__(self, why: str, equation: Any = None) -> None:
+        super().__init__(why)
+        self.reason = Reason(operation="", line="", why=why)
+        if equation is not None:
+            name, line = equation.primitive.name, _compat.source_text(equation)
+            reason = Reason(operation=name, line=line, why=why)
+            self.reason = of_einsum(reason, equation)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comparison:
+    """Goes through three traces, in which each array has a name where it is the same.
+
+    Attributes:
+        sizes: Samples of the traces.
+    """
+
+    sizes: tuple[int, int, int]
+
+    def compare(self, programs: Three) -> None:
+        """Raise an error at the first operation that one sample has otherwise."""
+        opened = [_compat.open_jaxpr(p) for p in programs]
+        bodies = [body for body, _ in opened]
+        self._compare_arrays([constants for _, constants in opened])
+        names = _Names()
+        for role in ("constvars", "invars"):
+            atoms = [getattr(body, role) for body in bodies]
+            if len({len(a) for a in atoms}) > 1:
+                raise _UnlikeError(OTHER_PROGRAM)
+            for one, small, _ in zip(*atoms, strict=True):
+                names.add(one, small)
+        if len(bodies[1].eqns) != len(bodies[2].eqns):
+            raise _UnlikeError(OTHER_PROGRAM)
+        pairs = zip(bodies[1].eqns, bodies[2].eqns, strict=True)
+        ones = [e for e in bodies[0].eqns if not self._is_left_out(names.same[0], e)]
+        more = [p for p in pairs if not self._is_left_out(names.same[1], *p)]
+        if len(ones) != len(more):
+            raise _UnlikeError(OTHER_PROGRAM)
+        for one, (small, large) in zip(ones, more, strict=True):
+            three = one, small, large
+            if len({e.primitive for e in three}) > 1 or not self._is_same(names, three):
+                raise _UnlikeError(OTHER_OPERATION, one)
+            for a, b in zip(one.outvars, small.outvars, strict=True):
+                names.add(a, b)
+        if len({len(body.outvars) for body in bodies}) > 1:
+            raise _UnlikeError(OTHER_PROGRAM)
+        outputs = zip(*(body.outvars for body in bodies), strict=True)
+        if not all(self._is_one(names, three) for three in outputs):
+            raise _UnlikeError(OTHER_PROGRAM)
+
+    def _compare_arrays(self, constants: Sequence[Any]) -> None:
+        if len({len(arrays) for arrays in constants}) > 1:
+            raise _UnlikeError(OTHER_ARRAY)
+        for three in zip(*constants, strict=True):
+            if any(_compat.is_key_dtype(array.dtype) for array in three):
+                continue
+            if not self._follow([_values(array) for array in three]):
+                raise _UnlikeError(OTHER_ARRAY)
+
+    # Shapes.
+
+    def _shape(self, atoms: Sequence[Any]) -> Shape:
+        """Shape of an array of one sample, in its own trace or as two others say."""
+        shapes = [tuple(a.aval.shape) for a in atoms]
+        if len(shapes) == 1:
+            return shapes[0]
+        pairs = zip(*shapes, strict=True)
+        return tuple(round(self._expected(*pair)) for pair in pairs)
+
+    def _expected(self, small: Any, large: Any) -> Any:
+        """What a number is for one sample, as two others say: some power of theirs."""
+        if small == large or not (small and large):
+            return small
+        power = math.log(abs(large / small)) / math.log(self.sizes[2] / self.sizes[1])
+        return small * (self.sizes[0] / self.sizes[1]) ** power
+
+    def _is_left_out(self, same: dict[Any, Any], *equations: Any) -> bool:
+        """Whether an operation adds or drops dimensions of one element and no more.
+
+        Its result is then the same as its operand.
+        """
+        first = equations[0]
+        if first.primitive.name not in _MOVING:
+            return False
+        before = self._shape([e.invars[0] for e in equations])
+        after = self._shape([e.outvars[0] for e in equations])
+        moved = _moved(first, before, after)
+        if _wide(before) != _wide(after) or moved != [*range(len(moved))]:
+            return False
+        source = first.invars[0]
+        literal = _compat.is_literal(source)
+        same[first.outvars[0]] = source if literal else same.get(source, source)
+        return True
+
+    # Operations.
+
+    def _is_same(self, names: _Names, three: Three) -> bool:
+        if len({(len(e.invars), len(e.outvars)) for e in three}) > 1:
+            return False
+        operands = [*zip(*(e.invars for e in three), strict=True)]
+        if not all(self._is_one(names, atoms) for atoms in operands):
+            return False
+        results = [*zip(*(e.outvars for e in three), strict=True)]
+        pairs = [
+            (self._shape(atoms[:1]), self._shape(atoms[1:]))
+            for atoms in (*operands, *results)
+        ]
+        if any(_wide(a) != _wide(b) for a, b in pairs):
+            return False
+        ways = [_way(e, [p[i] for p in pairs]) for i, e in enumerate(three[:2])]
+        if ways[0] != ways[1]:
+            return False
+        if ways[0] is None and any(a != b for a, b in pairs):
+            return False
+        compared = set(three[0].params)
+        if ways[0] is not None:
+            compared -= _DIMENSIONS
+        return all(self._follow([e.params.get(key) for e in three]) for key in compared)
+
+    def _is_one(self, names: _Names, atoms: Three) -> bool:
+        """Whether an atom of one sample is the same as that of more."""
+        atoms = (*(names.source(i, a) for i, a in enumerate(atoms[:2])), atoms[2])
+        literal = [_compat.is_literal(a) for a in atoms[:2]]
+        if not any(literal):
+            return names.given[0][atoms[0]] == names.given[1][atoms[1]]
+        if not all(literal):
+            return False
+        large = atoms[2]
+        third = large.val if _compat.is_literal(large) else atoms[1].val
+        return self._follow([_values(a.val) for a in atoms[:2]] + [_values(third)])
+
+    def _follow(self, three: Sequence[Any]) -> bool:
+        """Whether a parameter of one sample is what those of more ask for."""
+        one, small, large = three
+        if one is None or isinstance(one, _SWITCHES):
+            return bool(one == small == large)
+        if isinstance(one, int | float | complex):
+            return self._is_power(one, small, large)
+        if isinstance(one, tuple | list):
+            if not len(one) == len(small) == len(large):
+                return False
+            return all(map(self._follow, zip(*three, strict=True)))
+        if dataclasses.is_dataclass(one) and type(one).__module__.startswith("jax"):
+            keys = [f.name for f in dataclasses.fields(one)]
+            values = [[getattr(x, key, None) for x in three] for key in keys]
+            return all(map(self._follow, values))
+        if hasattr(_compat.open_jaxpr(one)[0], "eqns"):
+            self.compare((one, small, large))
+        return True
+
+    def _is_power(self, one: Any, small: Any, large: Any) -> bool:
+        if small == large or (small != small and large != large):
+            return bool(one == small or one != one)
+        if not (one and small and large and one == one):
+            return False
+        away = abs(one - self._expected(small, large)) / abs(small)
+        return math.isclose(away, 0.0, abs_tol=1e-5)
+
+
+class _Names:
+    """Names of arrays, in the trace of one sample and in that of more.
+
+    Attributes:
+        given: The names.
+        same: What arrays are that an operation left as they were.
+    """
+
+    def __init__(self) -> None:
+        self.given: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+        self.same: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+
+    def add(self, one: Any, small: Any) -> None:
+        """Name an array that is one in both."""
+        self.given[0][one] = self.given[1][small] = len(self.given[0])
+
+    def source(self, trace: int, atom: Any) -> Any:
+        """What an array is, but for dimensions of one element."""
+        if _compat.is_literal(atom):
+            return atom
+        return self.same[trace].get(atom, atom)
+
+
+def _wide(shape: Shape) -> list[int]:
+    """Sizes of the dimensions of more than one element."""
+    return [n for n in shape if n != 1]
+
+
+def _numbers(shape: Shape) -> dict[int, int]:
+    """The dimensions of more than one element, counted among themselves."""
+    return {d: i for i, d in enumerate(d for d, n in enumerate(shape) if n != 1)}
+
+
+def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
+    """Which dimensions of more than one element an operation takes, and how.
+
+    Args:
+        equation: The operation.
+        shapes: Shapes of the operands and results.
+
+    Returns:
+        What is the same for one sample and for more where the operation is; None where
+        all dimensions have to be.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name in _MOVING:
+        return _moved(equation, shapes[0], shapes[-1])
+    if name in _REDUCING:
+        number = _numbers(shapes[0])
+        return sorted(number[d] for d in params["axes"] if d in number)
+    if name in _CALLS:
+        return ()
+    if name in _MATRICES:
+        return [shape[-2:] for shape in shapes[: len(equation.invars)]]
+    if name == "dot_general":
+        return _paired(params["dimension_numbers"], shapes)
+    if name == "gather":
+        return _looked_up(params, shapes)
+    if name in ELEMENTWISE_RULES and len(equation.outvars) == 1:
+        number = _numbers(shapes[-1])
+        return [
+            [number[d] for d, n in enumerate(shape) if n != 1] for shape in shapes[:-1]
+        ]
+    return None
+
+
+def _moved(equation: Any, before: Shape, after: Shape) -> list[int]:
+    """Where the dimensions of an operand are in the result."""
+    number = _numbers(after)
+    name, params = equation.primitive.name, equation.params
+    if name == "broadcast_in_dim":
+        where = params["broadcast_dimensions"]
+        return [number[where[d]] for d in _numbers(before)]
+    if name == "transpose":
+        where = [*params["permutation"]]
+        return [number[where.index(d)] for d in _numbers(before)]
+    return [*range(len(_wide(before)))]
+
+
+def _paired(numbers: Any, shapes: Sequence[Shape]) -> Any:
+    """Dimensions of both operands that a product takes together."""
+    left, right = map(_numbers, shapes[:2])
+    contracted, batch = (
+        [(left[i], right[j]) for i, j in zip(*both, strict=True) if i in left]
+        for both in numbers
+    )
+    return sorted(contracted), batch
+
+
+def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
+    """How a lookup takes an operand; None where it looks up along one element."""
+    numbers = params["dimension_numbers"]
+    operand, indices, result = map(_numbers, shapes)
+    if any(d not in operand for d in numbers.start_index_map):
+        return None
+    batching = zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    )
+    return (
+        [operand[d] for d in numbers.start_index_map],
+        [(operand[o], indices[i]) for o, i in batching if o in operand],
+        [operand[d] for d in numbers.collapsed_slice_dims if d in operand],
+        [result[d] for d in numbers.offset_dims if d in result],
+        [params["slice_sizes"][d] for d in operand],
+    )
+
+
+def _values(array: Any) -> list[complex]:
+    """Numbers of an array; one, where all are equal."""
+    found = np.asarray(array)
+    if not np.issubdtype(found.dtype, np.number):
+        found = found.astype(np.float64)
+    flat = [complex(n) for n in found.ravel()]
+    return flat[:1] if all(n == flat[0] for n in flat) else flat
