@@ -87,7 +87,11 @@ def test_what_is_separable_is_proven_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mean_of_classes", "language_model", "keys_by_sample", "layers_by_scan"]
+    "name",
+    [
+        *("mean_of_classes", "language_model", "keys_by_sample", "layers_by_scan"),
+        "own_solutions",
+    ],
 )
 def test_single_samples_are_parts_too(name: str) -> None:
     assert proof(name, 1).proven

@@ -51,8 +51,8 @@ _MATRICES: Final = tuple("lu cholesky eigh qr svd geqrf triangular_solve".split(
 """Operations on the last two dimensions."""
 
 _DIMENSIONS: Final = frozenset(
-    "dimensions broadcast_dimensions shape new_sizes permutation sharding axes "
-    "dimension_numbers slice_sizes".split()
+    "dimension dimensions broadcast_dimensions shape new_sizes permutation sharding "
+    "axes dimension_numbers slice_sizes".split()
 )
 """Parameters that name or number dimensions."""
 
@@ -292,6 +292,10 @@ def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
         return ()
     if name in _MATRICES:
         return [shape[-2:] for shape in shapes[: len(equation.invars)]]
+    if name == "lu_pivots_to_permutation":
+        return [shape[-1:] for shape in shapes]
+    if name == "sort":
+        return _numbers(shapes[0]).get(params["dimension"])
     if name == "dot_general":
         return _paired(params["dimension_numbers"], shapes)
     if name == "gather":
