@@ -204,6 +204,7 @@ class LeafFacts:
         rank = {role: place for place, role in enumerate(storage)}
         sliced, chunked = sliced_params(graph), _chunked(graph, reading.weight)
         tables = {t.id for t in tensors if _looked_up(t, readers[t.id])} - sliced
+        narrow = _narrow([t for t in tensors if t.id in tables], tensors)
         groups = []
         for t in tensors:
             stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
@@ -215,9 +216,7 @@ class LeafFacts:
                     sizes=dims.sizes[t.id],
                     fused=reading.fused.get(t.id),
                     home=homes.get(t.id, 0),
-                    order=_order(
-                        pinned, dims.layouts[t.id], rank, t.id in tables and _narrow(t)
-                    ),
+                    order=_order(pinned, dims.layouts[t.id], rank, t.id in narrow),
                     pinned=pinned,
                     gathers=gathers[t.id],
                     turns=_turns(readers[t.id], gathers[t.id]),
@@ -452,7 +451,7 @@ def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]
 
 
 NARROW = 512
-"""Columns below which storage cuts the rows of a table that is looked up and no more.
+"""Columns below which storage cuts the rows of tables that are looked up and no more.
 
 A device's part of its columns fills no lanes of a TPU: compilers write the table and
 its optimizer state with 128 columns to add a gradient, whose rows lie in memory one by
@@ -465,8 +464,12 @@ def _looked_up(tensor: Tensor, readers: Sequence[tuple[str, float]]) -> bool:
     return len(tensor.shape) > 1 and bool(kinds) and kinds <= LOOKUPS
 
 
-def _narrow(table: Tensor) -> bool:
-    return table.shape[-1] < NARROW
+def _narrow(tables: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
+    """Tables with few columns, where tables are most of the parameters."""
+    total = sum(t.nbytes for t in params)
+    if 2 * sum(t.nbytes for t in tables) < total:
+        return set()
+    return {t.id for t in tables if t.shape[-1] < NARROW}
 
 
 def _order(
