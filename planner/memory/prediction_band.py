@@ -22,7 +22,7 @@ class MemoryBand:
     Attributes:
         low: at least.
         high: at most; what is above 1 is the margin that a plan leaves free.
-        unmeasured: what the program has that no compiled one had.
+        unmeasured: names of the program's patterns that no compiled program had.
     """
 
     low: float

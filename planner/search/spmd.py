@@ -171,13 +171,7 @@ def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, 
 
 
 class _Searches:
-    """Searches of programs of one loss; each is bounded by the best before it.
-
-    Attributes:
-        reached: seconds of a step in a plan that is known to be among those that are
-            looked at. It bounds plans, not which programs are looked at: some that are
-            computed again are faster than without.
-    """
+    """Searches of programs of one loss; each is bounded by the best before it."""
 
     def __init__(
         self,
@@ -186,11 +180,8 @@ class _Searches:
         request: Request,
         again: Again | None,
         known: Known,
-        bound: float = math.inf,
     ) -> None:
         self.known = known
-        self.bound = bound
-        self.reached = math.inf
         self.graph = graph
         self.cluster = cluster
         self.request = request
@@ -198,11 +189,11 @@ class _Searches:
         self.found: list[tuple[Analysed, Search]] = []
 
     def best_seconds(self) -> float:
-        """Step time of the fastest plan so far that fits, or what one is known for."""
+        """Step time of the fastest plan so far that fits; infinite without one."""
         steps = (
             s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
         )
-        return min(self.bound, min(steps, default=math.inf))
+        return min(steps, default=math.inf)
 
     def all(self) -> list[tuple[Analysed, Search]]:
         """Every program that may be worth it."""
@@ -241,11 +232,8 @@ class _Searches:
         self, promising: Mapping[Variant, Mapping[Mesh, float]]
     ) -> list[tuple[Analysed, Search]]:
         """Search programs on their promising meshes, the most promising first."""
-        asked = self.request
-        for variant, near in promising.items():
-            self.request = dataclasses.replace(asked, among=frozenset(near))
-            self.search(*variant)
-        self.request = asked
+        for variant, meshes_near in promising.items():
+            self.search(*variant, among=frozenset(meshes_near))
         return self.found
 
     def best_attention(self) -> Chosen:
@@ -281,8 +269,18 @@ class _Searches:
         for policy in others if self.gains(first) else ():
             self.search(policy, attention, chunks)
 
-    def search(self, remat: Remat, attention: Chosen, chunks: int) -> bool:
+    def search(
+        self,
+        remat: Remat,
+        attention: Chosen,
+        chunks: int,
+        among: frozenset[Mesh] | None = None,
+    ) -> bool:
         """One program, and beside its best plans those that shard the sequence too.
+
+        Args:
+            remat, attention, chunks: which program.
+            among: the meshes that are looked at; all of them if left out.
 
         Returns:
             Whether there is such a program.
@@ -292,14 +290,18 @@ class _Searches:
             return False
         analysed, shared = program
         asked = dataclasses.replace(
-            self.request, remat=remat, attention=attention, loss_chunks=chunks
+            self.request,
+            remat=remat,
+            attention=attention,
+            loss_chunks=chunks,
+            among=self.request.among if among is None else among,
         )
         one = Search(
             analysed.graph,
             analysed.dims,
             self.cluster,
             asked,
-            bound=min(self.reached, self.best_seconds()) * SLACK,
+            bound=self.best_seconds() * SLACK,
             slack=SLACK,
             program=shared,
         )
@@ -316,7 +318,7 @@ class _Searches:
                 asked,
                 beside=one,
                 split=split,
-                bound=min(self.reached, self.best_seconds()) * (1 + TIE),
+                bound=self.best_seconds() * (1 + TIE),
                 slack=1 + TIE,
             )
             apart.run()

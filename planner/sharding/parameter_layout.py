@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.topology import CompilerProfile
@@ -203,8 +203,8 @@ class LeafFacts:
         readers = _readers(graph, reading.weight)
         rank = {role: place for place, role in enumerate(storage)}
         sliced, chunked = sliced_params(graph), _chunked(graph, reading.weight)
-        tables = {t.id for t in tensors if _looked_up(t, readers[t.id])} - sliced
-        narrow = _narrow([t for t in tensors if t.id in tables], tensors)
+        tables = looked_up_tables(graph, readers)
+        narrow = _narrow(tables, tensors)
         groups = []
         for t in tensors:
             stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
@@ -458,18 +458,44 @@ its optimizer state with 128 columns to add a gradient, whose rows lie in memory
 one (libtpu 0.0.42, v5e: 16 of 128 columns take 8 times their bytes)."""
 
 
-def _looked_up(tensor: Tensor, readers: Sequence[tuple[str, float]]) -> bool:
-    """See ``LeafGroup.looked_up``."""
-    kinds = {kind for kind, _ in readers}
-    return len(tensor.shape) > 1 and bool(kinds) and kinds <= LOOKUPS
+Readers = Mapping[int, Sequence[tuple[str, float]]]
+"""By tensor, the kind of every operation that reads it and the part that it reads."""
 
 
-def _narrow(tables: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
-    """Tables with few columns, where tables are most of the parameters."""
-    total = sum(t.nbytes for t in params)
-    if 2 * sum(t.nbytes for t in tables) < total:
+def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
+    """Ids of the parameters of which operations take some rows, and read nothing else.
+
+    Args:
+        graph: the captured loss.
+        readers: what reads each parameter, where that is known.
+    """
+    if readers is None:
+        readers = _readers(graph, graph.weight_tensors())
+    sliced = sliced_params(graph)
+    found = set[int]()
+    for t in graph.params:
+        kinds = {kind for kind, _ in readers.get(t.id, ())}
+        if len(t.shape) > 1 and kinds and kinds <= LOOKUPS and t.id not in sliced:
+            found.add(t.id)
+    return found
+
+
+def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
+    """Whether some parameters hold at least half of all bytes.
+
+    Args:
+        some: their ids.
+        params: all of them.
+    """
+    here = sum(t.nbytes for t in params if t.id in some)
+    return bool(some) and 2 * here >= sum(t.nbytes for t in params)
+
+
+def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
+    """Tables of fewer than ``NARROW`` columns, where tables are most parameters."""
+    if not are_most(tables, params):
         return set()
-    return {t.id for t in tables if t.shape[-1] < NARROW}
+    return {t.id for t in params if t.id in tables and t.shape[-1] < NARROW}
 
 
 def _order(
@@ -477,7 +503,7 @@ def _order(
 ) -> tuple[int, ...]:
     """Dimensions that storage may shard: the pinned one first, then by role.
 
-    Of a table with few columns these are the last.
+    Of a narrow table the columns, its last dimension, are the last choice.
     """
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
     last = len(layout) - 1 if narrow else None

@@ -188,8 +188,8 @@ def _check_memory(
         raise CheckError(
             f"up to {needed / 1e9:.1f} GB would be needed on {mesh.num_devices} "
             f"virtual devices; the check may take {request.limit_bytes / 1e9:.1f} GB. "
-            "Give memory_bytes= more of this machine's, or check a smaller model of "
-            "the kind"
+            "Let wh.check take more of this machine's with memory_bytes=, or check a "
+            "smaller model of the kind"
         )
 
 

@@ -52,7 +52,7 @@ def _end_at(limit_bytes: int) -> None:
             if used > limit_bytes:
                 print(
                     f"the check took {used / 1e9:.1f} GB of memory; it may take "
-                    f"{limit_bytes / 1e9:.1f} GB (memory_bytes=)",
+                    f"{limit_bytes / 1e9:.1f} GB (memory_bytes= of wh.check)",
                     file=sys.stderr,
                     flush=True,
                 )
