@@ -154,7 +154,7 @@ def test_one_that_leaves_and_one_that_comes_while_a_step_goes_on() -> None:
                 first.leave()
                 found.lead()
         assert same(losses, jobs.losses(STEPS))
-        assert first.over == "left"
+        assert first.wait(300) and first.over == "left"
         assert found.kinds().count("trainer left") == 1
         assert found.trainers[1].led > 0
 
