@@ -137,6 +137,10 @@ class CompilerProfile:
         merges_regions: takes what a checkpointed region computes again from the forward
             pass, where the region is given the same values. A collective that the
             compiler made itself is not merged, nor what follows from it.
+        groups_rows: multiplies rows that are sorted by group by the matrix of their
+            own group alone. If not, it multiplies all rows by the matrices of all
+            groups and masks what is not asked for; so do all compilers for the
+            gradient of the matrices.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
             it holds them as they are.
         scatters_whole_torus: reduce-scatters over all chips of a torus at once. If
@@ -166,6 +170,9 @@ class CompilerProfile:
         default=False, metadata={"unless_default": True}
     )
     merges_regions: bool = dataclasses.field(
+        default=False, metadata={"unless_default": True}
+    )
+    groups_rows: bool = dataclasses.field(
         default=False, metadata={"unless_default": True}
     )
     lanes: int = 1
@@ -244,6 +251,7 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         reduces_in_parts=False,
         fuses_products=True,
         narrow_products=True,
+        groups_rows=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,

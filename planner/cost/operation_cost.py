@@ -169,8 +169,10 @@ def row_seconds(
     one = _product_seconds(row.product, hits, s, kind)
     if row.kind == CONVOLUTION and kind.convolution_share is not None:
         one = one / kind.convolution_share
+    first, *again = row.product.times(s.cluster.compiler)
     twice = row.product.left_gradient + row.product.right_gradient
-    ahead = _larger(one, kind.elementwise_seconds(forward))
+    ahead = _larger(one * first, kind.elementwise_seconds(forward))
+    one = one * (sum(again) / max(1, twice))
     behind = twice * _larger(one, kind.elementwise_seconds(backward / max(1, twice)))
     turned, turned_back = _turned_bytes(row, hits, s)
     return (
@@ -260,9 +262,8 @@ def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
     """FLOPs of a row's products on one device in one micro-batch, both passes."""
     if row.product is None:
         return 0
-    times: float = (
-        1 + row.product.left_gradient + row.product.right_gradient + row.remat
-    )
+    first, *again = row.product.times(s.cluster.compiler)
+    times: float = first * (1 + row.remat) + sum(again)
     if row.kind == ATTENTION:
         times = (AHEAD * (1 + row.remat) + BEHIND) * row.product.share
     return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
@@ -277,7 +278,9 @@ def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, 
     seconds, _, launches = row_seconds(row, hits, s, _slowest(row, s))
     if row.product is None:
         return seconds * row.count, (launches > 0) * row.count, 0
-    times = AHEAD * row.product.share if row.kind == ATTENTION else 1.0
+    times: float = row.product.times(s.cluster.compiler)[0]
+    if row.kind == ATTENTION:
+        times = AHEAD * row.product.share
     flops = 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
     return seconds * row.count, row.count, flops
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from whalejax.planner.model.dimensions import Dimensions, Layout
-from whalejax.planner.model.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
+from whalejax.planner.model.graph import (
+    ATTENTION,
+    LOOPS,
+    RAGGED,
+    TRANSCENDENTAL,
+    Graph,
+    Op,
+)
 from whalejax.planner.model.halo_repeats import repeats
 from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
@@ -277,6 +284,7 @@ class Views:
             right_gradient=operands[1].differentiable,
             share=op.share,
             turned=self.turned.get(index),
+            groups=_groups(self.graph, op),
         )
 
     def _reads(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
@@ -443,3 +451,8 @@ def _number(key: T, numbers: dict[T, int]) -> int:
 
 def _unplaced(uses: Readers) -> tuple[tuple[int, int], ...]:
     return tuple((kind, readers) for (kind, _), readers in uses)
+
+
+def _groups(graph: Graph, op: Op) -> int:
+    """How many matrices there are of which each row meets one."""
+    return graph.tensors[op.operands[2]].shape[-1] if op.kind in RAGGED else 1

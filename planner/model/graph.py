@@ -24,6 +24,9 @@ LOOPS = ("scan", "while", "cond")
 CONVOLUTION = "conv_general_dilated"
 """The kind of operations that convolve."""
 
+RAGGED = frozenset(("ragged_dot_general", "ragged_dot"))
+"""Kinds of products of rows that are sorted by group, each by its group's matrix."""
+
 CHOOSING_WINDOWS = frozenset(("reduce_window_max", "reduce_window_min"))
 """Kinds of poolings whose gradient goes to the element that was chosen."""
 

@@ -55,6 +55,7 @@ class Product:
         turned: slot of what is turned round for its weight's gradient; see
             ``Graph.turned``.
         zigzag: of attention in blocks: rows are dealt out in zig-zag order.
+        groups: of matrices, of which each row meets one.
     """
 
     m: int
@@ -71,6 +72,13 @@ class Product:
     share: float = 1.0
     turned: int | None = None
     zigzag: bool = False
+    groups: int = 1
+
+    def times(self, compiler: CompilerProfile) -> tuple[int, int, int]:
+        """How often a compiler multiplies: forward, and for each operand's gradient."""
+        rows = 1 if compiler.groups_rows else self.groups
+        left, right = self.left_gradient, self.right_gradient
+        return rows, left * rows, right * self.groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

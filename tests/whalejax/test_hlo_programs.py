@@ -460,6 +460,21 @@ custom_call_target="__cudnn$conv{target}"
     assert hlo.product_flops(hlo.read(text)) == 2 * 4 * 32 * 16 * 20 * 20
 
 
+def test_a_product_by_group_costs_what_its_rows_do() -> None:
+    text = """
+ENTRY %main (x: bf16[96,24], w: bf16[4,24,40], s: s32[4]) -> bf16[96,40] {
+  %x = bf16[96,24]{1,0} parameter(0)
+  %w = bf16[4,24,40]{2,1,0} parameter(1)
+  %s = s32[4]{0} parameter(2)
+  %ragged-dot-metadata = s32[5]{0} custom-call(%s), \
+custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none = bf16[96,40]{1,0} custom-call(%ragged-dot-metadata, %x, %w), \
+custom_call_target="tpu_custom_call", frontend_attributes={\
+ragged_dot_tiling="128,24,40"}
+}"""
+    assert hlo.product_flops(hlo.read(text)) == 2 * 96 * 24 * 40
+
+
 def test_an_unknown_call_is_refused_by_name() -> None:
     text = """
 ENTRY %main (x: f32[4]) -> f32[4] {

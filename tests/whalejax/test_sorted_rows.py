@@ -264,3 +264,28 @@ def test_a_step_compiles_once() -> None:
         for _ in range(3):
             state, _ = step(state, x)
     assert compiled.count == 1
+
+
+@pytest.mark.parametrize(("machine", "rows"), [("v5e:8", 1), ("h100:8", EXPERTS)])
+def test_work_is_what_compilers_make_of_products_by_group(
+    machine: str, rows: int
+) -> None:
+    plan = wh.plan(
+        _loss(),
+        _params(),
+        _batch(),
+        optimizer=optax.sgd(RATE),
+        cluster=machine,
+        mesh={"data": 8},
+        num_micro_batches=1,
+        remat="none",
+    )
+    tokens = SAMPLES * TOKENS // 8
+    router = 2 * tokens * WIDTH * EXPERTS * LAYERS
+    head = 2 * tokens * WIDTH * WIDTH
+    experts = 3 * 2 * tokens * CHOICES * WIDTH * HIDDEN * LAYERS
+    # Forward and for the rows' gradient as the compiler does; for the matrices' all
+    # compilers multiply every row in every group.
+    assert plan.product_flops == pytest.approx(
+        3 * (router + head) + experts * (2 * rows + EXPERTS), rel=0.01
+    )
