@@ -21,9 +21,9 @@ how many passes run is decided while the step runs, alike on all devices. A pass
 what ``"capacity"`` costs, and further ones run their forward pass twice. With even
 experts one or two do; with all tokens at one expert it takes as many as
 ``capacity_factor`` times the choices goes into the number of experts. Sorted tokens
-and ``jax.lax.ragged_dot`` would need no more products than there are choices, but
-XLA:CPU multiplies every token by every expert there, JAX 0.10 does not map it over
-groups, and plans keep its rows and its experts whole.
+and ``jax.lax.ragged_dot``, which plans share over the batch too, would need no more
+products than there are choices on TPUs but for the experts' gradients: for these
+compilers multiply every token by every expert, and XLA:CPU does in every product.
 
 The balance loss averages over the whole batch before it multiplies, so it is no mean
 over samples: a part of the batch has another one. The numbers of load are of the whole
