@@ -201,6 +201,7 @@ def test_gradients_are_those_of_one_device(
     assert _worst(step, params, x, loss) < 2e-5
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_of_layers_written_out(again: bool) -> None:
     loss = _loss(loop=False, again=again)
@@ -208,6 +209,7 @@ def test_gradients_of_layers_written_out(again: bool) -> None:
     assert _worst(step, params, x, loss) < 2e-5
 
 
+@pytest.mark.smoke
 def test_no_rows_are_exchanged() -> None:
     step, *_ = _step(_loss(), {"fsdp": 8})
     text = step.lower().compile().as_text()
