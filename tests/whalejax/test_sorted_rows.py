@@ -291,3 +291,18 @@ def test_work_is_what_compilers_make_of_products_by_group(
     assert plan.product_flops == pytest.approx(
         3 * (router + head) + experts * (2 * rows + EXPERTS), rel=0.01
     )
+
+
+@pytest.mark.smoke
+def test_sixteen_bits_are_added_up_as_any_others() -> None:
+    loss = _loss()
+    several, params, x = _step(loss, {"data": 4}, precision="bf16")
+    state, _ = several(several.init_from(params), x)
+    expected = jax.grad(loss)(params, x)
+    changes = jax.tree.map(
+        lambda a, b: (np.asarray(a) - np.asarray(b)) / RATE, params, state.params
+    )
+    for got, want in zip(
+        jax.tree.leaves(changes), jax.tree.leaves(expected), strict=True
+    ):
+        assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)

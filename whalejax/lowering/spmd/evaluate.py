@@ -35,7 +35,7 @@ from whalejax.lowering.spmd.loop_weights import (
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
-from whalejax.lowering.spmd.sorted_rows import on_own_rows
+from whalejax.lowering.spmd.sorted_rows import COPYING, on_own_rows
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
 from whalejax.lowering.spmd.strided_slices import is_strided, strided
 from whalejax.meshes.jax_mesh import has_manual_axes, partition_spec
@@ -447,10 +447,15 @@ def _sorted_rows(
 
     if scope.recomputed or not again:
         return run(*given)
-    policy = but_for_gathered(jax.checkpoint_policies.everything_saveable)
-    return list(
-        jax.checkpoint(run, prevent_cse=not scope.looped, policy=policy)(*given)
-    )
+    saved = but_for_gathered(jax.checkpoint_policies.everything_saveable)
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+        # What each device is given of a weight is the whole of it, too.
+        copied = primitive.name in COPYING
+        return not copied and bool(saved(primitive, *avals, **params))
+
+    region = jax.checkpoint(run, prevent_cse=not scope.looped, policy=policy)
+    return list(region(*given))
 
 
 def _exchanges(specs: Sequence[Spec]) -> bool:
