@@ -17,15 +17,7 @@ from whalejax._version import __version__ as __version__
 
 
 if TYPE_CHECKING:
-    from whalejax.api.annotations import pipeline as pipeline
-    from whalejax.api.annotations import replicate as replicate
-    from whalejax.api.annotations import split as split
-    from whalejax.api.annotations import stage as stage
-    from whalejax.api.attention import attention as attention
     from whalejax.api.feed import Feed as Feed
-    from whalejax.api.losses import Aux as Aux
-    from whalejax.api.losses import Job as Job
-    from whalejax.api.losses import WeightedLoss as WeightedLoss
     from whalejax.api.plan import plan as plan
     from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
@@ -46,34 +38,42 @@ if TYPE_CHECKING:
     from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
+    from whalejax.user_code.annotations import pipeline as pipeline
+    from whalejax.user_code.annotations import replicate as replicate
+    from whalejax.user_code.annotations import split as split
+    from whalejax.user_code.annotations import stage as stage
+    from whalejax.user_code.attention import attention as attention
+    from whalejax.user_code.losses import Aux as Aux
+    from whalejax.user_code.losses import Job as Job
+    from whalejax.user_code.losses import WeightedLoss as WeightedLoss
 
 _MODULE_OF_NAME = {
-    "Aux": "whalejax.api.losses",
+    "Aux": "whalejax.user_code.losses",
     "Cluster": "whalejax.meshes",
     "Feed": "whalejax.api.feed",
-    "Job": "whalejax.api.losses",
+    "Job": "whalejax.user_code.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
     "PlanRequest": "whalejax.api.plan_request",
     "TrainState": "whalejax.runtime.state",
     "TrainStep": "whalejax.runtime.train_step",
     "Volumes": "whalejax.api.volumes",
-    "WeightedLoss": "whalejax.api.losses",
+    "WeightedLoss": "whalejax.user_code.losses",
     "WhaleError": "whalejax.meshes",
-    "attention": "whalejax.api.attention",
+    "attention": "whalejax.user_code.attention",
     "check": "whalejax.equality.check_plan",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.distributed.init_distributed",
-    "pipeline": "whalejax.api.annotations",
+    "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
-    "replicate": "whalejax.api.annotations",
+    "replicate": "whalejax.user_code.annotations",
     "run_timeline": "whalejax.display.elastic_runs",
     "search": "whalejax.api.search",
-    "split": "whalejax.api.annotations",
+    "split": "whalejax.user_code.annotations",
     "square_cube": "whalejax.planner.plan.square_cube_of_plan",
-    "stage": "whalejax.api.annotations",
+    "stage": "whalejax.user_code.annotations",
     "train_elastic": "whalejax.elastic.training",
 }
 

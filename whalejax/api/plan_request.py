@@ -25,7 +25,6 @@ import jax
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.api.ambient_mesh import without_mesh
 from whalejax.api.batch_splits import SplitRules
 from whalejax.api.executor_choice import decider, space_problems
 from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, uneven_shares
@@ -80,6 +79,7 @@ from whalejax.runtime.mixed_precision import (
     widest_work,
 )
 from whalejax.runtime.optimizer_state import optimizer_bytes
+from whalejax.user_code.ambient_mesh import without_mesh
 
 
 NO_OPTIMIZER: Final = optax.identity()

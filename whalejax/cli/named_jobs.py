@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from whalejax.api.losses import Job
+    from whalejax.user_code.losses import Job
 
 
 SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
@@ -82,7 +82,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
 def _job_from_file(
     path: Path, function: str, options: Mapping[str, Any] | None = None
 ) -> Job:
-    from whalejax.api.losses import Job
+    from whalejax.user_code.losses import Job
 
     if not path.is_file():
         raise WhaleError(

@@ -20,8 +20,8 @@ from whalejax.planner.errors import PlanError
 
 
 if TYPE_CHECKING:
-    from whalejax.api.losses import Job
     from whalejax.planner.plan.plan import Plan
+    from whalejax.user_code.losses import Job
 
 
 SMALL: Final = 1024

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.api.losses import Job
 from whalejax.cli.options import named_values
 from whalejax.cli.swarm_options import (
     SwarmJoinCommand,
@@ -20,6 +19,7 @@ from whalejax.distributed.standard_streams import say
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.user_code.losses import Job
 
 
 if TYPE_CHECKING:

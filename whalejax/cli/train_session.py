@@ -20,7 +20,6 @@ import jax
 from rich.console import Console
 
 from whalejax import jobs
-from whalejax.api.losses import Job
 from whalejax.cli import replay, train_loop
 from whalejax.cli.option_checks import check_command
 from whalejax.cli.options import (
@@ -40,6 +39,7 @@ from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.runtime.validate import devices_of
+from whalejax.user_code.losses import Job
 
 
 def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:

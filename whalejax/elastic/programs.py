@@ -20,7 +20,6 @@ import numpy as np
 from whalejax import jobs
 from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
-from whalejax.api.losses import Job
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.cli import train_loop
 from whalejax.distributed.standard_streams import say
@@ -39,6 +38,7 @@ from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import batches_by_samples, resumed
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
 
 
 MICRO_BATCHES: Final = 16

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from whalejax import jobs
-from whalejax.api.losses import Job
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
@@ -29,6 +28,7 @@ from whalejax.runtime.resume import (
 )
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
 
 
 class SpreadPrograms:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.api.losses import Job
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.runtime.state import TrainState
+from whalejax.user_code.losses import Job
 
 
 if TYPE_CHECKING:

@@ -21,9 +21,6 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter, adapt, wants_key
-from whalejax.api.ambient_mesh import without_mesh
-from whalejax.api.argument_checks import refuse_bad_optimizer
-from whalejax.api.losses import Job as Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
@@ -58,6 +55,9 @@ from whalejax.runtime.validate import (
     check_same_shapes,
     devices_of,
 )
+from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.argument_checks import refuse_bad_optimizer
+from whalejax.user_code.losses import Job as Job
 
 
 if TYPE_CHECKING:

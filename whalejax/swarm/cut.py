@@ -32,7 +32,6 @@ from whalejax import _compat, jobs
 from whalejax._version import __version__
 from whalejax.adapters.base import Adapter, adapt, wants_key
 from whalejax.adapters.leaves import is_key
-from whalejax.api.losses import Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
@@ -67,6 +66,7 @@ from whalejax.runtime.runner import (
     metrics_of,
 )
 from whalejax.runtime.state import Origin, TrainState
+from whalejax.user_code.losses import Job
 
 
 EVERY = -1

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from whalejax.api.argument_checks import check_optimizer
 from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
 from whalejax.meshes.errors import WhaleError
+from whalejax.user_code.argument_checks import check_optimizer
 
 
 T = TypeVar("T")
