@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from whalejax.elastic.training import train_elastic as train_elastic
     from whalejax.equality.check_plan import check as check
+    from whalejax.lowering.state import TrainState as TrainState
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from whalejax.planner import PlanError as PlanError
     from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
-    from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
     from whalejax.user_code.annotations import pipeline as pipeline
@@ -55,7 +55,7 @@ _MODULE_OF_NAME = {
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
     "PlanRequest": "whalejax.api.plan_request",
-    "TrainState": "whalejax.runtime.state",
+    "TrainState": "whalejax.lowering.state",
     "TrainStep": "whalejax.runtime.train_step",
     "Volumes": "whalejax.api.volumes",
     "WeightedLoss": "whalejax.user_code.losses",

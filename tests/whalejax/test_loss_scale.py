@@ -14,7 +14,8 @@ import pytest
 
 import whalejax as wh
 from tests.equality import keep_gradient
-from whalejax.cli import main, train_loop
+from whalejax.cli import main
+from whalejax.runtime import train_loop
 from whalejax.runtime.mixed_precision import (
     FIRST_SCALE,
     GROWS_AFTER,

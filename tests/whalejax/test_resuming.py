@@ -30,10 +30,10 @@ from tests.whalejax.runs import (
     shared_step,
 )
 from tests.whalejax.test_checkpoint import data_files, without_hashes
-from whalejax.cli import train_loop, train_session
+from whalejax.cli import train_session
 from whalejax.cli.options import TrainCommand
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime import folder_lock, resume
+from whalejax.runtime import folder_lock, resume, train_loop
 from whalejax.runtime.folder_lock import LOCK, FolderLock
 from whalejax.runtime.resume import batches_from, resumed
 from whalejax.runtime.train_step import TrainState, TrainStep

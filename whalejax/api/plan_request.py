@@ -45,6 +45,8 @@ from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.options import fixed_options
 from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
 from whalejax.capture.split_checks import check_split, split_note
+from whalejax.lowering.batch_record import batch_leaves, batch_tree, tree_bytes
+from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.pipeline_mpmd.update_split import check_update
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.lowering.uneven.zero1_update import elementwise
@@ -66,7 +68,6 @@ from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.step_options import REMAT_POLICIES, options_of
 from whalejax.planner.swarm_data import slow_link
-from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.runtime.compiler_options import (
     checked_options,
     compiled_with,
@@ -78,7 +79,6 @@ from whalejax.runtime.mixed_precision import (
     taken_precision,
     widest_work,
 )
-from whalejax.runtime.optimizer_state import optimizer_bytes
 from whalejax.user_code.ambient_mesh import without_mesh
 
 

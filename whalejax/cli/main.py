@@ -26,7 +26,7 @@ import tyro
 from tyro import conf
 
 from whalejax._version import __version__
-from whalejax.cli.named_jobs import find_job, is_file, lasting_name
+from whalejax.api.named_jobs import find_job, is_file, lasting_name
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
@@ -232,7 +232,7 @@ def _run(command: Command, started: float) -> int:
 
             goodput.show(command)
         case DoctorCommand():
-            from whalejax.distributed import doctor
+            from whalejax.cli import doctor
 
             return doctor.doctor(command)
     return 0

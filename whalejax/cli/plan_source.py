@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from whalejax.cli.named_jobs import find_job, is_file
+from whalejax.api.named_jobs import find_job, is_file
 from whalejax.cli.options import named_values
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import quoted

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from whalejax.cli import train_loop
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.state import TrainState
+from whalejax.runtime import train_loop
 
 
 SAVE_SECONDS: Final = 600.0

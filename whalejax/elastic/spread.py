@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.cli import train_loop
 from whalejax.distributed.init_distributed import init_distributed
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
@@ -32,12 +31,13 @@ from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
 from whalejax.elastic.wire.framing import Message
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime import train_loop
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
 from whalejax.runtime.resume import agreed_checkpoints
-from whalejax.runtime.state import TrainState
 
 
 _TERMINATED_STATUS: Final = 143

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.checks import Arguments, is_number
-from whalejax.runtime.state import TrainState
 from whalejax.user_code.losses import Job
 
 

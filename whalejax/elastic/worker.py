@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     Args:
         words: one, the options of the command as JSON.
     """
-    from whalejax.cli.named_jobs import find_job
+    from whalejax.api.named_jobs import find_job
     from whalejax.cli.options import named_values
     from whalejax.elastic.refusals import reported_refusals
     from whalejax.elastic.training import train_elastic

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.user_code.losses import Merged, is_merged
 
 

@@ -31,6 +31,7 @@ from whalejax import _compat
 from whalejax.adapters.base import dotted
 from whalejax.lowering.global_arrays import settle
 from whalejax.lowering.stage_arrays import collected, dealt, spread
+from whalejax.lowering.state import check_alive
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.runtime.checkpoint_files import (
     being_built,
@@ -52,7 +53,6 @@ from whalejax.runtime.checkpoint_record import (
 )
 from whalejax.runtime.mixed_precision import LossScale
 from whalejax.runtime.schedule_counts import COUNT
-from whalejax.runtime.state import check_alive
 
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import numpy as np
 from whalejax.adapters.leaves import is_key
 from whalejax.capture import Captured
 from whalejax.capture.split_checks import reason_text
+from whalejax.lowering.runner import Evaluation, Metrics
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.runner import Evaluation, Metrics
 from whalejax.user_code.losses import Merged
 
 

@@ -22,7 +22,9 @@ from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
+from whalejax.lowering.batch_record import dtype_of
 from whalejax.lowering.global_arrays import absent, is_here
+from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.spmd.evaluate import HOST_MEMORY
 from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
@@ -32,8 +34,6 @@ from whalejax.meshes.units import gigabytes
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.batch_record import dtype_of
-from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 _OTHER_MODEL: Final = (

@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
-from whalejax.cli import train_loop
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime import train_loop
 from whalejax.runtime.checkpoint import restore, save
 from whalejax.runtime.resume import depends_on_parts, resumed
-from whalejax.runtime.state import TrainState
 from whalejax.swarm.cut import Cut
 from whalejax.swarm.leading.state import Snapshot
 

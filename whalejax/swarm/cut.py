@@ -40,11 +40,20 @@ from whalejax.elastic.wire.framing import MOST_ARRAY_BYTES, MOST_ARRAYS
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.pipeline_mpmd.stage_trace import Facts, TracedPlace, place_of
 from whalejax.lowering.pipeline_mpmd.update_split import Parting
+from whalejax.lowering.runner import (
+    abstract_state,
+    finished,
+    fresh_state,
+    laid_out,
+    metrics_of,
+)
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
+from whalejax.lowering.state import Origin, TrainState
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import PlanError
@@ -56,16 +65,7 @@ from whalejax.planner.pipeline.program_cut import (
     divided_by_marks,
 )
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
 from whalejax.runtime.mixed_precision import at_precision
-from whalejax.runtime.runner import (
-    abstract_state,
-    finished,
-    fresh_state,
-    laid_out,
-    metrics_of,
-)
-from whalejax.runtime.state import Origin, TrainState
 from whalejax.user_code.losses import Job
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic import job as example
-from whalejax.cli import train_loop
 from whalejax.elastic.programs import ReplicaPrograms
 from whalejax.elastic.saving import Saver
+from whalejax.runtime import train_loop
 from whalejax.runtime.resume import resumed
 
 

@@ -20,11 +20,13 @@ from whalejax.lowering.dispatch import gradients_of, losses_of
 from whalejax.lowering.metrics import reported, wide
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.optimizer_state import kin_of, owners_of
 from whalejax.lowering.spmd import per_rank
 from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, update
 from whalejax.lowering.spmd.parameter_offload import out_of_host
+from whalejax.lowering.state import Origin, TrainState, bare, strongly_typed
 from whalejax.lowering.step_runner import Evaluation as Evaluation
 from whalejax.lowering.step_runner import Metrics as Metrics
 from whalejax.lowering.step_runner import StepRunner
@@ -32,8 +34,6 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for
 from whalejax.runtime.mixed_precision import LossScale, all_finite
-from whalejax.runtime.optimizer_state import kin_of, owners_of
-from whalejax.runtime.state import Origin, TrainState, bare, strongly_typed
 
 
 class Runner(Protocol):

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from whalejax.distributed.heartbeat import tells_of_loss
 from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.multihost.watchdog import lost
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.resume import checkpoints as checkpoints
 from whalejax.runtime.resume import held, steps_of
-from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 
 
