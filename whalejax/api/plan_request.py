@@ -43,6 +43,12 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.options import fixed_options
+from whalejax.capture.precision import (
+    CAST_BYTES,
+    bf16_note,
+    taken_precision,
+    widest_work,
+)
 from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
 from whalejax.capture.split_checks import check_split, split_note
 from whalejax.lowering.batch_record import batch_leaves, batch_tree, tree_bytes
@@ -72,12 +78,6 @@ from whalejax.runtime.compiler_options import (
     checked_options,
     compiled_with,
     option_note,
-)
-from whalejax.runtime.mixed_precision import (
-    CAST_BYTES,
-    bf16_note,
-    taken_precision,
-    widest_work,
 )
 from whalejax.user_code.ambient_mesh import without_mesh
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.capture import Captured
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.dispatch import gradients_of, losses_of
+from whalejax.lowering.loss_scale import LossScale, all_finite
 from whalejax.lowering.metrics import reported, wide
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
@@ -33,7 +34,6 @@ from whalejax.lowering.step_runner import StepRunner
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for
-from whalejax.runtime.mixed_precision import LossScale, all_finite
 
 
 class Runner(Protocol):

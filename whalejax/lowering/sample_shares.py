@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax.adapters.leaves import is_key
+from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.validate import BatchLayout
 
 
 def checked_shares(

@@ -17,12 +17,12 @@ from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.batch import aval_of
+from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.stage_arrays import spread
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
-from whalejax.runtime.mixed_precision import LossScale
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from whalejax import _compat
 from whalejax.adapters.base import dotted
 from whalejax.lowering.global_arrays import settle
+from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.stage_arrays import collected, dealt, spread
 from whalejax.lowering.state import check_alive
 from whalejax.meshes.errors import WhaleError, warn
@@ -51,7 +52,6 @@ from whalejax.runtime.checkpoint_record import (
     read_record,
     write_record,
 )
-from whalejax.runtime.mixed_precision import LossScale
 from whalejax.runtime.schedule_counts import COUNT
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.runner import OneProgram, Runner
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.validate import BatchLayout
 
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from whalejax.adapters.base import Adapter, adapt, wants_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
+from whalejax.capture.precision import at_precision
 from whalejax.capture.split_checks import check_split
 from whalejax.lowering.global_arrays import is_here, stages_mesh
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
@@ -36,7 +37,6 @@ from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
-from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.ragged_batch import (
     check_mean,
     passes,

@@ -35,6 +35,7 @@ from whalejax.adapters.leaves import is_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
+from whalejax.capture.precision import at_precision
 from whalejax.capture.units import avals_of, units_of
 from whalejax.elastic.wire.framing import MOST_ARRAY_BYTES, MOST_ARRAYS
 from whalejax.jaxpr.steps import Steps
@@ -65,7 +66,6 @@ from whalejax.planner.pipeline.program_cut import (
     divided_by_marks,
 )
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.mixed_precision import at_precision
 from whalejax.user_code.losses import Job
 
 
