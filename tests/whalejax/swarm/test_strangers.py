@@ -23,12 +23,12 @@ from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
-from whalejax.swarm import serving
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.registry import Registry, facts_of
-from whalejax.swarm.stage import Backward, Stage
-from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from whalejax.swarm_runtime import serving
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.registry import Registry, facts_of
+from whalejax.swarm_runtime.stage import Backward, Stage
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -359,8 +359,8 @@ def test_a_stage_whose_messages_are_too_large_is_refused(
 ) -> None:
     cut = jobs.cut()
     assert not cut._too_large(0)
-    monkeypatch.setattr("whalejax.swarm.cut.MOST_ARRAY_BYTES", 100)
-    monkeypatch.setattr("whalejax.swarm.cut.MOST_ARRAYS", 2)
+    monkeypatch.setattr("whalejax.swarm_runtime.cut.MOST_ARRAY_BYTES", 100)
+    monkeypatch.setattr("whalejax.swarm_runtime.cut.MOST_ARRAYS", 2)
     border, half, count = cut._too_large(0)
     assert "stage 0 hands on" in border and "micro-batches" in border
     assert "sums gradients in parts of" in half and "more stages" in half

@@ -17,7 +17,7 @@ from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm.cut import Cut
+    from whalejax.swarm_runtime.cut import Cut
 
 
 ANY: Final = -1

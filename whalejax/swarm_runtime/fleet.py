@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS, PAUSE_SECONDS
-from whalejax.swarm.registry import Member
 from whalejax.swarm.wiring import StageWiring
+from whalejax.swarm_runtime.registry import Member
 
 
 class Announced(Protocol):

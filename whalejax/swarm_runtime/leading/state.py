@@ -12,13 +12,13 @@ import numpy as np
 
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
-from whalejax.swarm.cut import Cut
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
-from whalejax.swarm.fleet import Fleet
-from whalejax.swarm.passage import Counts
 from whalejax.swarm.rebalancing import pays_to_wait
-from whalejax.swarm.registry import Member, Registry
-from whalejax.swarm.wire.states import digest_of, downloaded, packed, piece
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.passage import Counts
+from whalejax.swarm_runtime.registry import Member, Registry
+from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
 
 
 STATE_SECONDS: Final = 600.0

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
-from whalejax.swarm.fleet import Fleet
-from whalejax.swarm.leading.shares import OWN, Share, Shares
-from whalejax.swarm.passage import Passage, StepContext
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.leading.shares import OWN, Share, Shares
+from whalejax.swarm_runtime.passage import Passage, StepContext
 
 
 WAIT_SECONDS: Final = 0.5

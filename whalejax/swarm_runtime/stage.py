@@ -20,7 +20,7 @@ import numpy as np
 
 from whalejax.adapters.leaves import is_key
 from whalejax.jaxpr.steps import FixedValue, Operand
-from whalejax.swarm.cut import Cut
+from whalejax.swarm_runtime.cut import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

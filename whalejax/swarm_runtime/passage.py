@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.fleet import Fleet
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
-from whalejax.swarm.registry import Member
-from whalejax.swarm.wire import coding
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.wire import coding
 
 
 MOST_ATTEMPTS: Final = 100

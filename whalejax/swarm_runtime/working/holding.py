@@ -11,8 +11,8 @@ import numpy as np
 
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Caller, Gone, Refused
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.stage import Stage, StageState, StageUpdate, ready_stage
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.stage import Stage, StageState, StageUpdate, ready_stage
 
 
 Hook = Callable[[str, int], None]

@@ -13,13 +13,13 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.cut import Cut
 from whalejax.swarm.deadlines import LEASE_SECONDS
-from whalejax.swarm.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm.ledger import Write
-from whalejax.swarm.registry import Member, Registry, facts_of
-from whalejax.swarm.trainer import Trainer, as_told
-from whalejax.swarm.wire.messages import ANSWERS, TO_TRAINER
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
+from whalejax.swarm_runtime.registry import Member, Registry, facts_of
+from whalejax.swarm_runtime.trainer import Trainer, as_told
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_TRAINER
 
 
 REACH_SECONDS: Final = 5.0

@@ -10,9 +10,9 @@ import numpy as np
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Refused
 from whalejax.swarm.ledger import check_partition
-from whalejax.swarm.stage import Stage
-from whalejax.swarm.wire import coding
-from whalejax.swarm.working.holding import Part, StageHolder, at
+from whalejax.swarm_runtime.stage import Stage
+from whalejax.swarm_runtime.wire import coding
+from whalejax.swarm_runtime.working.holding import Part, StageHolder, at
 
 
 class SumHolder(StageHolder):

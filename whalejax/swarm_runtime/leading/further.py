@@ -20,14 +20,20 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.fleet import Fleet
-from whalejax.swarm.leading.shares import Share
 from whalejax.swarm.ledger import Ledger
-from whalejax.swarm.passage import Counts, Passage, StageLost, StepContext, Stopped
-from whalejax.swarm.registry import Member, facts_of
-from whalejax.swarm.wire.messages import ANSWERS, TO_FURTHER_TRAINER
-from whalejax.swarm.wire.registering import taken_in
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.leading.shares import Share
+from whalejax.swarm_runtime.passage import (
+    Counts,
+    Passage,
+    StageLost,
+    StepContext,
+    Stopped,
+)
+from whalejax.swarm_runtime.registry import Member, facts_of
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_FURTHER_TRAINER
+from whalejax.swarm_runtime.wire.registering import taken_in
 
 
 ASK_SECONDS: Final = 10.0

@@ -17,12 +17,12 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.registry import ANY, facts_of
-from whalejax.swarm.wire.messages import ANSWERS, TO_PEER
-from whalejax.swarm.wire.registering import taken_in
-from whalejax.swarm.worker import Worker
-from whalejax.swarm.working.holding import Hook
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.registry import ANY, facts_of
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER
+from whalejax.swarm_runtime.wire.registering import taken_in
+from whalejax.swarm_runtime.worker import Worker
+from whalejax.swarm_runtime.working.holding import Hook
 
 
 BEAT_SECONDS: Final = 1.0

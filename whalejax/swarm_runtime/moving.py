@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer, Rule
-from whalejax.swarm.registry import Member
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
+from whalejax.swarm_runtime.registry import Member
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm.trainer import Trainer
+    from whalejax.swarm_runtime.trainer import Trainer
 
 
 PERIOD_SECONDS: Final = 60.0

@@ -25,26 +25,26 @@ import numpy as np
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.commit import Commit
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.shares import OWN
-from whalejax.swarm.leading.sharing import Sharing
-from whalejax.swarm.leading.state import (
+from whalejax.swarm.ledger import Ledger, Write
+from whalejax.swarm_runtime.commit import Commit
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.shares import OWN
+from whalejax.swarm_runtime.leading.sharing import Sharing
+from whalejax.swarm_runtime.leading.state import (
     Settings,
     Snapshot,
     Tell,
     TrainerState,
     digests_of,
 )
-from whalejax.swarm.ledger import Ledger, Write
-from whalejax.swarm.passage import (
+from whalejax.swarm_runtime.passage import (
     Counts,
     Passage,
     StageLost,
     StepContext,
     Stopped,
 )
-from whalejax.swarm.registry import Member, Registry
+from whalejax.swarm_runtime.registry import Member, Registry
 
 
 LOOK_SECONDS: Final = 0.05

@@ -21,8 +21,8 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.runtime import train_loop
 from whalejax.runtime.checkpoint import restore, save
 from whalejax.runtime.resume import depends_on_parts, resumed
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.state import Snapshot
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Snapshot
 
 
 class Checkpoints:

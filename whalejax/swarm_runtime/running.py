@@ -18,12 +18,12 @@ from whalejax.elastic.supervisor.journal import JournalLines, read
 from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
-from whalejax.swarm.checkpoints import Checkpoints
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.state import Settings, Snapshot, Tell
-from whalejax.swarm.moving import PERIOD_SECONDS, Mover
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.serving import Serving
+from whalejax.swarm_runtime.checkpoints import Checkpoints
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
+from whalejax.swarm_runtime.moving import PERIOD_SECONDS, Mover
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.serving import Serving
 
 
 KEY: Final = "swarm.key"
