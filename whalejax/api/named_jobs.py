@@ -8,12 +8,12 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whalejax.distributed.standard_streams import say
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 if TYPE_CHECKING:
@@ -77,6 +77,50 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
         f"{', '.join(models.available())}. A model of your own: file.py:function, "
         "whose function returns a wh.Job"
     )
+
+
+def named_values(
+    words: Sequence[str], option: str = "--set", example: str = "layers=24"
+) -> dict[str, Any]:
+    """What ``NAME=VALUE`` words say.
+
+    Values are numbers, ``true`` and ``false``, or text.
+
+    Args:
+        words: as given.
+        option: of the command line, for the message.
+        example: of a word, for the message.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
+    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
+    """
+    problems = Problems(option)
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier() and text):
+            problems.add(f"{word!r} is no NAME=VALUE, such as {example}")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = value_of(text)
+    problems.raise_if_any()
+    return found
+
+
+def value_of(text: str) -> int | float | bool | str:
+    """The number, ``true`` or ``false`` that a word stands for, or the word."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text
 
 
 def _job_from_file(

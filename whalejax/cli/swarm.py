@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.cli.options import named_values
+from whalejax.api.named_jobs import named_values
 from whalejax.cli.swarm_options import (
     SwarmJoinCommand,
     SwarmServeCommand,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
-from whalejax.elastic.outcome import sentence
 from whalejax.elastic.status import MemberStatus, status_of
 from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.supervisor import FOLDER

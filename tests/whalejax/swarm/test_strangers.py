@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import whalejax.swarm
+import whalejax.swarm_runtime
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.elastic.wire.connection import dial
@@ -306,8 +307,12 @@ def test_frames_over_the_limit_take_no_memory() -> None:
 
 
 def test_nothing_of_a_swarm_is_unpickled() -> None:
-    assert whalejax.swarm.__file__ is not None
-    for path in Path(whalejax.swarm.__file__).parent.rglob("*.py"):
+    folders = [
+        Path(*room.__path__) for room in (whalejax.swarm, whalejax.swarm_runtime)
+    ]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    assert {"ledger.py", "coding.py"} <= {path.name for path in files}
+    for path in files:
         names = {
             alias.name
             for node in ast.walk(ast.parse(path.read_text()))

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +15,7 @@ from whalejax.distributed.launch_env import PORT, joined_address
 from whalejax.distributed.launch_spec import is_here
 from whalejax.distributed.local_gpus import refusal, visible_gpus
 from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.elastic.launching import LOOPBACK, ProcessPlaces
 from whalejax.meshes.errors import Problems
 
 
@@ -23,25 +23,8 @@ if TYPE_CHECKING:
     from whalejax.elastic.engines.ray_agents import RayAgents
 
 
-LOOPBACK: Final = "127.0.0.1"
-
 _HERE: Final = LaunchCommand(script=Path()).hosts
 _REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessPlaces:
-    """Where a supervisor listens, and for which agents it waits.
-
-    Attributes:
-        host: at which agents join; None where all processes are of this machine.
-        port: a free one if None.
-        awaited: names of agents that are started for the run.
-    """
-
-    host: str | None = None
-    port: int | None = None
-    awaited: tuple[str, ...] = ()
 
 
 def check_places(
