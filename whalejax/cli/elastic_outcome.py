@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
-from whalejax.elastic.adding_up.way import COLLECTIVES
 from whalejax.elastic.mesh_sizes import REPLICAS
-from whalejax.elastic.status import RunStatus, document, status_of
-from whalejax.elastic.supervisor.journal import EVENTS, read
-from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.journals.adding_up import COLLECTIVES
+from whalejax.journals.journal import EVENTS, FOLDER, read
+from whalejax.journals.status import RunStatus, document, status_of
 
 
 _NOT_RUN: Final = 2

@@ -223,7 +223,7 @@ def _run(command: Command, started: float) -> int:
             options = AgentOptions(**dataclasses.asdict(command))
             return Agent(options).run()
         case StatusCommand():
-            from whalejax.elastic import status
+            from whalejax.journals import status
 
             return status.show(command.folder, json=command.json)
         case GoodputCommand():

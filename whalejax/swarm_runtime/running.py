@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.supervisor.journal import JournalLines, read
 from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.journals.journal import JournalLines, read
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
 from whalejax.swarm_runtime.checkpoints import Checkpoints

@@ -167,7 +167,7 @@ def test_a_full_disk_ends_no_step(
 
     monkeypatch.setattr("whalejax.swarm_runtime.checkpoints.save", full)
     monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr("whalejax.elastic.supervisor.journal.os.write", full)
+    monkeypatch.setattr("whalejax.journals.journal.os.write", full)
     told: list[tuple[str, dict[str, Any]]] = []
     place = Place(save=tmp_path / "s", key=tmp_path / "key", save_every=1)
     found = Run(

@@ -18,6 +18,9 @@ from typing import Any, Final
 from whalejax.meshes.errors import WhaleError
 
 
+FOLDER: Final = "elastic"
+"""Folder of a run's journal, key and logs, inside that of the run."""
+
 EVENTS: Final = "events.jsonl"
 COMMITS: Final = "commits.jsonl"
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
-from whalejax.elastic.adding_up.way import AddingUp
-from whalejax.elastic.supervisor import journal
-from whalejax.elastic.supervisor.supervisor import FOLDER
-from whalejax.elastic.supervisor.telling import loss_words
+from whalejax.journals import journal
+from whalejax.journals.adding_up import AddingUp
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held
 
@@ -352,6 +351,16 @@ def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[floa
         newest[said["step"]] = said["time"]
     times = [newest[step] for step in sorted(newest)]
     return times, [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
+
+
+def loss_words(fields: Mapping[str, Any]) -> str:
+    """Why a member was lost or failed.
+
+    Args:
+        fields: of the event ``"lost"``.
+    """
+    said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
+    return f"{fields['why']}{said}"
 
 
 def document(runs: Sequence[RunStatus]) -> dict[str, Any]:
