@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from whalejax.api.search import search as search
     from whalejax.api.volumes import Volumes as Volumes
     from whalejax.display.elastic_runs import run_timeline as run_timeline
-    from whalejax.distributed.init_distributed import (
+    from whalejax.elastic.init_distributed import (
         init_distributed as init_distributed,
     )
     from whalejax.elastic.training import train_elastic as train_elastic
@@ -65,7 +65,7 @@ _MODULE_OF_NAME = {
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
     "goodput": "whalejax.planner.plan.goodput",
-    "init_distributed": "whalejax.distributed.init_distributed",
+    "init_distributed": "whalejax.elastic.init_distributed",
     "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
     "replicate": "whalejax.user_code.annotations",

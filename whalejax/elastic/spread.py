@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.distributed.init_distributed import init_distributed
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
+from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.elastic.placing import connection, placed
