@@ -33,10 +33,9 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime import train_loop
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import batches_by_samples, resumed
+from whalejax.runtime.resume import batches_by_samples, checkpoints, resumed
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
 
@@ -210,7 +209,7 @@ class ReplicaPrograms:
 
     def newest(self, save: Path | None) -> TrainState:
         """The newest whole checkpoint of a folder, or a fresh state."""
-        found = resumed(self.step, train_loop.checkpoints(save) if save else [])
+        found = resumed(self.step, checkpoints(save) if save else [])
         if found is None:
             return self.born()
         for note in found.notes:

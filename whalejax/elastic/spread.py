@@ -35,9 +35,8 @@ from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime import train_loop
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
-from whalejax.runtime.resume import agreed_checkpoints
+from whalejax.runtime.resume import agreed_checkpoints, checkpoints
 
 
 _TERMINATED_STATUS: Final = 143
@@ -381,7 +380,7 @@ def remove_old(folder: Path, keep: int) -> None:
         folder: of checkpoints.
         keep: how many stay.
     """
-    for path in train_loop.checkpoints(folder)[keep:]:
+    for path in checkpoints(folder)[keep:]:
         # Renamed first: half a checkpoint must never bear a checkpoint's name.
         gone = path.with_name(f"{path.name}.deleted")
         path.rename(gone)

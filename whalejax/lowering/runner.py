@@ -28,9 +28,7 @@ from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, update
 from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.state import Origin, TrainState, bare, strongly_typed
-from whalejax.lowering.step_runner import Evaluation as Evaluation
-from whalejax.lowering.step_runner import Metrics as Metrics
-from whalejax.lowering.step_runner import StepRunner
+from whalejax.lowering.step_runner import Evaluation, Metrics, StepRunner
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for

@@ -19,7 +19,7 @@ import numpy as np
 from whalejax.adapters.leaves import is_key
 from whalejax.capture import Captured
 from whalejax.capture.split_checks import reason_text
-from whalejax.lowering.runner import Evaluation, Metrics
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan

@@ -29,8 +29,7 @@ from whalejax.lowering.multihost.watchdog import lost
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
-from whalejax.runtime.resume import checkpoints as checkpoints
-from whalejax.runtime.resume import held, steps_of
+from whalejax.runtime.resume import checkpoints, held, steps_of
 from whalejax.runtime.train_step import TrainStep
 
 

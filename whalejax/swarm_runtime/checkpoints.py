@@ -18,9 +18,8 @@ from whalejax.adapters.leaves import is_key
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime import train_loop
 from whalejax.runtime.checkpoint import restore, save
-from whalejax.runtime.resume import depends_on_parts, resumed
+from whalejax.runtime.resume import checkpoints, depends_on_parts, resumed
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Snapshot
 
@@ -86,7 +85,7 @@ class Checkpoints:
         Args:
             folder: of checkpoints.
         """
-        found = resumed(self, train_loop.checkpoints(folder))
+        found = resumed(self, checkpoints(folder))
         if found is None:
             return None
         self._check_samples(found.state, found.checkpoint)

@@ -37,8 +37,6 @@ from whalejax.lowering.pipeline_mpmd.step import Pass
 from whalejax.lowering.pipeline_mpmd.transfers import Moves
 from whalejax.lowering.pipeline_mpmd.update import Parted, Where
 from whalejax.lowering.runner import (
-    Evaluation,
-    Metrics,
     abstract_state,
     check_compiler_options,
     evaluation_of,
@@ -50,7 +48,7 @@ from whalejax.lowering.spmd.constraints import Constraints, constraints_of, layo
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
 from whalejax.lowering.state import Origin, TrainState, consuming
-from whalejax.lowering.step_runner import StepRunner
+from whalejax.lowering.step_runner import Evaluation, Metrics, StepRunner
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.dimensions import Dimensions

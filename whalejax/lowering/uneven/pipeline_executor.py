@@ -38,9 +38,9 @@ from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
 from whalejax.lowering.pipeline_mpmd.executor import Apart
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.pipeline_mpmd.step import Pass
-from whalejax.lowering.runner import Evaluation, Metrics
 from whalejax.lowering.spmd.executor import Sums
 from whalejax.lowering.state import Origin, TrainState, bare, consuming
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.uneven.adaptive_shares import Following, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import Untrained, slopes

@@ -23,8 +23,6 @@ from whalejax.lowering.global_arrays import is_here, joined, placed, seen_on
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.runner import (
-    Evaluation,
-    Metrics,
     abstract_state,
     check_compiler_options,
     fresh_state,
@@ -35,6 +33,7 @@ from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program
 from whalejax.lowering.state import Origin, TrainState, bare, consuming
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.uneven.adaptive_shares import Following
 from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
 from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
