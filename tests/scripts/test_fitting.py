@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts import accuracy, fit_constants
+from scripts.accuracy import Measured, leave_one_source_out, load, scores
+from scripts.fit_constants import fit, source_weights
 from tests.planner.runs import run
-from whalejax.estimates import accuracy, fit_constants
-from whalejax.estimates.accuracy import Measured, leave_one_source_out, load, scores
-from whalejax.estimates.fit_constants import fit, source_weights
 from whalejax.estimates.frameworks import framework
 from whalejax.estimates.run import Run
 from whalejax.estimates.step_model import Runs

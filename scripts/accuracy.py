@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import kendalltau
 
+from scripts.fit_constants import fit, source_weights
 from whalejax.estimates.fill_missing import readings
-from whalejax.estimates.fit_constants import fit, source_weights
 from whalejax.estimates.read_table import measured_seconds, read_table
 from whalejax.estimates.run import Run
 from whalejax.estimates.step_model import Array, Runs

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from whalejax.estimates import layer_profiles
-from whalejax.estimates.layer_profiles import Profiles, fit_kinds, held_out, load, pairs
+from scripts import layer_profiles
+from scripts.layer_profiles import Profiles, fit_kinds, held_out, load, pairs
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import Constants, constants
