@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -341,6 +342,13 @@ def test_an_upward_import_is_seen(module: str, target: str, upward: bool) -> Non
     pair = tuple(f"whalejax.{name}".strip(".") for name in (module, target))
     found = upward_imports({pair[0]: {pair[1]}}, "whalejax", ORDERS["whalejax"])
     assert found == ([pair] if upward else [])
+
+
+def test_contributors_read_the_same_order() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text, re.MULTILINE)
+    folders = [name for order in ORDERS.values() for name in order]
+    assert rows == [name for name in folders if name != "__main__"]
 
 
 def test_folders_are_small(python_files: PythonFiles) -> None:
