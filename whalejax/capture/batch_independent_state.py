@@ -115,9 +115,22 @@ def held_back(
             for i, numbers in zip(steady, reads, strict=True)
         ),
     )
+    return left_alone(jaxpr, steady, first, len(leaves)), found, others
+
+
+def left_alone(jaxpr: Any, steady: Sequence[int], first: int, count: int) -> Any:
+    """A traced loss that gives some of the state as it is given.
+
+    Args:
+        jaxpr: the traced loss; the last of its outputs are the new leaves.
+        steady: the numbers of these leaves.
+        first: number of the input that is its first leaf.
+        count: how many leaves there are.
+    """
+    start = len(_compat.open_jaxpr(jaxpr)[0].outvars) - count
     same = {start + i: first + i for i in steady}
     # What only the new values were made of would be read where they are not.
-    return _compat.pruned(_compat.passing_on(jaxpr, same)), found, others
+    return _compat.pruned(_compat.passing_on(jaxpr, same)) if same else jaxpr
 
 
 def _varying(jaxpr: Any, leaves: Sequence[Any], first: int) -> set[int]:

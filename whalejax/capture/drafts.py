@@ -66,7 +66,15 @@ class OpDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What surrounds the equations of one inner jaxpr."""
+    """What surrounds the equations of one inner jaxpr.
+
+    Attributes:
+        prefix: position of the jaxpr.
+        labels, scope, trip, remat, chunks: see ``OpDraft``.
+        policy: of the checkpointed region around it.
+        sorted_rows: the call around it that sorts rows across the batch, or None.
+        depth: length of the position of that call's jaxpr.
+    """
 
     prefix: Position = ()
     labels: tuple[Label, ...] = ()
@@ -75,6 +83,8 @@ class Context:
     remat: int | None = None
     policy: Callable[..., Any] | None = None
     chunks: int = 1
+    sorted_rows: Any = None
+    depth: int = 0
 
     def inside(self, position: Position, index: int) -> Context:
         """The surroundings inside a call's inner jaxpr."""

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
-from whalejax.capture.batch_independent_state import Steady, held_back
+from whalejax.capture.batch_independent_state import Steady, held_back, left_alone
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.named_axes import bound, traced_with_axes
@@ -49,6 +49,7 @@ from whalejax.capture.separability.proof import (
     LossInput,
     LossPrograms,
     Separability,
+    known_inputs,
     prove,
 )
 from whalejax.capture.sharding_constraints import (
@@ -56,8 +57,10 @@ from whalejax.capture.sharding_constraints import (
     mesh_error_text,
     refuse_explicit_axes,
 )
+from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_rows
 from whalejax.capture.split_dims.rewrite import taken_apart
-from whalejax.capture.walk import Walk
+from whalejax.capture.walk import SortedRows, Walk
+from whalejax.jaxpr.fewer_rows import Rows
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark
@@ -92,6 +95,7 @@ class Captured:
         results: the same for the flat function's own results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
         given_rules: the same for every call with a derivative rule of its own.
+        sorted_rows: calls by position that sort rows across the batch.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
         apart: how what is reported of parts of the batch is put together.
@@ -117,6 +121,7 @@ class Captured:
     results: tuple[Value, ...]
     given: dict[Position, tuple[Value, ...]]
     given_rules: dict[Position, tuple[Value, ...]]
+    sorted_rows: dict[Position, SortedRows]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
     apart: Callable[[], Reports]
@@ -254,17 +259,21 @@ class Captured:
         return found if any(op.chunks > 1 for op in found.graph.ops) else self
 
     def _with(self, program: Any, attention: Sequence[tuple[str, str]]) -> Captured:
-        graph, walk, results = self.reader.read(
+        rows = rows_after(self.reader.rows, self.jaxpr, program)
+        reader = replace(self.reader, rows=rows)
+        graph, walk, results = reader.read(
             program, attention=attention, chunks=self.chunks
         )
         return replace(
             self,
+            reader=reader,
             # It is the same model: a plan for it is one for this.
             graph=replace(graph, model_hash=self.graph.model_hash),
             jaxpr=program,
             outputs=walk.outputs,
             given=walk.given,
             given_rules=walk.given_rules,
+            sorted_rows=walk.sorted_rows,
             results=results,
             attention=tuple(attention),
             notes=tuple(dict.fromkeys(walk.notes)),
@@ -288,7 +297,7 @@ class Captured:
         return self._with(recomputed(self.jaxpr, where), self.attention)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """What a trace needs to be known as beside its equations."""
 
@@ -297,6 +306,7 @@ class _Reader:
     marks: Sequence[Mark]
     weighted: bool
     num_micro_batches: int
+    rows: Mapping[str, Rows] = field(default_factory=dict)
 
     def read(
         self,
@@ -315,13 +325,14 @@ class _Reader:
             chunks: into how many the tokens are cut in calls that make logits.
         """
         if not attention:
-            walk = Walk(tiled=tiled, chunks=chunks, keeps=not tiled)
+            walk = Walk(tiled=tiled, chunks=chunks, keeps=not tiled, rows=self.rows)
             return self._read(walk, program)
         # Which of them can be is seen once all of them are.
-        every = Walk(rings=lambda position: True, keeps=False)
+        every = Walk(rings=lambda position: True, keeps=False, rows=self.rows)
         graph, _, _ = self._read(every, program)
         where = ringed(graph, dict(attention))
-        return self._read(Walk(rings=where.__contains__, chunks=chunks), program)
+        walk = Walk(rings=where.__contains__, chunks=chunks, rows=self.rows)
+        return self._read(walk, program)
 
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)
@@ -408,16 +419,17 @@ def capture(
         lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments, axes),
     )
 
-    reader = _Reader(
-        adapter=adapter,
-        leaves=leaves,
-        marks=record.marks,
-        weighted=flat.weighted,
-        num_micro_batches=num_micro_batches,
-    )
+    marks, weighted = record.marks, flat.weighted
+    reader = _Reader(adapter, leaves, marks, weighted, num_micro_batches)
     read = reader.read(jaxpr)
     again = functools.partial(_with_samples, flat, reader, arguments, axes)
     out_tree, apart = _told(_traced_as(jaxpr, read), flat, again, changing)
+    programs = _loss_programs(flat, reader, arguments, axes, changing)
+    traced = functools.partial(_program_of, flat, leaves, arguments, axes)
+    jaxpr, rows = _sorting_rows(jaxpr, traced, reader, steady, programs.inputs)
+    if rows:
+        reader = replace(reader, rows=rows)
+        read = reader.read(jaxpr)
     jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
         graph=graph,
@@ -428,6 +440,7 @@ def capture(
         outputs=walk.outputs,
         given=walk.given,
         given_rules=walk.given_rules,
+        sorted_rows=walk.sorted_rows,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
@@ -436,12 +449,38 @@ def capture(
         axes=axes,
         steady=steady,
         changing=tuple(adapter.rest_paths[i] for i in changing),
-        independence=functools.cache(
-            functools.partial(
-                prove, _loss_programs(flat, reader, arguments, axes, changing)
-            )
-        ),
+        independence=functools.cache(functools.partial(prove, programs)),
     )
+
+
+def _sorting_rows(
+    jaxpr: Any,
+    traced: Callable[[int], Any],
+    reader: _Reader,
+    steady: Steady,
+    inputs: Sequence[LossInput],
+) -> tuple[Any, dict[str, Rows]]:
+    """A program in which rows that are sorted across the batch are so in calls.
+
+    Args:
+        jaxpr: closed, as captured.
+        traced: the loss as it was written, with some number of samples.
+        reader: knows the batch, and the model.
+        steady: what the program leaves alone.
+        inputs: every flat input.
+    """
+    size = next(x.micro_shape[x.axis] for x in reader.leaves if x.axis is not None)
+    if size == 1 or not holds_sort(jaxpr):
+        return jaxpr, {}
+    try:
+        other = traced(2 * size)
+    except Exception:  # Of the user's own loss, which takes no other number of samples.
+        return jaxpr, {}
+    adapter = reader.adapter
+    first, count = len(adapter.param_paths), len(adapter.rest_paths)
+    other = left_alone(other, steady.leaves, first, count)
+    known = known_inputs(inputs, (jaxpr, other), 0.5)
+    return with_sorted_rows(jaxpr, other, known, (size, 2 * size))
 
 
 def _loss_programs(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from whalejax import _compat
 from whalejax.capture.counters import advances
-from whalejax.planner.model.graph import CONVOLUTION
+from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.planner.pipeline.program_cut import Position, Unit, Units, Value
 
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from whalejax.capture.trace import Captured
 
 
-COSTLY = frozenset(("dot_general", CONVOLUTION, "sort", "top_k", "pallas_call"))
+COSTLY = frozenset(
+    "dot_general ragged_dot_general conv_general_dilated sort top_k pallas_call".split()
+)
 """Operations that one place alone does, beside loops and branches."""
 
 
@@ -60,7 +62,7 @@ def avals_of(captured: Captured) -> dict[Value, Any]:
     def walk(jaxpr: Any, prefix: Position) -> None:
         for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
             position = (*prefix, index)
-            if _compat.recursion(equation) == "inline":
+            if _compat.recursion(equation) == "inline" and not sorts_rows(equation):
                 walk(_compat.inner_jaxprs(equation)[0], (*position, 0))
             for slot, variable in enumerate(equation.outvars):
                 found[position, slot] = variable.aval
@@ -81,7 +83,7 @@ def _walk(
     for index, equation in enumerate(body.eqns):
         position = (*prefix, index)
         given = [None if _compat.is_literal(v) else env[v] for v in equation.invars]
-        if _compat.recursion(equation) == "inline":
+        if _compat.recursion(equation) == "inline" and not sorts_rows(equation):
             (inner,) = _compat.inner_jaxprs(equation)
             within, _ = _compat.open_jaxpr(inner)
             inside: dict[Any, Value | None] = dict.fromkeys(within.constvars)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,8 +32,9 @@ from whalejax.capture.drafts import (
 )
 from whalejax.capture.patterns.calls import is_attention, keeping, makes_logits
 from whalejax.capture.rules.attention import attention_behaviour
-from whalejax.capture.rules.behaviour import Behaviour, Equation
+from whalejax.capture.rules.behaviour import Behaviour, Equation, of_each
 from whalejax.capture.rules.table import behaviour
+from whalejax.jaxpr.fewer_rows import Rows
 from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
 
 
@@ -52,6 +53,21 @@ class KeptScan:
     inside: tuple[Value, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortedRows:
+    """A call that sorts rows across the batch and brings them back.
+
+    Its tensors have the samples as a dimension of their own, in front.
+
+    Attributes:
+        rows: where rows lie in it.
+        tensors: those that are of samples.
+    """
+
+    rows: Rows
+    tensors: set[int]
+
+
 @dataclass(slots=True)
 class Walk:
     """The result of walking, and the state while walking.
@@ -63,12 +79,14 @@ class Walk:
         chunks: into how many the tokens are cut in calls that make logits; if more than
             one, the backward pass computes these again.
         keeps: find out what scans keep for their backward pass.
+        rows: where rows lie in calls that sort them across the batch, by name.
         tensors: by id; the program's inputs come first.
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
         given_rules: the same for every call with a derivative rule of its own.
+        sorted_rows: these calls by position.
         loops: (carry as produced, carry as consumed) pairs of every loop.
         ruled: operands and results of calls with a derivative rule of their own, which
             may lead gradients past what has none.
@@ -80,11 +98,13 @@ class Walk:
     rings: Callable[[Position], bool] = lambda position: False
     chunks: int = 1
     keeps: bool = True
+    rows: Mapping[str, Rows] = field(default_factory=dict)
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     given: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     given_rules: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
+    sorted_rows: dict[Position, SortedRows] = field(default_factory=dict)
     loops: list[tuple[int, int]] = field(default_factory=list)
     ruled: list[tuple[list[int], list[int]]] = field(default_factory=list)
     kept: list[KeptScan] = field(default_factory=list)
@@ -179,6 +199,8 @@ class Walk:
             return self._primitive(equation, position, operands, here)
         if is_attention(equation) and self.rings(position):
             return self._attention(equation, position, operands, here)
+        if equation.params.get("name") in self.rows:
+            return self._sorted_rows(equation, position, operands, here)
         if makes_logits(equation) and self.chunks > 1:
             number, self._remats = self._remats, self._remats + 1
             here = replace(here, remat=number, policy=None, chunks=self.chunks)
@@ -205,6 +227,8 @@ class Walk:
             inputs=tuple(tuple(_shape(atom)) for atom in equation.invars),
             outputs=tuple(tuple(_shape(var)) for var in equation.outvars),
         )
+        if here.sorted_rows is not None:
+            return self._on_rows(view, equation, position, operands, here)
         parts = self._tiles.get(equation.outvars[0]) if equation.outvars else None
         rule = behaviour(view) if parts is None else Behaviour(parts=parts)
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
@@ -288,6 +312,102 @@ class Walk:
                 )
         rule = Behaviour(factors=tuple(factors))
         self._emit(view.name, position, [middle], results, rule, here)
+
+    # Rows of samples that are sorted, as if each sample's were so for themselves.
+
+    def _sorted_rows(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        rows = self.rows[equation.params["name"]]
+        found = self.sorted_rows[position] = SortedRows(rows=rows, tensors=set())
+        (inner,) = inner_jaxprs(equation)
+        given = [
+            t if dim is None else self._split(t, rows.samples, position, here)
+            for t, dim in zip(operands, rows.inputs, strict=True)
+        ]
+        found.tensors.update(
+            t
+            for t, dim in zip(given, rows.inputs, strict=True)
+            if t is not None and dim is not None
+        )
+        context = replace(
+            here.inside(position, 0), sorted_rows=found, depth=len(position) + 1
+        )
+        results = []
+        pairs = zip(
+            self._body(inner, given, context),
+            equation.outvars,
+            rows.outputs,
+            strict=True,
+        )
+        for value, variable, dim in pairs:
+            if value is None or dim is None:
+                results.append(value)
+                continue
+            whole = self._tensor(variable.aval)
+            self._emit("reshape", position, [value], [whole], _RESHAPE, here)
+            results.append(whole)
+        return tuple(results)
+
+    def _split(
+        self, tensor: Value, samples: int, position: Position, here: Context
+    ) -> Value:
+        """A tensor whose rows are of samples, with these as a dimension in front."""
+        if tensor is None:
+            return None
+        draft = self.tensors[tensor]
+        first, *rest = draft.shape
+        self.tensors.append(draft.reshaped((samples, first // samples, *rest)))
+        split = len(self.tensors) - 1
+        self._emit("reshape", position, [tensor], [split], _RESHAPE, here)
+        return split
+
+    def _on_rows(
+        self,
+        view: Equation,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        """An operation on the rows of each sample."""
+        assert here.sorted_rows is not None
+        one = here.sorted_rows
+        dims = one.rows.results[position[here.depth :]]
+        samples = one.rows.samples
+        given = [t is not None and t in one.tensors for t in operands]
+        inputs = tuple(
+            self.tensors[t].shape[1:] if own and t is not None else shape
+            for t, own, shape in zip(operands, given, view.inputs, strict=True)
+        )
+        outputs = tuple(
+            tuple(one.rows.shape(shape, dim, samples))
+            for shape, dim in zip(view.outputs, dims, strict=True)
+        )
+        results = []
+        for variable, shape, dim in zip(equation.outvars, outputs, dims, strict=True):
+            front = () if dim is None else (samples,)
+            results.append(self._shaped((*front, *shape), variable.aval.dtype))
+            if dim is not None:
+                one.tensors.add(results[-1])
+        flags = (*given, *(dim is not None for dim in dims))
+        each = replace(view, inputs=inputs, outputs=outputs)
+        rule = behaviour(each)
+        if rule.parts is not None:
+            axis, count = rule.parts
+            shapes = [self.tensors[t].shape for t in (*operands, *results) if t]
+            split = replace(view, inputs=(shapes[0],), outputs=tuple(shapes[1:]))
+            parts = axis + flags[0], count
+            self._equal_parts(parts, split, position, operands, tuple(results), here)
+            return tuple(results)
+        rule = of_each(rule, flags, samples)
+        kept = _compat.is_kept(equation, here.policy)
+        self._emit(view.name, position, operands, results, rule, here, kept=kept)
+        return tuple(results)
 
     # Calls and loops.
 
@@ -380,10 +500,12 @@ class Walk:
 
     def _stacked(self, scan: KeptScan, flows: Sequence[bool]) -> Iterator[Stacked]:
         alike: dict[tuple[int, ...], int] = {}
+        of_rows = {t for call in self.sorted_rows.values() for t in call.tensors}
         length = _compat.scan_parts(scan.equation).length
         for index in scan.inside:
             if index is not None and self.tensors[index].inexact:
-                alike.setdefault(self.tensors[index].shape, index)
+                shape = self.tensors[index].shape
+                alike.setdefault(_merged(shape) if index in of_rows else shape, index)
         run = keeping(scan.equation, self._ringed) if self._ringed else None
         flowing = [t is not None and flows[t] for t in scan.inputs]
         residuals = _compat.scan_residuals(scan.equation, run, flowing)
@@ -541,6 +663,12 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
         if sorted({*starts.values()}) == [*range(0, _shape(source)[dim], part)]
         for result in starts
     }
+
+
+def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of rows, of that of each sample's."""
+    samples, first, *rest = shape
+    return samples * first, *rest
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

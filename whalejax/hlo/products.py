@@ -29,6 +29,12 @@ _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 _PRODUCTS = re.compile(r"^__cublas\$(?:gemm|lt\$matmul)|^__triton_nested_gemm_fusion")
 """Library calls that are one product, described in their backend configuration."""
 
+_RAGGED = re.compile(r'ragged_dot_tiling="')
+"""Attribute of a TPU's product of rows by group; its last operands are the factors."""
+
+_RAGGED_PLACES = re.compile(r"ragged-dot-metadata")
+"""What numbers the tiles of such a product."""
+
 _CUDNN = re.compile(
     r"^__cudnn\$conv(Forward|BiasActivationForward|BackwardInput|BackwardFilter)$"
 )
@@ -128,8 +134,11 @@ def _call(execution: Execution) -> int:
         return _library_product(execution)
     if called := _CUDNN.match(target):
         return _library_convolution(execution, called[1])
-    if _NO_PRODUCT.match(target):
+    if _NO_PRODUCT.match(target) or _RAGGED_PLACES.match(line.name):
         return 0
+    if _RAGGED.search(line.rest):
+        rows = execution.computation.lines[line.operands[-2]]
+        return 2 * _elements(line.shapes[0]) * rows.shapes[0][1][-1]
     raise HloError(
         f"the custom call {target!r} ({line.op_name or line.name}) is not known: it "
         "may multiply, or send, what cannot be seen"

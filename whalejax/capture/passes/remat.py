@@ -8,12 +8,13 @@ nothing that it does not know from models that do this themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from whalejax import _compat
 from whalejax.capture.patterns.calls import makes_logits
+from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
 from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.sharding.remat import Region, named_in
@@ -55,11 +56,14 @@ def policy_of(policy: str, names: Sequence[str]) -> Any:
     return jax.checkpoint_policies.save_only_these_names(*(named_in(policy) or names))
 
 
+_PRODUCTS: Final = (CONVOLUTION, "ragged_dot_general", "ragged_dot")
+"""Products with weights of which JAX's own policy does not know."""
+
+
 def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Keep results of products with weights, convolutions among them."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    convolves = primitive.name == CONVOLUTION
-    return convolves or bool(dots(primitive, *avals, **params))
+    return primitive.name in _PRODUCTS or bool(dots(primitive, *avals, **params))
 
 
 def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
@@ -78,7 +82,8 @@ def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
         for index in region.prefix[::2]:
             equation = body.eqns[index]
             kind = _compat.recursion(equation)
-            if kind not in ("inline", "scan") or makes_logits(equation):
+            called = makes_logits(equation) or sorts_rows(equation)
+            if kind not in ("inline", "scan") or called:
                 break
             body = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])[0]
         else:

@@ -24,6 +24,7 @@ from whalejax.capture.patterns.attention import (
 from whalejax.capture.patterns.logits import Logits, logits_in, logits_of
 from whalejax.capture.patterns.outer_masks import with_inner_masks
 from whalejax.capture.patterns.row_scales import holds_rescaled, rescaled
+from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
 
 
@@ -139,6 +140,7 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         kind = _compat.recursion(equation)
         called = is_attention(equation) or makes_logits(equation)
+        called |= sorts_rows(equation)
         if kind not in ("inline", "remat", "scan") or called:
             return _compat.bind(equation, operands)
         inner = _compat.inner_jaxprs(equation)[0]

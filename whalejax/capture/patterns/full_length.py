@@ -24,6 +24,7 @@ from jax import lax
 from whalejax import _compat
 from whalejax.capture.drafts import Position
 from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.sorted_rows import sorts_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,7 @@ class _Runner:
     def _equation(
         self, equation: Any, operands: Sequence[Any], position: Position
     ) -> Sequence[Any]:
-        if _compat.recursion(equation) == "inline":
+        if _compat.recursion(equation) == "inline" and not sorts_rows(equation):
             inner = _compat.inner_jaxprs(equation)[0]
             within = any(p[: len(position)] == position for p in self.cuts)
             if within or any(isinstance(x, Long) for x in operands):

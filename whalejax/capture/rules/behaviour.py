@@ -8,8 +8,8 @@ them, and the walk, share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.planner.model.graph import Factor, FactorKind
@@ -108,6 +108,34 @@ class Letters:
     def factors(self) -> tuple[Factor, ...]:
         """The letters so far."""
         return tuple(self._factors)
+
+
+def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
+    """What is done to each of some samples, as one operation on all of them.
+
+    Args:
+        rule: of one sample.
+        flags: which slots are of samples; these have them as a dimension in front.
+        samples: how many there are.
+    """
+    if rule.reshape:
+        # Samples stay in front of what is regrouped.
+        return rule
+    front = Factor(members=tuple((slot, 0) for slot, own in enumerate(flags) if own))
+    moved = (
+        replace(f, members=tuple((slot, d + flags[slot]) for slot, d in f.members))
+        for f in rule.factors
+    )
+    product = rule.matmul
+    if product is not None:
+        product = (product[0] * samples, *product[1:])
+    several = samples > 1 and any(flags)
+    return replace(
+        rule,
+        factors=(front, *moved) if several else tuple(moved),
+        flops=rule.flops * samples,
+        matmul=product,
+    )
 
 
 def unknown(equation: Equation) -> Behaviour:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
 
 from whalejax import _compat
+from whalejax.capture.drafts import Position
 from whalejax.capture.separability.alignment import align_dims
 from whalejax.capture.separability.derivatives import check_derivative
 from whalejax.capture.separability.elementwise_rules import PLACE
@@ -65,6 +66,9 @@ class Interpreter:
         line: The user's line that calls the program, for operations that have none.
         differentiated: Whether derivatives of the program are taken, as they are not
             of a traced derivative rule, which may call the function that it is of.
+        at: Position of the program in the outermost one.
+        seen: What was known of every variable, by the position of its jaxpr; of calls,
+            checkpointed regions and loops over layers. None where nobody asks.
     """
 
     share: float
@@ -73,6 +77,8 @@ class Interpreter:
     scale: float = 1.0
     line: str = ""
     differentiated: bool = True
+    at: Position = ()
+    seen: dict[Position, Mapping[Any, Value]] | None = None
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
         """What is known of a program's results.
@@ -83,23 +89,37 @@ class Interpreter:
         """
         (body, constants), (other, others) = map(_compat.open_jaxpr, (part, whole))
         known: dict[Any, Value] = {}
+        if self.seen is not None:
+            self.seen[self.at] = known
         pairs = zip(body.constvars, constants, others, strict=True)
         if len(constants) != len(others) or len(body.eqns) != len(other.eqns):
             return self._different(body, other)
         for variable, a, b in pairs:
             known[variable] = _guarded(a, b)
         known.update(zip(body.invars, inputs, strict=True))
-        for one, two in zip(body.eqns, other.eqns, strict=True):
+        for index, (one, two) in enumerate(zip(body.eqns, other.eqns, strict=True)):
             given = [
                 self._read(known, a, b)
                 for a, b in zip(one.invars, two.invars, strict=False)
             ]
-            found = self._equation(one, two, given)
+            inside = self._within(one, index)
+            found = inside._equation(one, two, given)
+            if self.seen is not None:
+                pairs = zip(found, one.outvars, two.outvars, strict=False)
+                found = [_with_sizes(value, a, b) for value, a, b in pairs]
             known.update(zip(one.outvars, found, strict=True))
         return [
             self._read(known, a, b)
             for a, b in zip(body.outvars, other.outvars, strict=True)
         ]
+
+    def _within(self, equation: Any, index: int) -> Interpreter:
+        """The one that follows what an equation calls."""
+        if self.seen is None:
+            return self
+        followed = _compat.recursion(equation) in ("inline", "remat", "opaque", "scan")
+        seen = self.seen if followed else None
+        return replace(self, at=(*self.at, index, 0), seen=seen)
 
     def _read(self, known: dict[Any, Value], part: Any, whole: Any) -> Value:
         if _compat.is_literal(part) != _compat.is_literal(whole):
@@ -190,7 +210,7 @@ class Interpreter:
         inside = replace(self, line=reason.line)
         found = inside.run(inner, other, given)
         if self.differentiated and part.primitive.name.startswith("custom_"):
-            rule = replace(inside, differentiated=False)
+            rule = replace(inside, differentiated=False, seen=None)
             return check_derivative(rule, part, whole, given, found)
         return found
 
@@ -219,7 +239,7 @@ class Interpreter:
         along = [not v.coupled and is_samples(v.dims[0]) for v in slices]
         if lengths[0] != lengths[1] or any(along):
             loop = SampleLoop(
-                follower=replace(self, scale=UNKNOWN_FACTOR * self.scale),
+                follower=replace(self, scale=UNKNOWN_FACTOR * self.scale, seen=None),
                 part=part,
                 whole=whole,
                 given=given,
@@ -318,6 +338,14 @@ def _guarded(part: Any, whole: Any) -> Value:
 def _coupled(atom: Any, reason: Reason) -> Value:
     dims = tuple(plain_dim(n, n) for n in atom.aval.shape)
     return Value(kind=Dependence.COUPLED, dims=dims, reason=reason)
+
+
+def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
+    """A value of which nothing is known, with its sizes in both traces."""
+    shapes = part.aval.shape, whole.aval.shape
+    if not value.coupled or value.fact is not None or len(set(map(len, shapes))) > 1:
+        return value
+    return replace(value, dims=tuple(map(plain_dim, *shapes)))
 
 
 def _join(a: Value, b: Value) -> Value:

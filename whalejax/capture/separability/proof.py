@@ -148,13 +148,7 @@ def _prove(
         why = f"cannot be traced with another number of samples ({text:.120})"
         return _refused(Reason(operation="", line="", why=why))
     share = small / large
-    bodies = [_compat.open_jaxpr(p)[0] for p in pair]
-    inputs = [
-        _input(one, a.aval.shape, b.aval.shape, group, runs, share)
-        for one, a, b in zip(
-            programs.inputs, *(body.invars for body in bodies), strict=True
-        )
-    ]
+    inputs = known_inputs(programs.inputs, pair, share, group=group, runs=runs)
     scale = UNKNOWN_FACTOR if programs.weighted else 1.0
     follower = Interpreter(share=share, group=group, runs=runs, scale=scale)
     total, weight, *state = follower.run(*pair, inputs)
@@ -163,6 +157,29 @@ def _prove(
         if verdict.proven:
             verdict = _of_state(name, value)
     return replace(verdict, group=group, runs=runs)
+
+
+def known_inputs(
+    inputs: Sequence[LossInput],
+    pair: Sequence[Any],
+    share: float,
+    *,
+    group: int = 1,
+    runs: int = 1,
+) -> list[Value]:
+    """What is known of the inputs of a loss, traced with two numbers of samples.
+
+    Args:
+        inputs: Every flat input.
+        pair: The jaxprs, of fewer samples and of more.
+        share: Samples of the first over those of the second.
+        group, runs: As of ``Separability``.
+    """
+    bodies = [_compat.open_jaxpr(p)[0].invars for p in pair]
+    return [
+        _input(one, a.aval.shape, b.aval.shape, group, runs, share)
+        for one, a, b in zip(inputs, *bodies, strict=True)
+    ]
 
 
 def _refused(reason: Reason, *, sums: bool = False) -> Separability:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat
+from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.capture.split_dims.rules import RULES, merged, spread
 from whalejax.capture.split_dims.view import (
     View,
@@ -106,7 +107,7 @@ class _Runner:
         carrying = any(isinstance(v, View) for v in operands)
         if carrying or self._merges_inside(position):
             kind = _compat.recursion(equation)
-            if kind == "inline":
+            if kind == "inline" and not sorts_rows(equation):
                 inner = _compat.inner_jaxprs(equation)[0]
                 return self.run(inner, operands, (*position, 0))
             if kind == "remat":

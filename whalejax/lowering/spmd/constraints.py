@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from whalejax.jaxpr.fewer_rows import Rows
 from whalejax.lowering.spmd.gather_scatter import INDEXED
 from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import Layout
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 Position = tuple[int, ...]
 Outputs = Mapping[Position, tuple[int | None, ...]]
 Waiting = Mapping[Position, frozenset[int]]
+SharedRows = tuple[Rows, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class Constraints:
         rings: positions of attention that runs in blocks, with layouts of operands.
         lookups: positions of lookups, scatters, sorts, convolutions and poolings, with
             layouts of operands.
+        sorted_rows: calls that sort rows across the batch, by position: where rows lie,
+            and the axes that share the samples.
         chunks: into how many the tokens of a device are cut in calls that make logits.
         waiting: what waits in host memory for the backward pass: position of a
             checkpointed region to numbers of its inputs, and of an equation inside one
@@ -67,6 +71,7 @@ class Constraints:
     regathers: frozenset[Position] = frozenset()
     rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
     lookups: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
+    sorted_rows: Mapping[Position, SharedRows] = field(default_factory=dict)
     chunks: int = 1
     waiting: Waiting = field(default_factory=dict)
     carried: tuple[Spec, ...] = ()
@@ -94,8 +99,9 @@ def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
 class _Collector:
     """Walks the operations once and writes down their constraints."""
 
-    def __init__(self, plan: Plan, analysed: Analysed, outputs: Outputs) -> None:
-        self.outputs = outputs
+    def __init__(self, plan: Plan, analysed: Analysed, captured: Captured) -> None:
+        self.outputs = captured.outputs
+        self.calls = captured.sorted_rows
         self.graph = analysed.graph
         self.dims = analysed.dims
         self.mesh = plan.axis_sizes
@@ -139,6 +145,9 @@ class _Collector:
                 self._pass_homes(op.operands, op.results, op.task_graph)
                 continue
             table = self.tables[op.task_graph]
+            if self._in_sorted_rows(op.position):
+                self._of_sorted_rows(index, table)
+                continue
             # An operation may be written as two at one position; only the first reads
             # what the equation reads.
             if op.position not in seen:
@@ -176,8 +185,36 @@ class _Collector:
             regathers=frozenset(self.regathers),
             rings=self.read[ATTENTION],
             lookups=self.read["lookup"],
+            sorted_rows=self._shared_rows(),
             chunks=self.chunks,
         )
+
+    def _in_sorted_rows(self, position: Position) -> bool:
+        return any(position[: len(call)] == call for call in self.calls)
+
+    def _of_sorted_rows(self, index: int, table: Table) -> None:
+        """What a device does with its own rows needs no layouts but weights' own."""
+        op = self.graph.ops[index]
+        for slot, tensor in enumerate(op.operands):
+            if self.weight[tensor]:
+                self._operand(index, slot, tensor, table)
+        for tensor in op.results:
+            self.home[tensor] = op.task_graph
+
+    def _shared_rows(self) -> dict[Position, SharedRows]:
+        """Calls whose rows are shared alike by all that they do."""
+        found = {}
+        for position, call in self.calls.items():
+            fronts = {
+                self._spec(t, self.tables[self.home[t]])[0]
+                for t in call.tensors
+                if t in self.home
+            }
+            if len(fronts) == 1:
+                (axes,) = fronts
+                if axes:
+                    found[position] = call.rows, axes
+        return found
 
     def carried(self) -> tuple[Spec, ...]:
         """Layouts of what layers hand on."""
@@ -333,7 +370,7 @@ def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constr
         analysed: a trace of the same model, analysed.
         captured: that trace.
     """
-    collector = _Collector(plan, analysed, captured.outputs)
+    collector = _Collector(plan, analysed, captured)
     found = replace(collector.collect(), flows=_flows(captured))
     if plan.stages is not None:
         found = replace(found, carried=collector.carried())

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from whalejax import _compat
 from whalejax.capture.patterns.calls import called_logits, makes_logits
 from whalejax.capture.sharding_constraints import CONSTRAINT
+from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.pipeline_spmd.stage_ops import in_stages
 from whalejax.lowering.spmd.chunked_loss import chunked
@@ -34,6 +35,7 @@ from whalejax.lowering.spmd.loop_weights import (
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
+from whalejax.lowering.spmd.sorted_rows import on_own_rows
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
 from whalejax.lowering.spmd.strided_slices import is_strided, strided
 from whalejax.meshes.jax_mesh import has_manual_axes, partition_spec
@@ -240,7 +242,8 @@ def evaluate(
 
 def _equation(scope: _Scope, equation: Any, position: Position) -> None:
     kind, here = _compat.recursion(equation), scope.here
-    if here is not None and kind != "inline" and not here.runs(position):
+    inlined = kind == "inline" and not sorts_rows(equation)
+    if here is not None and not inlined and not here.runs(position):
         for slot, atom in enumerate(equation.outvars):
             scope.values[atom] = here.given(position, slot)
         return
@@ -255,11 +258,14 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = [attend(equation, settled(values), specs, scope.mesh)]
         elif scope.constraints.chunks > 1 and makes_logits(equation):
             results = _logits(scope, equation, settled(values), position)
+        elif position in scope.constraints.sorted_rows:
+            results = _sorted_rows(scope, equation, settled(values), position)
         elif equation.primitive.name == CONSTRAINT:
             results = values
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
-            results = _inner(scope, inner, values, (*position, 0), here=here)
+            within = here if inlined else None
+            results = _inner(scope, inner, values, (*position, 0), here=within)
         elif kind == "remat":
             results = _remat(scope, equation, values, (*position, 0))
         elif kind == "scan":
@@ -271,7 +277,7 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
     waits = scope.constraints.waiting.get(position, ()) if kind is None else ()
     for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
         result = scope.result(position, slot, value)
-        if here is not None and kind != "inline":
+        if here is not None and not inlined:
             here.made(position, slot, result)
         scope.values[atom] = (
             checkpoint_name(result, WAITING) if slot in waits else result
@@ -403,6 +409,47 @@ def _logits(
         scope.mesh,
         used=lambda stored: scope.passed(stored, gathers, GATHERED),
         constrained=lambda x, spec: scope.passed(x, (spec,)),
+    )
+
+
+def _sorted_rows(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    """Rows that are sorted across the batch, by each device for its own samples.
+
+    Weights are gathered before; where an operation would gather its own again for its
+    backward pass, all of these are.
+    """
+    rows, axes = scope.constraints.sorted_rows[position]
+    inner = _compat.inner_jaxprs(equation)[0]
+    if has_manual_axes(scope.mesh):
+        return _inner(scope, inner, values, (*position, 0))
+    body, gathers = _compat.open_jaxpr(inner)[0], scope.constraints.gathers
+    ways: dict[int, tuple[Spec, ...]] = {}
+    given = list(values)
+    again = False
+    for index, one in enumerate(body.eqns):
+        place = (*position, 0, index)
+        for slot, atom in zip(operand_slots(one), one.invars, strict=True):
+            read = place, -1 if slot is None else slot
+            if read in gathers and atom in body.invars:
+                number = body.invars.index(atom)
+                ways[number] = gathers[read]
+                if read in scope.ready:
+                    given[number], ways[number] = scope.ready[read], gathers[read][-1:]
+                again |= place in scope.constraints.regathers
+
+    def run(*operands: Any) -> list[Any]:
+        whole = [
+            scope.passed(x, ways.get(i, ()), GATHERED) for i, x in enumerate(operands)
+        ]
+        return on_own_rows(inner, whole, rows, axes, scope.mesh)
+
+    if scope.recomputed or not again:
+        return run(*given)
+    policy = but_for_gathered(jax.checkpoint_policies.everything_saveable)
+    return list(
+        jax.checkpoint(run, prevent_cse=not scope.looped, policy=policy)(*given)
     )
 
 

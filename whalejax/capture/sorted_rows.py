@@ -1,0 +1,370 @@
+"""Finds rows that are sorted across the batch and brought back, as experts' tokens are.
+
+Tokens are sorted by their expert, multiplied by its matrices and put back where they
+were. Read as it is written, the sort mixes all samples, and every device would need the
+rows of all others. The proof of ``separability`` knows better: what comes back depends
+on its own sample alone. Such equations become one call, whose rows each device may sort
+for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat
+from whalejax.capture.drafts import Position
+from whalejax.capture.separability.facts import (
+    IdCounts,
+    Order,
+    Places,
+    Sorted,
+)
+from whalejax.capture.separability.interpret import Interpreter
+from whalejax.capture.separability.values import Along, Dependence, Dim, Value
+from whalejax.jaxpr import rebuild
+from whalejax.jaxpr.fewer_rows import (
+    RowDims,
+    Rows,
+    add_by_size,
+    carried_over,
+    run_fewer,
+    takes_fewer,
+)
+
+
+CALL: Final = "whalejax_sorted_rows_"
+"""Name of a call that sorts rows of samples and brings them back; behind it stands its
+number in the program."""
+
+_BOUND: Final = (Order, Sorted, IdCounts, Places)
+"""Facts of values that are other ones for some of the samples than for all."""
+
+
+def sorts_rows(equation: Any) -> bool:
+    """Whether an equation is such a call."""
+    return str(equation.params.get("name", "")).startswith(CALL)
+
+
+def with_sorted_rows(
+    jaxpr: Any, other: Any, inputs: Sequence[Value], sizes: tuple[int, int]
+) -> tuple[Any, dict[str, Rows]]:
+    """A program in which rows that are sorted across the batch are so in calls.
+
+    Args:
+        jaxpr: closed, as captured.
+        other: the same loss with more samples.
+        inputs: what is known of the inputs, in both.
+        sizes: samples of both.
+
+    Returns:
+        The program, and where rows lie in each of its calls, by its name; the program
+        as it is where there are none.
+    """
+    seen: dict[Position, Mapping[Any, Value]] = {}
+    follower = Interpreter(share=sizes[0] / sizes[1], seen=seen)
+    follower.run(jaxpr, other, inputs)
+    builder = _Builder(seen, sizes[0])
+    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
+    program = _compat.trace(lambda *xs: builder.run(jaxpr, xs, ()), avals)
+    return (program, builder.found) if builder.found else (jaxpr, {})
+
+
+def holds_sort(jaxpr: Any) -> bool:
+    """Whether a program sorts anything."""
+    return any(
+        e.primitive.name == "sort" or any(map(holds_sort, _compat.inner_jaxprs(e)))
+        for e in _compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def rows_after(rows: Mapping[str, Rows], before: Any, after: Any) -> dict[str, Rows]:
+    """Where rows lie in the calls of a program that was run anew.
+
+    Args:
+        rows: where they lay in each, by its name.
+        before, after: the program, then and now.
+
+    Returns:
+        Without calls in which that is not known any more.
+    """
+    if not rows:
+        return {}
+    earlier, later = (dict(_called(program)) for program in (before, after))
+    found = {
+        name: carried_over(one, earlier[name], later[name])
+        for name, one in rows.items()
+        if name in later
+    }
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+    """The calls of a program by name, with what they call."""
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        for inner in _compat.inner_jaxprs(equation):
+            if sorts_rows(equation):
+                yield equation.params["name"], inner
+            else:
+                yield from _called(inner)
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Runs a program anew with the calls in it.
+
+    Attributes:
+        seen: what is known of its variables, by the position of their jaxpr.
+        samples: of the batch.
+        found: where rows lie in the calls so far.
+    """
+
+    seen: Mapping[Position, Mapping[Any, Value]]
+    samples: int
+    found: dict[str, Rows] = field(default_factory=dict)
+
+    def run(self, jaxpr: Any, values: Sequence[Any], at: Position) -> list[Any]:
+        """One jaxpr, at a position."""
+        body, _ = _compat.open_jaxpr(jaxpr)
+        number = {id(equation): i for i, equation in enumerate(body.eqns)}
+        calls = list(self._calls(body, at))
+
+        def each(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+            inside = (*at, number[id(equation)], 0)
+            if not self._sorts_inside(inside):
+                return _compat.bind(equation, operands)
+            inner = _compat.inner_jaxprs(equation)[0]
+            if _compat.recursion(equation) == "inline":
+                return self.run(inner, operands, inside)
+            if _compat.recursion(equation) not in ("remat", "scan"):
+                return _compat.bind(equation, operands)
+            return rebuild.around(
+                equation, operands, lambda xs: self.run(inner, xs, inside)
+            )
+
+        items = rebuild.arranged(body, calls)
+        return rebuild.run(jaxpr, values, each, items=items)
+
+    def _sorts_inside(self, at: Position) -> bool:
+        return any(
+            place[: len(at)] == at and any(map(_is_bound, known.values()))
+            for place, known in self.seen.items()
+        )
+
+    def _calls(self, body: Any, at: Position) -> Iterator[rebuild.Call]:
+        known = self.seen.get(at, {})
+        for group in _groups(body, known):
+            call = self._call(body, group, known, at)
+            if call is not None:
+                yield call
+
+    def _call(
+        self, body: Any, group: list[int], known: Mapping[Any, Value], at: Position
+    ) -> rebuild.Call | None:
+        """The call of a group of equations, if each device can run it for itself."""
+        equations = [body.eqns[i] for i in group]
+        made = {v for e in equations for v in e.outvars}
+        read = dict.fromkeys(_variables(a for e in equations for a in e.invars))
+        inputs = tuple(v for v in read if v not in made)
+        others = [e for i, e in enumerate(body.eqns) if i not in {*group}]
+        later = {*_variables(a for e in others for a in e.invars)}
+        later |= {*_variables(body.outvars)}
+        outputs = tuple(
+            v for e in equations for v in e.outvars if v in later and _returns(known[v])
+        )
+        given = all(_shared(known[v]) for v in inputs)
+        if not (outputs and given and all(map(takes_fewer, equations))):
+            return None
+        if _depends(body, {*outputs}, {*inputs}, {*group}):
+            return None
+
+        def run(*values: Any) -> list[Any]:
+            return rebuild.compute(
+                equations, dict(zip(inputs, values, strict=True)), outputs
+            )
+
+        name = f"{CALL}{len(self.found)}"
+        run.__name__ = name
+        rows = self._rows(equations, inputs, outputs, group, at)
+        if rows is None or not _runs(run, inputs, rows):
+            return None
+        self.found[name] = rows
+        return rebuild.Call(
+            inputs=inputs,
+            outputs=outputs,
+            function=jax.jit(run),
+            equation=equations[0],
+        )
+
+    def _rows(
+        self,
+        equations: Sequence[Any],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        group: Sequence[int],
+        at: Position,
+    ) -> Rows | None:
+        """Where rows lie in a call; None where they do not lie in front."""
+        known = self.seen[at]
+        ends = [_row_dims(several, known) for several in (inputs, outputs)]
+        if None in ends or any(d for dims in ends for d in dims or ()):
+            return None
+        sizes = frozenset(
+            v.aval.shape[0]
+            for several, dims in zip((inputs, outputs), ends, strict=True)
+            for v, d in zip(several, dims or (), strict=True)
+            if d is not None
+        )
+        results: dict[Position, RowDims] = {}
+        for place, (number, equation) in enumerate(zip(group, equations, strict=True)):
+            if not self._add(equation, (*at, number), (place,), known, sizes, results):
+                return None
+        given, found = ends
+        assert given is not None and found is not None
+        return Rows(
+            samples=self.samples,
+            inputs=given,
+            outputs=found,
+            results=results,
+            sizes=sizes,
+        )
+
+    def _add(
+        self,
+        equation: Any,
+        at: Position,
+        place: Position,
+        known: Mapping[Any, Value],
+        sizes: frozenset[int],
+        results: dict[Position, RowDims],
+    ) -> bool:
+        """Write down where rows lie in the results of an equation and what it calls.
+
+        Args:
+            equation: the equation.
+            at, place: its position in the program, and in the call.
+            known: what is known of its variables.
+            sizes: how many rows there may be, where nothing is.
+            results: where that is written down.
+
+        Returns:
+            False where it cannot be said.
+        """
+        dims = _row_dims(equation.outvars, known)
+        if dims is None:
+            return False
+        results[place] = dims
+        for number, inner in enumerate(_compat.inner_jaxprs(equation)):
+            inside = self.seen.get((*at, number))
+            if inside is None:
+                add_by_size(inner, sizes, (*place, number), results)
+                continue
+            for index, one in enumerate(_compat.open_jaxpr(inner)[0].eqns):
+                there = (*at, number, index), (*place, number, index)
+                if not self._add(one, *there, inside, sizes, results):
+                    return False
+        return True
+
+
+def _variables(atoms: Any) -> list[Any]:
+    return [a for a in atoms if not _compat.is_literal(a)]
+
+
+def _is_bound(value: Value) -> bool:
+    return isinstance(value.fact, Order | Sorted)
+
+
+def _returns(value: Value) -> bool:
+    """Whether a value is of each sample for itself, in the samples' own order."""
+    return value.kind is Dependence.SAMPLE and not isinstance(value.fact, _BOUND)
+
+
+def _shared(value: Value) -> bool:
+    """Whether a part of a value is what it is for some of the samples."""
+    if _returns(value):
+        return True
+    fixed = value.kind is Dependence.FIXED and not isinstance(value.fact, _BOUND)
+    growing = (a for dim in value.dims for a in dim if a.grows)
+    return fixed and all(a.along is Along.EQUAL for a in growing)
+
+
+def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims | None:
+    """Along which dimensions rows lie; None where that is not the outermost of one."""
+    found: list[int | None] = []
+    for variable in variables:
+        dims = known[variable].dims
+        rows = [d for d, dim in enumerate(dims) if any(a.grows for a in dim)]
+        if len(rows) > 1 or not all(_leads(dims[d]) for d in rows):
+            return None
+        found.append(rows[0] if rows else None)
+    return tuple(found)
+
+
+def _leads(dim: Dim) -> bool:
+    return dim[0].grows and not any(a.grows for a in dim[1:])
+
+
+def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
+    """Numbers of equations that handle rows in another order, by what they share.
+
+    With them are those that count rows and number places for them.
+    """
+    maker = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
+    group: dict[int, int] = {}
+
+    def bound(atom: Any, kinds: tuple[type, ...]) -> bool:
+        return not _compat.is_literal(atom) and isinstance(known[atom].fact, kinds)
+
+    def join(a: int, b: int) -> None:
+        one, other = group.setdefault(a, a), group.setdefault(b, b)
+        for i, g in group.items():
+            if g == other:
+                group[i] = one
+
+    for i, equation in enumerate(body.eqns):
+        atoms = (*equation.invars, *equation.outvars)
+        if any(bound(a, (Order, Sorted)) for a in atoms):
+            group.setdefault(i, i)
+    waiting = list(group)
+    while waiting:
+        i = waiting.pop()
+        for atom in body.eqns[i].invars:
+            if bound(atom, _BOUND) and atom in maker:
+                if maker[atom] not in group:
+                    waiting.append(maker[atom])
+                join(i, maker[atom])
+    found: dict[int, list[int]] = {}
+    for i in sorted(group):
+        found.setdefault(group[i], []).append(i)
+    return list(found.values())
+
+
+def _depends(body: Any, outputs: set[Any], inputs: set[Any], group: set[int]) -> bool:
+    """Whether what equations read is made of what they give, by others."""
+    behind = set(outputs)
+    for i, equation in enumerate(body.eqns):
+        if i not in group and behind.intersection(_variables(equation.invars)):
+            behind.update(equation.outvars)
+    return bool(behind & inputs)
+
+
+def _runs(run: Any, inputs: Sequence[Any], rows: Rows) -> bool:
+    """Whether a call can be run for one sample, and has as many equations as it had."""
+    whole = _compat.trace(run, [v.aval for v in inputs])
+    count = len({place[0] for place in rows.results})
+    if len(_compat.open_jaxpr(whole)[0].eqns) != count:
+        return False
+    part = [
+        _compat.abstract(
+            tuple(rows.shape(v.aval.shape, dim, rows.samples)), v.aval.dtype
+        )
+        for v, dim in zip(inputs, rows.inputs, strict=True)
+    ]
+    try:
+        _compat.trace(lambda *xs: run_fewer(whole, xs, rows, rows.samples), part)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,275 @@
+"""Runs some equations of a program on fewer rows than they were traced with.
+
+What treats each row of a batch by itself, or sorts rows and brings them back, gives
+for some of the samples what it gives for these among all. It is run equation by
+equation; only parameters that spell out a shape are changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat
+
+
+Position = tuple[int, ...]
+
+RowDims = tuple[int | None, ...]
+"""Of several values the dimension along which rows of the batch lie; None for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Where the rows of the batch lie in the values of a program.
+
+    Attributes:
+        samples: how many samples all rows are of.
+        inputs: of the program.
+        outputs: of the program.
+        results: of each equation, by its position in the program.
+        sizes: how many rows values may have.
+    """
+
+    samples: int
+    inputs: RowDims
+    outputs: RowDims
+    results: Mapping[Position, RowDims]
+    sizes: frozenset[int]
+
+    def shape(self, shape: Sequence[int], dim: int | None, parts: int) -> list[int]:
+        """The shape of a part of a value.
+
+        Args:
+            shape: of the value.
+            dim: along which its rows lie.
+            parts: into how many the samples are cut.
+        """
+        return [n // parts if d == dim else n for d, n in enumerate(shape)]
+
+
+def run_fewer(
+    jaxpr: Any, values: Sequence[Any], rows: Rows, parts: int, at: Position = ()
+) -> list[Any]:
+    """A program on the rows of some samples.
+
+    Args:
+        jaxpr: the program, or what one of its equations calls.
+        values: inputs, of the samples of one part.
+        rows: where rows lie.
+        parts: into how many the samples are cut.
+        at: position of the jaxpr in the program.
+
+    Raises:
+        ValueError: an equation gives another shape than that of its part.
+    """
+    body, constants = _compat.open_jaxpr(jaxpr)
+    known = dict(zip(body.constvars, constants, strict=True))
+    known.update(zip(body.invars, values, strict=True))
+    for index, equation in enumerate(body.eqns):
+        place = (*at, index)
+        operands = [
+            a.val if _compat.is_literal(a) else known[a] for a in equation.invars
+        ]
+        with _compat.equation_context(equation):
+            results = _results(equation, operands, rows, parts, place)
+        pairs = zip(equation.outvars, results, rows.results[place], strict=True)
+        for variable, result, dim in pairs:
+            wanted = rows.shape(variable.aval.shape, dim, parts)
+            if [*result.shape] != wanted:
+                name = equation.primitive.name
+                raise ValueError(f"{name} gives {result.shape}, not {wanted}")
+            known[variable] = result
+    return [a.val if _compat.is_literal(a) else known[a] for a in body.outvars]
+
+
+def _results(
+    equation: Any, operands: Sequence[Any], rows: Rows, parts: int, place: Position
+) -> list[Any]:
+    kind = _compat.recursion(equation)
+    if kind == "inline":
+        inner = _compat.inner_jaxprs(equation)[0]
+        return run_fewer(inner, operands, rows, parts, (*place, 0))
+    if kind == "opaque":
+        return _ruled(equation, operands, rows, parts, place)
+    shapes = [v.aval.shape for v in equation.outvars]
+    dims = rows.results[place]
+    first = rows.shape(shapes[0], dims[0], parts) if shapes else []
+    changed = _sized(equation, tuple(first), operands)
+    return _compat.bind(equation, operands, **changed)
+
+
+_SHAPES: Final = ("shape", "new_sizes")
+"""Parameters that spell out the shape of a result."""
+
+
+def _sized(
+    equation: Any, shape: tuple[int, ...], operands: Sequence[Any]
+) -> dict[str, Any]:
+    """Parameters of an equation whose result has another shape."""
+    params = equation.params
+    changed: dict[str, Any] = {name: shape for name in _SHAPES if name in params}
+    if equation.primitive.name == "slice":
+        changed["limit_indices"] = _bounds(equation, operands, "limit_indices")
+    elif equation.primitive.name in ("gather", "dynamic_slice"):
+        changed["slice_sizes"] = _bounds(equation, operands, "slice_sizes")
+    return changed
+
+
+def _bounds(equation: Any, operands: Sequence[Any], name: str) -> tuple[int, ...]:
+    """Ends of slices, of the operand's own shape where they took all of it."""
+    before, now = equation.invars[0].aval.shape, operands[0].shape
+    ends = zip(equation.params[name], before, now, strict=True)
+    return tuple(n if end == size else end for end, size, n in ends)
+
+
+def _ruled(
+    equation: Any, operands: Sequence[Any], rows: Rows, parts: int, place: Position
+) -> list[Any]:
+    """A call with a rule of its own for tangents, on fewer rows too."""
+    (inner,) = _compat.inner_jaxprs(equation)
+    avals = [v.aval for v in equation.invars]
+
+    def pushed(*arguments: Any) -> Any:
+        def run(*values: Any) -> tuple[Any, ...]:
+            return tuple(_compat.bind(equation, values))
+
+        half = len(avals)
+        return jax.tree.leaves(jax.jvp(run, arguments[:half], arguments[half:]))
+
+    @jax.custom_jvp
+    def call(*values: Any) -> tuple[Any, ...]:
+        return tuple(run_fewer(inner, values, rows, parts, (*place, 0)))
+
+    @call.defjvp
+    def _rule(primals: Any, tangents: Any) -> Any:
+        both = _compat.trace(pushed, [*avals, *avals])
+        found = run_fewer(both, [*primals, *tangents], by_size(both, rows), parts)
+        return tuple(found[: len(found) // 2]), tuple(found[len(found) // 2 :])
+
+    return list(call(*operands))
+
+
+def takes_fewer(equation: Any) -> bool:
+    """Whether an equation can be run on fewer rows at all."""
+    kind = _compat.recursion(equation)
+    if kind == "opaque":
+        floats = all(_compat.is_inexact(v.aval.dtype) for v in equation.invars)
+        return equation.primitive.name == "custom_jvp_call" and floats
+    if kind == "inline":
+        body, _ = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])
+        return all(map(takes_fewer, body.eqns))
+    placed = any(
+        equation.params.get(n) is not None for n in ("sharding", "out_sharding")
+    )
+    return kind is None and not (equation.effects or placed)
+
+
+def by_size(jaxpr: Any, rows: Rows) -> Rows:
+    """Where rows lie in a program of values of which nothing is known but their shapes.
+
+    Args:
+        jaxpr: of what is done to each element by itself.
+        rows: of what it stands in; only a number of rows is the length of a dimension.
+    """
+    body, _ = _compat.open_jaxpr(jaxpr)
+    results: dict[Position, RowDims] = {}
+    add_by_size(jaxpr, rows.sizes, (), results)
+    return Rows(
+        samples=rows.samples,
+        inputs=_dims(body.invars, rows.sizes),
+        outputs=_dims(body.outvars, rows.sizes),
+        results=results,
+        sizes=rows.sizes,
+    )
+
+
+def add_by_size(
+    jaxpr: Any, sizes: frozenset[int], at: Position, results: dict[Position, RowDims]
+) -> None:
+    """Add where rows lie in a jaxpr and in all that it calls, judged by size.
+
+    Args:
+        jaxpr: the program.
+        sizes: how many rows there may be.
+        at: its position.
+        results: where that is written down.
+    """
+    body, _ = _compat.open_jaxpr(jaxpr)
+    for index, equation in enumerate(body.eqns):
+        results[*at, index] = _dims(equation.outvars, sizes)
+        for number, inner in enumerate(_compat.inner_jaxprs(equation)):
+            add_by_size(inner, sizes, (*at, index, number), results)
+
+
+def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
+    return tuple(
+        next((d for d, n in enumerate(v.aval.shape) if n in sizes), None)
+        for v in variables
+    )
+
+
+def carried_over(rows: Rows, before: Any, after: Any) -> Rows | None:
+    """Where rows lie in a program that was run anew, with casts between equations.
+
+    Args:
+        rows: where they lay.
+        before, after: the program.
+
+    Returns:
+        None where more than casts was added.
+    """
+    inputs = _compat.open_jaxpr(after)[0].invars
+    known = dict(zip(inputs, rows.inputs, strict=True))
+    results: dict[Position, RowDims] = {}
+    if not _carry(rows, before, after, (), (), known, results):
+        return None
+    return replace(rows, results=results)
+
+
+def _carry(
+    rows: Rows,
+    before: Any,
+    after: Any,
+    old: Position,
+    new: Position,
+    known: dict[Any, int | None],
+    results: dict[Position, RowDims],
+) -> bool:
+    """The same of what one of its equations calls.
+
+    Args:
+        rows, before, after: as above.
+        old, new: positions of the jaxpr, then and now.
+        known: where the rows of its variables lie.
+        results: where that is written down.
+    """
+    earlier, later = (_compat.open_jaxpr(x)[0].eqns for x in (before, after))
+    place = 0
+    for index, equation in enumerate(later):
+        name = equation.primitive.name
+        same = place < len(earlier) and earlier[place].primitive.name == name
+        if name == "convert_element_type":
+            (atom,) = equation.invars
+            dims: RowDims = (known.get(atom) if not _compat.is_literal(atom) else None,)
+        elif not same:
+            return False
+        else:
+            dims = rows.results[*old, place]
+        results[*new, index] = dims
+        known.update(zip(equation.outvars, dims, strict=True))
+        inner = _compat.inner_jaxprs(equation)
+        for number, one in enumerate(inner):
+            other = _compat.inner_jaxprs(earlier[place])[number]
+            pairs = zip(_compat.open_jaxpr(one)[0].invars, equation.invars, strict=True)
+            inside = {
+                v: None if _compat.is_literal(a) else known.get(a) for v, a in pairs
+            }
+            there = (*old, place, number), (*new, index, number)
+            if not _carry(rows, other, one, *there, inside, results):
+                return False
+        place += same
+    return place == len(earlier)
