@@ -21,7 +21,7 @@ from whalejax.models.common.names import check_options, pick
 
 
 if TYPE_CHECKING:
-    from whalejax.api.losses import Job
+    from whalejax.user_code.losses import Job
 
 _NAMES: Final = {
     "bert-base": ("bert", "base"),

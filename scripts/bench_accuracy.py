@@ -25,11 +25,12 @@ from pathlib import Path
 
 # One thread for each process: the fits run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from whalejax.estimates import accuracy
-from whalejax.estimates.accuracy import Measured, Score
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.fitted_constants import write
+from scripts import accuracy  # noqa: E402
+from scripts.accuracy import Measured, Score  # noqa: E402
+from whalejax.meshes.errors import WhaleError  # noqa: E402
+from whalejax.meshes.fitted_constants import write  # noqa: E402
 
 
 def percent(value: float | None) -> str:

@@ -10,6 +10,8 @@ The last line is one JSON object:
     largest_folder   modules in the folder that holds most, without its __init__.py
     cycles           modules that import each other in a ring, imports inside functions
                      and for types counted
+    upward           imports from a folder of whalejax/ to one behind it in the order
+                     of tests/house/imports.py, counted by pairs of modules
     option_files     for each option of wh.plan that is asked for, product files in
                      which it occurs
     twice            public class names that more than one module defines
@@ -31,7 +33,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-ROOMS = ("whalejax", "planner", "meshes", "models")
+from tests.house.imports import (  # noqa: E402
+    ORDERS,
+    module_imports,
+    product_files,
+    upward_imports,
+)
+
+
 _SILENT = frozenset(
     (
         tokenize.COMMENT,
@@ -43,16 +52,6 @@ _SILENT = frozenset(
         tokenize.ENDMARKER,
     )
 )
-
-
-def product_files() -> list[Path]:
-    """Every module of the product, links left out."""
-    return sorted(
-        path
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.py")
-        if not any(part.is_symlink() for part in path.parents if part != ROOT)
-    )
 
 
 def code_lines(source: str) -> int:
@@ -81,24 +80,12 @@ def public_classes(files: list[Path]) -> Counter[str]:
     )
 
 
-def rings(files: list[Path]) -> int:
-    """Modules that lie on a ring of imports."""
-    names = {}
-    for path in files:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        parts = parts if parts[0] == "whalejax" else ("whalejax", *parts)
-        names[".".join(parts).removesuffix(".__init__")] = path
-    graph: dict[str, set[str]] = {}
-    for name, path in names.items():
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    inner = f"{node.module}.{alias.name}"
-                    found.add(inner if inner in names else node.module)
-            elif isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-        graph[name] = found & names.keys() - {name}
+def modules_on_rings(graph: dict[str, set[str]]) -> int:
+    """How many modules lie on a ring of imports.
+
+    Args:
+        graph: what each module imports.
+    """
     # What nothing that is left imports, or imports nothing that is left, is on no ring.
     while True:
         imported = set().union(*graph.values()) if graph else set()
@@ -113,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--options", default="loss_chunks,sequence_parallel,zero")
     options = parser.parse_args().options.split(",")
-    files = product_files()
+    files, graph = product_files(), module_imports()
     texts = {path: path.read_text() for path in files}
     folders = Counter(path.parent for path in files if path.name != "__init__.py")
     classes = public_classes(files)
@@ -123,7 +110,8 @@ def main() -> None:
                 "lines": sum(map(code_lines, texts.values())),
                 "modules": len(files),
                 "largest_folder": max(folders.values()),
-                "cycles": rings(files),
+                "cycles": modules_on_rings(graph),
+                "upward": len(upward_imports(graph, "whalejax", ORDERS["whalejax"])),
                 "option_files": {
                     option: sum(
                         bool(re.search(rf"\b{option}\b", text))

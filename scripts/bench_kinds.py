@@ -27,8 +27,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from whalejax.estimates import layer_profiles  # noqa: E402
-from whalejax.estimates.layer_profiles import Pair, Profiles  # noqa: E402
+from scripts import layer_profiles  # noqa: E402
+from scripts.layer_profiles import Pair, Profiles  # noqa: E402
 from whalejax.meshes.errors import WhaleError  # noqa: E402
 from whalejax.meshes.fitted_constants import constants, write  # noqa: E402
 

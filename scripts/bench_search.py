@@ -48,6 +48,9 @@ import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
 from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.capture import capture  # noqa: E402
+from whalejax.capture.precision import at_precision  # noqa: E402
+from whalejax.lowering.batch_record import batch_leaves  # noqa: E402
+from whalejax.lowering.optimizer_state import optimizer_bytes  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.planner.errors import PlanError  # noqa: E402
@@ -55,9 +58,6 @@ from whalejax.planner.plan.plan import Plan  # noqa: E402
 from whalejax.planner.plan.plan_any import decide_any  # noqa: E402
 from whalejax.planner.search.batched.branch_and_bound import WideSearch  # noqa: E402
 from whalejax.planner.search.request import Request  # noqa: E402
-from whalejax.runtime.batch_record import batch_leaves  # noqa: E402
-from whalejax.runtime.mixed_precision import at_precision  # noqa: E402
-from whalejax.runtime.optimizer_state import optimizer_bytes  # noqa: E402
 
 
 HOST_BYTES: Final = 96 * 2**30

@@ -62,10 +62,10 @@ from swarm_processes import CACHED, Processes
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
-from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.ledger import committed, counted
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.serving import Serving
+from whalejax.swarm_runtime.leading.state import Settings
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.serving import Serving
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -65,7 +65,7 @@ def main() -> None:
     import optax
 
     import whalejax as wh
-    from whalejax.cli import train_loop
+    from whalejax.runtime import train_loop
 
     say("imported")
     count = wh.init_distributed(timeout_seconds=120, heartbeat_seconds=10)

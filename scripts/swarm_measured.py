@@ -77,13 +77,13 @@ import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.state import Settings
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
-from whalejax.swarm.registry import Member
-from whalejax.swarm.serving import Serving
 from whalejax.swarm.simulator import Setting, StageCost, simulate
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Settings
+from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.serving import Serving
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

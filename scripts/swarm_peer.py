@@ -23,11 +23,11 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.further import FurtherTrainer
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.registry import facts_of
-from whalejax.swarm.stage import Stage, ready_stage
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.further import FurtherTrainer
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.registry import facts_of
+from whalejax.swarm_runtime.stage import Stage, ready_stage
 
 
 class Fault:

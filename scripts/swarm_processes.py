@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import swarm_peer
 
-from whalejax.swarm.serving import Serving
+from whalejax.swarm_runtime.serving import Serving
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

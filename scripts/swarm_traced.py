@@ -40,11 +40,11 @@ from swarm_measured import KEY, LATENCIES, STAGES, Noted, Peers, gpt, noted
 from swarm_peer import cut_of
 
 from whalejax.swarm.churn import Churn, ChurnEvent, Happening, PeerLink, draw
-from whalejax.swarm.leading.state import Settings
-from whalejax.swarm.moving import Mover
-from whalejax.swarm.registry import ANY
-from whalejax.swarm.serving import Serving
 from whalejax.swarm.simulator import Setting, StageCost, simulate
+from whalejax.swarm_runtime.leading.state import Settings
+from whalejax.swarm_runtime.moving import Mover
+from whalejax.swarm_runtime.registry import ANY
+from whalejax.swarm_runtime.serving import Serving
 
 
 FORWARD_SECONDS: Final = 0.15

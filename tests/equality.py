@@ -28,11 +28,11 @@ from tests import cases, stages
 from tests.cases import Case, Dtype, Precision
 from tests.compilations import count_compilations
 from whalejax.adapters.base import adapt
-from whalejax.api.losses import Job
 from whalejax.jobs import split_settings
+from whalejax.lowering.loss_scale import FIRST_SCALE
 from whalejax.lowering.spmd import optimizer_offload
-from whalejax.runtime.mixed_precision import FIRST_SCALE
 from whalejax.runtime.train_step import TrainStep
+from whalejax.user_code.losses import Job
 
 
 FLOAT64_TOLERANCE: Final = 1e-10

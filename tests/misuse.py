@@ -117,7 +117,7 @@ class Reached(BaseException):
 # Which callables there are.
 
 RETURNED: Final = (
-    "whalejax.api.annotations.Annotation",
+    "whalejax.user_code.annotations.Annotation",
     "whalejax.display.device_map.DeviceMap",
     "whalejax.display.memory.MemoryChart",
     "whalejax.display.searches.SearchChart",

@@ -599,8 +599,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "timeout_seconds": POSITIVE,
             "heartbeat_seconds": POSITIVE,
         },
-        stops=("whalejax.distributed.init_distributed:_join",),
-        kept=("whalejax.distributed.init_distributed:_join",),
+        stops=("whalejax.elastic.init_distributed:_join",),
+        kept=("whalejax.elastic.init_distributed:_join",),
     ),
     **HARDWARE,
 }

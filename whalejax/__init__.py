@@ -17,25 +17,18 @@ from whalejax._version import __version__ as __version__
 
 
 if TYPE_CHECKING:
-    from whalejax.api.annotations import pipeline as pipeline
-    from whalejax.api.annotations import replicate as replicate
-    from whalejax.api.annotations import split as split
-    from whalejax.api.annotations import stage as stage
-    from whalejax.api.attention import attention as attention
     from whalejax.api.feed import Feed as Feed
-    from whalejax.api.losses import Aux as Aux
-    from whalejax.api.losses import Job as Job
-    from whalejax.api.losses import WeightedLoss as WeightedLoss
     from whalejax.api.plan import plan as plan
     from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
     from whalejax.api.volumes import Volumes as Volumes
     from whalejax.display.elastic_runs import run_timeline as run_timeline
-    from whalejax.distributed.init_distributed import (
+    from whalejax.elastic.init_distributed import (
         init_distributed as init_distributed,
     )
     from whalejax.elastic.training import train_elastic as train_elastic
     from whalejax.equality.check_plan import check as check
+    from whalejax.lowering.state import TrainState as TrainState
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
@@ -43,37 +36,44 @@ if TYPE_CHECKING:
     from whalejax.planner import PlanError as PlanError
     from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
-    from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
+    from whalejax.user_code.annotations import pipeline as pipeline
+    from whalejax.user_code.annotations import replicate as replicate
+    from whalejax.user_code.annotations import split as split
+    from whalejax.user_code.annotations import stage as stage
+    from whalejax.user_code.attention import attention as attention
+    from whalejax.user_code.losses import Aux as Aux
+    from whalejax.user_code.losses import Job as Job
+    from whalejax.user_code.losses import WeightedLoss as WeightedLoss
 
 _MODULE_OF_NAME = {
-    "Aux": "whalejax.api.losses",
+    "Aux": "whalejax.user_code.losses",
     "Cluster": "whalejax.meshes",
     "Feed": "whalejax.api.feed",
-    "Job": "whalejax.api.losses",
+    "Job": "whalejax.user_code.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
     "PlanRequest": "whalejax.api.plan_request",
-    "TrainState": "whalejax.runtime.state",
+    "TrainState": "whalejax.lowering.state",
     "TrainStep": "whalejax.runtime.train_step",
     "Volumes": "whalejax.api.volumes",
-    "WeightedLoss": "whalejax.api.losses",
+    "WeightedLoss": "whalejax.user_code.losses",
     "WhaleError": "whalejax.meshes",
-    "attention": "whalejax.api.attention",
+    "attention": "whalejax.user_code.attention",
     "check": "whalejax.equality.check_plan",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
     "goodput": "whalejax.planner.plan.goodput",
-    "init_distributed": "whalejax.distributed.init_distributed",
-    "pipeline": "whalejax.api.annotations",
+    "init_distributed": "whalejax.elastic.init_distributed",
+    "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
-    "replicate": "whalejax.api.annotations",
+    "replicate": "whalejax.user_code.annotations",
     "run_timeline": "whalejax.display.elastic_runs",
     "search": "whalejax.api.search",
-    "split": "whalejax.api.annotations",
+    "split": "whalejax.user_code.annotations",
     "square_cube": "whalejax.planner.plan.square_cube_of_plan",
-    "stage": "whalejax.api.annotations",
+    "stage": "whalejax.user_code.annotations",
     "train_elastic": "whalejax.elastic.training",
 }
 

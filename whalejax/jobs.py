@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from whalejax.adapters.base import wants_key
-from whalejax.api.losses import Job
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import Found
@@ -23,6 +22,7 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_data import Question
+from whalejax.user_code.losses import Job
 
 
 def abstract_model(job: Job) -> Any:

@@ -7,8 +7,8 @@ directions are read from the syntax trees, so that an import inside a function c
 from __future__ import annotations
 
 import ast
-import functools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -19,10 +19,17 @@ from typing import Final
 import pytest
 
 import whalejax
+from tests.house.imports import (
+    ORDERS,
+    ROOMS,
+    ROOT,
+    imports_of,
+    module_imports,
+    package_of,
+    upward_imports,
+)
 
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-ROOMS: Final = ("models", "whalejax", "planner", "meshes")
 HEAVY: Final = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "scipy", "rich")
 JAX_FAMILY: Final = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "tensorstore")
 ALLOWED_TARGETS: Final = {
@@ -41,18 +48,6 @@ MESHES_WITH_JAX: Final = (
 )
 # Plans and clusters show themselves in notebooks by what stands above them.
 DOORS: Final = ("meshes/cluster.py", "planner/plan/report/pictures.py")
-# A folder of the planner imports those that stand before it, and the modules beside
-# them all, such as ``planner.errors``.
-PLANNER_ORDER: Final = (
-    "model",
-    "sharding",
-    "cost",
-    "memory",
-    "balance",
-    "pipeline",
-    "search",
-    "plan",
-)
 MOST_MODULES_IN_A_FOLDER: Final = 22
 PythonFiles = Callable[..., list[Path]]
 NAMES: Final = tuple(name for name in whalejax.__all__ if name != "__version__")
@@ -208,42 +203,6 @@ except ImportError as error:
 # Who may import whom.
 
 
-@functools.cache
-def imports_of(source: str, package: str) -> tuple[tuple[str, int, bool], ...]:
-    """(Absolute dotted name, line, inside a function) of each import.
-
-    ``from a import b`` yields ``a.b``. A constant given to ``import_module`` counts.
-    """
-
-    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, int, bool]]:
-        match node:
-            case ast.Import():
-                for alias in node.names:
-                    yield alias.name, node.lineno, lazy
-            case ast.ImportFrom():
-                parts = package.split(".")
-                above = parts[: len(parts) + 1 - node.level] if node.level else []
-                base = ".".join([*above, *([node.module] if node.module else [])])
-                for alias in node.names:
-                    yield f"{base}.{alias.name}", node.lineno, lazy
-            case ast.Call(
-                func=ast.Name(id="import_module" | "__import__")
-                | ast.Attribute(attr="import_module"),
-                args=[ast.Constant(value=str(name)), *_],
-            ):
-                yield name, node.lineno, lazy
-        inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, lazy or inner)
-
-    return tuple(visit(ast.parse(source), False))
-
-
-def package_of(path: Path) -> str:
-    parts = path.parent.relative_to(ROOT).parts
-    return ".".join(parts if parts[0] == "whalejax" else ("whalejax", *parts))
-
-
 def room_of(name: str) -> str | None:
     """The room that a dotted name lies in; ``None`` when it is not ours."""
     parts = name.split(".")
@@ -258,7 +217,7 @@ def breaches(room: str, path: Path, source: str) -> Iterator[str]:
         place = f"{path.relative_to(ROOT)}:{line} imports {name}"
         top, target = name.partition(".")[0], room_of(name)
         here = path.relative_to(ROOT).as_posix()
-        if target == "models" and here == "whalejax/cli/named_jobs.py" and lazy:
+        if target == "models" and here == "whalejax/api/named_jobs.py" and lazy:
             continue
         if here in DOORS and name.startswith("whalejax.display"):
             continue
@@ -293,7 +252,7 @@ def test_rooms_import_one_way(room: str, python_files: PythonFiles) -> None:
         ("planner", "x.py", "from ..api import losses"),
         ("planner", "x.py", "import importlib\nimportlib.import_module('optax')"),
         ("whalejax", "x.py", "def f():\n    from whalejax.models import gpt"),
-        ("whalejax", "cli/named_jobs.py", "from whalejax import models"),
+        ("whalejax", "api/named_jobs.py", "from whalejax import models"),
         ("whalejax", "capture/x.py", "from ..models import gpt"),
     ],
 )
@@ -311,7 +270,7 @@ def test_forbidden_import_is_seen(room: str, file: str, source: str) -> None:
         ("planner", "x.py", "from whalejax.meshes import Cluster"),
         (
             "whalejax",
-            "cli/named_jobs.py",
+            "api/named_jobs.py",
             "def f():\n    from whalejax.models import gpt",
         ),
         ("models", "x.py", "import whalejax as wh\nfrom flax import nnx"),
@@ -319,28 +278,6 @@ def test_forbidden_import_is_seen(room: str, file: str, source: str) -> None:
 )
 def test_allowed_import_is_let_be(room: str, file: str, source: str) -> None:
     assert not list(breaches(room, ROOT / room / file, source))
-
-
-def modules(python_files: PythonFiles) -> dict[str, Path]:
-    """Every module of ours by its dotted name; a package by that of its folder."""
-    found = {}
-    for path in python_files(*ROOMS):
-        name = f"{package_of(path)}.{path.stem}"
-        found[name.removesuffix(".__init__")] = path
-    return found
-
-
-def arrows(known: dict[str, Path]) -> dict[str, set[str]]:
-    """What each module imports of ours, inside functions and for types too."""
-    found: dict[str, set[str]] = {}
-    for module, path in known.items():
-        targets = set()
-        for name, _, _ in imports_of(path.read_text(), package_of(path)):
-            target = name if name in known else name.rpartition(".")[0]
-            if target in known and target != module:
-                targets.add(target)
-        found[module] = targets
-    return found
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -367,31 +304,51 @@ def test_a_cycle_is_found() -> None:
     assert not cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
-def test_no_modules_import_each_other(python_files: PythonFiles) -> None:
-    assert not cycle(arrows(modules(python_files)))
+def test_no_modules_import_each_other() -> None:
+    assert not cycle(module_imports())
 
 
-def test_folders_of_the_planner_import_one_way(python_files: PythonFiles) -> None:
-    def rank(module: str) -> int:
-        parts = module.split(".")
-        inside = len(parts) > 3 or (ROOT / "planner" / parts[-1]).is_dir()
-        return PLANNER_ORDER.index(parts[2]) if inside else -1
+@pytest.mark.parametrize("package", ORDERS)
+def test_folders_import_one_way(package: str) -> None:
+    graph = module_imports()
+    inside = [name for name in graph if name.startswith(f"{package}.")]
+    folders = {".".join(name.split(".")[: package.count(".") + 2]) for name in inside}
+    folders &= {name.rpartition(".")[0] for name in inside}
+    rooms = {f"whalejax.{room}" for room in ROOMS}
+    named = {f"{package}.{name}" for name in ORDERS[package]}
+    assert folders - rooms <= named <= set(inside)
+    wrong = upward_imports(graph, package, ORDERS[package])
+    assert not wrong, "\n".join(f"{module} imports {name}" for module, name in wrong)
 
-    known = modules(python_files)
-    graph = {
-        module: {name for name in targets if name.startswith("whalejax.planner.")}
-        for module, targets in arrows(known).items()
-        if module.startswith("whalejax.planner.")
-    }
-    folders = {m.split(".")[2] for m in graph if rank(m) >= 0}
-    assert folders == set(PLANNER_ORDER)
-    wrong = [
-        f"{module} imports {name}"
-        for module, targets in graph.items()
-        for name in targets
-        if rank(name) > rank(module)
-    ]
-    assert not wrong, "\n".join(wrong)
+
+@pytest.mark.parametrize(
+    ("module", "target", "upward"),
+    [
+        ("api.plan", "capture.trace", False),
+        ("api.plan", "api.search", False),
+        ("api.plan", "_compat", False),
+        ("api.plan", "planner.plan.plan", False),
+        ("planner.plan.report.pictures", "display.page", False),
+        ("__main__", "cli.main", False),
+        ("", "api.plan", False),
+        ("capture.trace", "api.plan", True),
+        ("_compat", "hlo", True),
+        ("new", "api.plan", True),
+        ("jobs", "cli", True),
+        ("api.plan", "", True),
+    ],
+)
+def test_an_upward_import_is_seen(module: str, target: str, upward: bool) -> None:
+    pair = tuple(f"whalejax.{name}".strip(".") for name in (module, target))
+    found = upward_imports({pair[0]: {pair[1]}}, "whalejax", ORDERS["whalejax"])
+    assert found == ([pair] if upward else [])
+
+
+def test_contributors_read_the_same_order() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text, re.MULTILINE)
+    folders = [name for order in ORDERS.values() for name in order]
+    assert rows == [name for name in folders if name != "__main__"]
 
 
 def test_folders_are_small(python_files: PythonFiles) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 import whalejax as wh
 import whalejax.models as models
-from whalejax.api.losses import normalise
+from whalejax.user_code.losses import normalise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

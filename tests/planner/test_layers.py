@@ -12,6 +12,7 @@ import pytest
 from whalejax import models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
+from whalejax.capture.precision import at_precision
 from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster
 from whalejax.planner.model import repeated_layers as layers_module
@@ -29,7 +30,6 @@ from whalejax.planner.model.repeated_layers import find_layers
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
-from whalejax.runtime.mixed_precision import at_precision
 
 
 def captured(name: str, **options: Any) -> Graph:

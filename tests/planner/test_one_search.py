@@ -22,6 +22,9 @@ import pytest
 from whalejax import jobs, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
+from whalejax.capture.precision import at_precision
+from whalejax.lowering.batch_record import batch_leaves
+from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.entries import BatchLeaf, Candidate
 from whalejax.planner.errors import PlanError
@@ -41,9 +44,6 @@ from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.spmd import searches
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.terms import ALL, Chosen, MemoryTerms, Remat
-from whalejax.runtime.batch_record import batch_leaves
-from whalejax.runtime.mixed_precision import at_precision
-from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 # Adam promotes its count.

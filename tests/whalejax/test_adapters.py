@@ -17,7 +17,7 @@ from flax.core import FrozenDict
 import whalejax as wh
 from tests.whalejax.capture_zoo import LinenNet, linen_loss, linen_variables
 from whalejax.adapters.base import adapt, dotted
-from whalejax.runtime.mixed_precision import at_precision
+from whalejax.capture.precision import at_precision
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 import whalejax as wh
-from whalejax.api.annotations import (
+from whalejax.planner.model.graph import Mark
+from whalejax.user_code.annotations import (
     Annotation,
     nesting_problem,
     parse_scope,
     recording,
     scope_name,
 )
-from whalejax.planner.model.graph import Mark
 
 
 MARKS = [

@@ -20,8 +20,8 @@ from tests.whalejax.capture_zoo import (
     transformer_batch,
     transformer_loss,
 )
-from whalejax.api.annotations import Annotation
 from whalejax.planner.model.graph import Graph, TaskGraph
+from whalejax.user_code.annotations import Annotation
 
 
 pytestmark = pytest.mark.relaxed_promotion

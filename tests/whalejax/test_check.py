@@ -39,7 +39,7 @@ from whalejax.equality.reduced_model import PlannedModel
 from whalejax.equality.role_sizes import reduced_sizes
 from whalejax.equality.true_step import adasum
 from whalejax.jobs import abstract_model
-from whalejax.runtime import runner
+from whalejax.lowering import runner
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optimizers of optax promote

@@ -28,9 +28,9 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
+from whalejax.lowering.state import Origin
 from whalejax.runtime.checkpoint import UncheckedCheckpoint
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
-from whalejax.runtime.state import Origin
 from whalejax.runtime.train_step import TrainState, TrainStep
 
 

@@ -16,11 +16,11 @@ import pytest
 import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
 from whalejax import jobs, models
+from whalejax.api.named_jobs import named_values
 from whalejax.cli import main
 from whalejax.cli.options import (
     PlanCommand,
     TrainCommand,
-    named_values,
     plan_settings,
 )
 from whalejax.meshes.errors import WhaleError

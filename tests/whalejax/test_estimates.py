@@ -14,12 +14,12 @@ import pytest
 
 import whalejax as wh
 from whalejax import models
-from whalejax.api.annotations import SCHEDULES
 from whalejax.cli import main
 from whalejax.jobs import abstract_model
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.plan import PLAN_VERSION
 from whalejax.planner.search.batched import mesh_grid
+from whalejax.user_code.annotations import SCHEDULES
 
 
 # Adam promotes its count.

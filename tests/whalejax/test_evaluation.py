@@ -15,10 +15,10 @@ from flax import linen, nnx
 import whalejax as wh
 from whalejax.adapters.base import adapt
 from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.runner import OneProgram
 from whalejax.lowering.uneven.pipeline_executor import Pipes
 from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.runtime.ragged_batch import passes
-from whalejax.runtime.runner import OneProgram
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -25,13 +25,13 @@ from tests.equality import OneDevice, build, keep_gradient, on_one_device, worst
 from whalejax import hlo
 from whalejax.adapters.base import Adapter, adapt
 from whalejax.capture import capture
+from whalejax.lowering.batch_record import batch_leaves, batch_tree
+from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.plan.build import written
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
-from whalejax.runtime.batch_record import batch_leaves, batch_tree
-from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -17,7 +17,7 @@ import pytest
 import whalejax as wh
 from tests.flags import QUICK
 from tests.processes import ROOT, free_port
-from whalejax.distributed import init_distributed
+from whalejax.elastic import init_distributed
 
 
 @pytest.mark.parametrize(

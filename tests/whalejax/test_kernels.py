@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import whalejax as wh
 from tests.equality import check, free_links, on_one_device
-from whalejax.api.losses import Job
+from whalejax.user_code.losses import Job
 
 
 def _kernel(x: Any, out: Any) -> None:

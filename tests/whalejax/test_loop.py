@@ -27,8 +27,8 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
-from whalejax.cli import train_loop
-from whalejax.runtime.state import check_alive, consuming
+from whalejax.lowering.state import check_alive, consuming
+from whalejax.runtime import train_loop
 from whalejax.runtime.train_step import TrainState, TrainStep
 
 
@@ -317,7 +317,7 @@ TRAINED_UNTIL_KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.whalejax import runs
-from whalejax.cli import train_loop
+from whalejax.runtime import train_loop
 
 def batches(index):
     if index == int(sys.argv[2]):

@@ -14,13 +14,14 @@ import pytest
 
 import whalejax as wh
 from tests.equality import keep_gradient
-from whalejax.cli import main, train_loop
-from whalejax.runtime.mixed_precision import (
+from whalejax.cli import main
+from whalejax.lowering.loss_scale import (
     FIRST_SCALE,
     GROWS_AFTER,
     LossScale,
     all_finite,
 )
+from whalejax.runtime import train_loop
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax relies on it

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import whalejax as wh
-from whalejax.api.losses import normalise
+from whalejax.user_code.losses import normalise
 
 
 def test_a_plain_mean_has_weight_one() -> None:

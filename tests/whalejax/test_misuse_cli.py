@@ -124,8 +124,8 @@ STOPS: Final = (
     "whalejax.verification.checking:run",
     "whalejax.meshes.calibration.calibrate:measured",
     "whalejax.distributed.launcher:run",
-    "whalejax.distributed.doctor:report",
-    "whalejax.distributed.doctor:_on_all",
+    "whalejax.cli.doctor:report",
+    "whalejax.cli.doctor:_on_all",
     "whalejax.elastic.agents.agent:Agent.run",
 )
 """What takes time or touches devices."""

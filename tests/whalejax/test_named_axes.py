@@ -16,7 +16,7 @@ from jax import lax
 import whalejax as wh
 from tests.equality import check, free_links, on_one_device
 from tests.whalejax.capture_zoo import captured
-from whalejax.api.losses import Job
+from whalejax.user_code.losses import Job
 
 
 class Normal(nnx.Module):

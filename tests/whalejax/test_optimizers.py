@@ -13,8 +13,8 @@ import pytest
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.adapters.base import adapt
+from whalejax.lowering.optimizer_state import optimizer_bytes, updates
 from whalejax.meshes.device_kinds import Platform
-from whalejax.runtime.optimizer_state import optimizer_bytes, updates
 
 
 PARAMS = {"wide": {"kernel": jnp.ones((8, 16))}, "bias": jnp.ones((4,))}

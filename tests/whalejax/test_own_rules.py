@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.ode import odeint
 
 from tests.equality import check, on_one_device
-from whalejax.api.losses import Job
+from whalejax.user_code.losses import Job
 
 
 TABLE = jnp.linspace(-1.0, 1.0, 16)

@@ -17,7 +17,7 @@ from flax import linen, nnx
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, free_links, on_one_device
-from whalejax.api.losses import Job
+from whalejax.user_code.losses import Job
 
 
 pytestmark = pytest.mark.relaxed_promotion  # norms rely on it

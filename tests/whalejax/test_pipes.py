@@ -21,8 +21,8 @@ from tests.processes import finish, start
 from tests.whalejax.test_mpmd import Marked
 from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
 from whalejax import jobs, models
-from whalejax.api.losses import Job
 from whalejax.lowering.uneven.flat_all_reduce import Exchange
+from whalejax.user_code.losses import Job
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -29,8 +29,8 @@ from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.cli.replay import one_device_step
 from whalejax.jobs import abstract_model
+from whalejax.lowering.loss_scale import FIRST_SCALE
 from whalejax.planner.model.graph import ATTENTION
-from whalejax.runtime.mixed_precision import FIRST_SCALE
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it

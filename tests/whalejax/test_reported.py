@@ -12,8 +12,8 @@ import pytest
 
 import whalejax as wh
 from whalejax.adapters.base import adapt
-from whalejax.api.losses import Merged
 from whalejax.capture import capture
+from whalejax.user_code.losses import Merged
 
 
 BATCH: Final = 16

@@ -18,12 +18,12 @@ import whalejax as wh
 from tests import cases
 from whalejax import jobs, models
 from whalejax.api import executor_choice
-from whalejax.api.losses import Job
 from whalejax.jobs import split_settings
+from whalejax.lowering.sample_shares import checked_shares
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.plan import uneven_replicas
 from whalejax.planner.search.uneven_replicas import most_shares
-from whalejax.runtime.sample_shares import checked_shares
+from whalejax.user_code.losses import Job
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -25,10 +25,10 @@ from tests.whalejax.test_uneven import (
     simple,
     worst_of,
 )
-from whalejax.api.losses import Job
 from whalejax.lowering.global_arrays import unwrapped
 from whalejax.lowering.uneven import replica_executor
 from whalejax.meshes import Cluster
+from whalejax.user_code.losses import Job
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

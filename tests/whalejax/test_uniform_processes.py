@@ -15,7 +15,7 @@ import pytest
 import whalejax as wh
 from tests import cases, equality
 from tests.processes import finish, start
-from whalejax.api.losses import Job
+from whalejax.user_code.losses import Job
 
 
 PROGRAM: Final = """

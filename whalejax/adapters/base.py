@@ -39,11 +39,11 @@ from whalejax.adapters.pytrees import (
     Selection,
 )
 from whalejax.adapters.refused_states import refuse_training_states
-from whalejax.api.argument_checks import is_function
-from whalejax.api.losses import LossResult, normalise
 from whalejax.meshes.checks import shown
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.user_code.argument_checks import is_function
+from whalejax.user_code.losses import LossResult, normalise
 
 
 ModelKind = Literal["nnx", "linen", "pytree"]

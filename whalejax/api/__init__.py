@@ -1,1 +1,1 @@
-"""What users call: annotations, ``plan``, ``search``, losses and feeds."""
+"""What users call: ``plan``, ``search``, feeds and volumes; jobs by name."""

@@ -25,7 +25,6 @@ import jax
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.api.ambient_mesh import without_mesh
 from whalejax.api.batch_splits import SplitRules
 from whalejax.api.executor_choice import decider, space_problems
 from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, uneven_shares
@@ -44,8 +43,16 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.options import fixed_options
+from whalejax.capture.precision import (
+    CAST_BYTES,
+    bf16_note,
+    taken_precision,
+    widest_work,
+)
 from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
 from whalejax.capture.split_checks import check_split, split_note
+from whalejax.lowering.batch_record import batch_leaves, batch_tree, tree_bytes
+from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.pipeline_mpmd.update_split import check_update
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.lowering.uneven.zero1_update import elementwise
@@ -67,19 +74,12 @@ from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.step_options import REMAT_POLICIES, options_of
 from whalejax.planner.swarm_data import slow_link
-from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.runtime.compiler_options import (
     checked_options,
     compiled_with,
     option_note,
 )
-from whalejax.runtime.mixed_precision import (
-    CAST_BYTES,
-    bf16_note,
-    taken_precision,
-    widest_work,
-)
-from whalejax.runtime.optimizer_state import optimizer_bytes
+from whalejax.user_code.ambient_mesh import without_mesh
 
 
 NO_OPTIMIZER: Final = optax.identity()

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 
-from whalejax.api.argument_checks import check_optimizer
 from whalejax.api.fixed_axes import check_axes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -25,6 +24,7 @@ from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
 from whalejax.planner.swarm_data import SUM_WIRES, WIRES
 from whalejax.runtime.compiler_options import checked_options
+from whalejax.user_code.argument_checks import check_optimizer
 
 
 MOST_MARGIN: Final = 10.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whalejax.api.search_data import FoundData
-from whalejax.api.search_data import Refused as Refused
-from whalejax.api.search_data import Weighed as Weighed
 from whalejax.display import searches
+from whalejax.planner.plan.report.search_data import FoundData
+from whalejax.planner.plan.report.search_data import Refused as Refused
+from whalejax.planner.plan.report.search_data import Weighed as Weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whalejax.adapters.base import Adapter
-from whalejax.api.annotations import scope_name
 from whalejax.capture.batch import TracedLeaf
 from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
@@ -28,6 +27,7 @@ from whalejax.planner.model.graph import (
     Tensor,
     TensorKind,
 )
+from whalejax.user_code.annotations import scope_name
 
 
 def loss_id(results: Sequence[Value]) -> int:

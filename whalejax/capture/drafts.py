@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.api.annotations import parse_scope
 from whalejax.capture.rules.behaviour import Behaviour
 from whalejax.planner.model.graph import Factor, Mark, TensorKind
+from whalejax.user_code.annotations import parse_scope
 
 
 Position = tuple[int, ...]

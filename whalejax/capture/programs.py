@@ -14,6 +14,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.assemble import model_hash
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.passes.remat import checkpoint_names
+from whalejax.capture.precision import at_precision
 from whalejax.capture.reported.values import check_clear
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import Graph
@@ -23,7 +24,6 @@ from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
 from whalejax.planner.terms import ALL, Chosen, Remat
-from whalejax.runtime.mixed_precision import at_precision
 
 
 class Programs:

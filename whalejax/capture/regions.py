@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from whalejax.api.annotations import nesting_problem
 from whalejax.capture.drafts import Label, OpDraft, TensorDraft
 from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import Mark, TaskGraph
+from whalejax.user_code.annotations import nesting_problem
 
 
 _COPY = re.compile(r"\d+|\b(?:jvp|transpose|vmap|checkpoint)\(|\)")

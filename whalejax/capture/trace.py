@@ -21,9 +21,6 @@ import jax
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
-from whalejax.api.ambient_mesh import tracing
-from whalejax.api.annotations import recording
-from whalejax.api.losses import check_rows
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import Steady, held_back, left_alone
@@ -77,6 +74,9 @@ from whalejax.planner.sharding.fused_parameters import (
 from whalejax.planner.sharding.precision_regions import precision_for
 from whalejax.planner.sharding.remat import regions
 from whalejax.planner.terms import ALL, precision_words
+from whalejax.user_code.ambient_mesh import tracing
+from whalejax.user_code.annotations import recording
+from whalejax.user_code.losses import check_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def launch(command: LaunchCommand) -> int:
                 f"or leave {name} out"
             )
     if ":" in command.processes or command.spares:
-        from whalejax.elastic.launching import launch_elastic
+        from whalejax.cli.elastic_launch import launch_elastic
 
         return launch_elastic(command)
     if command.quiet:

@@ -26,7 +26,7 @@ import tyro
 from tyro import conf
 
 from whalejax._version import __version__
-from whalejax.cli.named_jobs import find_job, is_file, lasting_name
+from whalejax.api.named_jobs import find_job, is_file, lasting_name, named_values
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
@@ -46,7 +46,6 @@ from whalejax.cli.options import (
     TrainCommand,
     VerifyCommand,
     WhyCommand,
-    named_values,
     plan_settings,
     prices,
 )
@@ -187,7 +186,7 @@ def _run(command: Command, started: float) -> int:
 
             train_session.check_options(command)  # before the model's file is run
             if command.processes is not None:
-                from whalejax.elastic.launching import train_elastically
+                from whalejax.cli.elastic_launch import train_elastically
 
                 return train_elastically(command)
             job = find_job(command.model, named_values(_settings(command)))
@@ -224,7 +223,7 @@ def _run(command: Command, started: float) -> int:
             options = AgentOptions(**dataclasses.asdict(command))
             return Agent(options).run()
         case StatusCommand():
-            from whalejax.elastic import status
+            from whalejax.journals import status
 
             return status.show(command.folder, json=command.json)
         case GoodputCommand():
@@ -232,7 +231,7 @@ def _run(command: Command, started: float) -> int:
 
             goodput.show(command)
         case DoctorCommand():
-            from whalejax.distributed import doctor
+            from whalejax.cli import doctor
 
             return doctor.doctor(command)
     return 0

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from whalejax.api.losses import Job
 from whalejax.jobs import abstract_model, make_plan
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
 
 
 FEW, MANY = 1, 3

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
+from whalejax.api.named_jobs import named_values, value_of
 from whalejax.cli.elastic_options import AgentCommand as AgentCommand
 from whalejax.cli.elastic_options import GoodputCommand as GoodputCommand
 from whalejax.cli.elastic_options import StatusCommand as StatusCommand
@@ -430,38 +431,6 @@ Command = (
 )
 
 
-def named_values(
-    words: Sequence[str], option: str = "--set", example: str = "layers=24"
-) -> dict[str, Any]:
-    """What ``NAME=VALUE`` words say.
-
-    Values are numbers, ``true`` and ``false``, or text.
-
-    Args:
-        words: as given.
-        option: of the command line, for the message.
-        example: of a word, for the message.
-
-    Raises:
-        WhaleError: a word without ``=``, or a name twice; all of them.
-
-    >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
-    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
-    """
-    problems = Problems(option)
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not (equals and name.isidentifier() and text):
-            problems.add(f"{word!r} is no NAME=VALUE, such as {example}")
-        elif name in found:
-            problems.add(f"{name} is given twice")
-        else:
-            found[name] = _value(text)
-    problems.raise_if_any()
-    return found
-
-
 def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
     """Sizes of mesh axes from the words of ``--mesh``; None where none is fixed.
 
@@ -524,7 +493,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition("=")
-        price = _value(text)
+        price = value_of(text)
         if not name or isinstance(price, bool | str):
             problems.add(f"{word!r} is no KIND=PRICE, such as h100=2.5")
         elif name in found:
@@ -579,17 +548,6 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
         else texts[name]
         for name, value in found.items()
     }
-
-
-def _value(text: str) -> int | float | bool | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text.replace("_", ""))
-        except ValueError:
-            continue
-    return text
 
 
 def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:

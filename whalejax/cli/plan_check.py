@@ -9,7 +9,6 @@ from rich.console import Console
 
 from whalejax import jobs
 from whalejax.adapters.base import adapt
-from whalejax.api.losses import Job
 from whalejax.cli.options import CheckCommand
 from whalejax.cli.plan_source import planned_job
 from whalejax.cli.progress import Working, make_console
@@ -19,6 +18,7 @@ from whalejax.equality.check_plan import check_adapted
 from whalejax.equality.check_run import CheckResult
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
+from whalejax.user_code.losses import Job
 
 
 TRAIN_SECONDS: Final = 60.0

@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from whalejax.cli.named_jobs import find_job, is_file
-from whalejax.cli.options import named_values
+from whalejax.api.named_jobs import find_job, is_file, named_values
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
 
 
 if TYPE_CHECKING:
-    from whalejax.api.losses import Job
     from whalejax.planner.plan.plan import Plan
+    from whalejax.user_code.losses import Job
 
 
 SMALL: Final = 1024

@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 
-from whalejax.api.losses import Job
 from whalejax.jobs import make_plan
+from whalejax.lowering.state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
 
 
 def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.api.losses import Job
-from whalejax.cli.options import named_values
+from whalejax.api.named_jobs import named_values
 from whalejax.cli.swarm_options import (
     SwarmJoinCommand,
     SwarmServeCommand,
@@ -20,12 +19,13 @@ from whalejax.distributed.standard_streams import say
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.user_code.losses import Job
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm.cut import Cut
-    from whalejax.swarm.leading.further import FurtherTrainer
-    from whalejax.swarm.peer import Peer
+    from whalejax.swarm_runtime.cut import Cut
+    from whalejax.swarm_runtime.leading.further import FurtherTrainer
+    from whalejax.swarm_runtime.peer import Peer
 
 
 FindJob = Callable[[str, Mapping[str, Any]], Job]
@@ -77,9 +77,9 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         WhaleError: the job cannot be cut, or the run cannot go on.
     """
     _check(command)
-    from whalejax.swarm.cut import Cut
-    from whalejax.swarm.leading.state import Settings
-    from whalejax.swarm.running import Place, Run
+    from whalejax.swarm_runtime.cut import Cut
+    from whalejax.swarm_runtime.leading.state import Settings
+    from whalejax.swarm_runtime.running import Place, Run
 
     cut = Cut(
         find_job(command.model, named_values(command.set)),
@@ -188,8 +188,8 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         WhaleError: the registry cannot be reached, or refuses this peer.
     """
     _check(command)
-    from whalejax.swarm.peer import Peer
-    from whalejax.swarm.registry import ANY
+    from whalejax.swarm_runtime.peer import Peer
+    from whalejax.swarm_runtime.registry import ANY
 
     address, key, terms = _terms(command)
     cut = _cut_by(terms, command, find_job)
@@ -226,7 +226,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         WhaleError: the registry cannot be reached, or refuses this trainer.
     """
     _check(command)
-    from whalejax.swarm.leading.further import FurtherTrainer
+    from whalejax.swarm_runtime.leading.further import FurtherTrainer
 
     address, key, terms = _terms(command)
     trainer = FurtherTrainer(
@@ -278,7 +278,7 @@ def _cut_by(
     find_job: FindJob,
 ) -> Cut:
     """The job in stages, as the registry's process has cut it."""
-    from whalejax.swarm.cut import Cut
+    from whalejax.swarm_runtime.cut import Cut
 
     return Cut(
         find_job(command.model, named_values(command.set)),
@@ -412,7 +412,7 @@ class _Absent(WhaleError):
 
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
     from whalejax.elastic.wire.service import Caller, Gone, Refused
-    from whalejax.swarm.wire.messages import ANSWERS
+    from whalejax.swarm_runtime.wire.messages import ANSWERS
 
     caller = Caller(key, ANSWERS)
     try:

@@ -20,8 +20,7 @@ import jax
 from rich.console import Console
 
 from whalejax import jobs
-from whalejax.api.losses import Job
-from whalejax.cli import replay, train_loop
+from whalejax.cli import replay
 from whalejax.cli.option_checks import check_command
 from whalejax.cli.options import (
     TrainCommand,
@@ -33,13 +32,15 @@ from whalejax.cli.progress import Meter, Working, make_console, progress_words, 
 from whalejax.cli.show import print_plan
 from whalejax.cli.train_report import TrainReport, units_of, words_of
 from whalejax.distributed.standard_streams import say
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime import train_loop
 from whalejax.runtime.resume import agreed_checkpoints, batches_from, held, resumed
-from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.runtime.validate import devices_of
+from whalejax.user_code.losses import Job
 
 
 def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:

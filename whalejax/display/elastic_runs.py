@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, listed, words
-from whalejax.elastic.status import (
+from whalejax.journals.status import (
     STATE_OF,
     Events,
     RunJournal,

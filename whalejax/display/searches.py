@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from whalejax.api.search_data import FoundData, price_text
 from whalejax.display.bundles import plan_html
 from whalejax.display.page import (
     bundle_of,
@@ -26,6 +25,7 @@ from whalejax.display.page import (
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
+from whalejax.planner.plan.report.search_data import FoundData, price_text
 from whalejax.planner.plan_data import PlanData
 
 

@@ -1,1 +1,1 @@
-"""Several processes: launching, joining, heartbeats and checks of hosts."""
+"""Several processes: launching, meeting, heartbeats and checks of hosts."""

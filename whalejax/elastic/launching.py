@@ -1,7 +1,6 @@
-"""``whalejax launch --processes MIN:MAX`` and ``whalejax train --processes MIN:MAX``.
+"""A supervisor as a process of its own, started again if it is killed.
 
-The supervisor runs as a process of its own, and this one starts it again if it is
-killed: its members do not stop for that.
+Its members do not stop for that.
 """
 
 from __future__ import annotations
@@ -14,22 +13,13 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
-from whalejax.elastic import outcome
-from whalejax.elastic.agents.placed import (
-    LOOPBACK,
-    ProcessPlaces,
-    check_places,
-    placed,
-)
-from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
-from whalejax.elastic.worker import mesh_asked
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.meshes.errors import WhaleError
 
 
 _MOST_RESTARTS: Final = 1000
@@ -37,94 +27,22 @@ _FIRST_PULSE_SECONDS: Final = 120.0
 _PULSE_SECONDS: Final = 1.0
 _ERROR_STATUS: Final = 2
 
-_ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
-"""Options of plans that elastic runs take."""
+LOOPBACK: Final = "127.0.0.1"
 
 
-def launch_elastic(command: LaunchCommand) -> int:
-    """Run a script as processes that may be lost and come back.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlaces:
+    """Where a supervisor listens, and for which agents it waits.
 
-    Args:
-        command: the options.
-
-    Returns:
-        0 where all steps were done, 143 where it was told to end, else 1 or 2.
-
-    Raises:
-        WhaleError: options contradict each other.
+    Attributes:
+        host: at which agents join; None where all processes are of this machine.
+        port: a free one if None.
+        awaited: names of agents that are started for the run.
     """
-    least, most = least_and_most(command.processes)
-    with Problems("whalejax launch") as problems:
-        check_places(command, most + command.spares, problems)
-        if command.cpu_quota:
-            problems.add(
-                f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
-                "Leave it out"
-            )
-    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
-    words = (sys.executable, str(command.script), *command.arguments)
-    began = time.monotonic()
-    with placed(command, command.logs, most + command.spares) as places:
-        status = supervise(
-            words,
-            command.logs,
-            settings,
-            places,
-            seconds=command.exit_timeout,
-            quiet=command.json or command.quiet,
-        )
-    outcome.print_launched(command, status, time.monotonic() - began)
-    return status
 
-
-def train_elastically(command: TrainCommand) -> int:
-    """Train a job with processes that may be lost and come back.
-
-    Args:
-        command: the options.
-
-    Returns:
-        As for ``launch_elastic``.
-
-    Raises:
-        WhaleError: options contradict each other.
-    """
-    assert command.processes is not None
-    least, most = least_and_most(command.processes)
-    with Problems("whalejax train --processes") as problems:
-        check_places(command, most + command.spares, problems)
-        if command.save is None:
-            problems.add(
-                "--processes was given without --save DIR, where checkpoints and the "
-                "journal of the run go. Give it"
-            )
-        given = [name for name, _ in given_plan_options(command)]
-        given += ["--plan"] * (command.plan is not None)
-        given += ["--replay"] * bool(command.replay)
-        for name in given:
-            if name not in _ELASTIC_TOO:
-                problems.add(
-                    f"{name} was given, which elastic runs do not take: each process "
-                    "runs the whole model as one replica, or its part by --mesh. Leave "
-                    "it out, or leave out --processes"
-                )
-        try:
-            mesh_asked(command.mesh)
-        except WhaleError as error:
-            problems.add(str(error))
-    assert command.save is not None
-    words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
-    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
-    began = time.monotonic()
-    with placed(command, command.save, most + command.spares) as places:
-        status = supervise(words, command.save, settings, places, quiet=command.quiet)
-    outcome.print_trained(command, status, time.monotonic() - began)
-    return status
-
-
-def told(command: TrainCommand) -> str:
-    """The options of a command as one word, for the process that it starts."""
-    return json.dumps(dataclasses.asdict(command), default=str)
+    host: str | None = None
+    port: int | None = None
+    awaited: tuple[str, ...] = ()
 
 
 def supervise(

@@ -20,14 +20,13 @@ import numpy as np
 from whalejax import jobs
 from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
-from whalejax.api.losses import Job
 from whalejax.capture.split_checks import DependentSamplesError
-from whalejax.cli import train_loop
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.assignment import Node, halves
 from whalejax.elastic.wire.framing import Message
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.lowering.state import TrainState
 from whalejax.lowering.uneven.contributing_replica import Contributing
 from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes import Cluster
@@ -36,9 +35,9 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import batches_by_samples, resumed
-from whalejax.runtime.state import TrainState
+from whalejax.runtime.resume import batches_by_samples, checkpoints, resumed
 from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
 
 
 MICRO_BATCHES: Final = 16
@@ -210,7 +209,7 @@ class ReplicaPrograms:
 
     def newest(self, save: Path | None) -> TrainState:
         """The newest whole checkpoint of a folder, or a fresh state."""
-        found = resumed(self.step, train_loop.checkpoints(save) if save else [])
+        found = resumed(self.step, checkpoints(save) if save else [])
         if found is None:
             return self.born()
         for note in found.notes:

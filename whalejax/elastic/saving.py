@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from whalejax.cli import train_loop
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.state import TrainState
+from whalejax.runtime.resume import checkpoints
 
 
 SAVE_SECONDS: Final = 600.0
@@ -143,7 +143,7 @@ class Saver:
             )
 
     def _remove_old(self, folder: Path) -> None:
-        for path in train_loop.checkpoints(folder)[self._keep :]:
+        for path in checkpoints(folder)[self._keep :]:
             # Renamed first: half a checkpoint must never bear a checkpoint's name.
             path.rename(path.with_name(f"{path.name}.deleted"))
         for path in folder.iterdir():

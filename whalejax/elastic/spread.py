@@ -21,10 +21,9 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.cli import train_loop
-from whalejax.distributed.init_distributed import init_distributed
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
+from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.elastic.placing import connection, placed
@@ -32,12 +31,12 @@ from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
 from whalejax.elastic.wire.framing import Message
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
-from whalejax.runtime.resume import agreed_checkpoints
-from whalejax.runtime.state import TrainState
+from whalejax.runtime.resume import agreed_checkpoints, checkpoints
 
 
 _TERMINATED_STATUS: Final = 143
@@ -381,7 +380,7 @@ def remove_old(folder: Path, keep: int) -> None:
         folder: of checkpoints.
         keep: how many stay.
     """
-    for path in train_loop.checkpoints(folder)[keep:]:
+    for path in checkpoints(folder)[keep:]:
         # Renamed first: half a checkpoint must never bear a checkpoint's name.
         gone = path.with_name(f"{path.name}.deleted")
         path.rename(gone)

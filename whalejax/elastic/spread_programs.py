@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from whalejax import jobs
-from whalejax.api.losses import Job
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.programs import most_micro_batches
+from whalejax.lowering.state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.planner.pipeline.layer_stack import STAGE
@@ -27,8 +27,8 @@ from whalejax.runtime.resume import (
     batches_by_samples,
     resumed,
 )
-from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
 
 
 class SpreadPrograms:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.api.losses import Job
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.checks import Arguments, is_number
-from whalejax.runtime.state import TrainState
+from whalejax.user_code.losses import Job
 
 
 if TYPE_CHECKING:
-    from whalejax.elastic.adding_up.way import Way
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import Asked
     from whalejax.elastic.programs import PlannedReplica
+    from whalejax.journals.adding_up import Way
     from whalejax.planner.plan.plan import Plan
 
 
@@ -138,10 +138,10 @@ def _trained(
     job: Job, training: Training, settings: dict[str, Any], mesh: Asked | None
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """The steps, in the way that this run takes."""
-    from whalejax.elastic.adding_up.way import MESSAGES
     from whalejax.elastic.member import Member
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
     from whalejax.elastic.programs import ReplicaPrograms
+    from whalejax.journals.adding_up import MESSAGES
 
     address, key_file = os.environ.get(SUPERVISOR), os.environ.get(KEY_FILE, "")
     planned: PlannedReplica | None = None
@@ -169,9 +169,9 @@ def _agreed(
     from whalejax import _compat_processes
     from whalejax.elastic.adding_up.agreement import Arbiter, agreed
     from whalejax.elastic.adding_up.price import AddingProcesses
-    from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.programs import planned_replica
+    from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
     from whalejax.planner.errors import NothingFits
 
     wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}

@@ -33,7 +33,7 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     >>> mesh_asked(["fsdp=-1", "tensor=2"]), mesh_asked(["auto"]), mesh_asked([])
     ({'fsdp': -1, 'tensor': 2}, 'auto', None)
     """
-    from whalejax.cli.options import named_values
+    from whalejax.api.named_jobs import named_values
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS, refusal
 
     if not words:
@@ -59,8 +59,7 @@ def main(words: Sequence[str]) -> int:
     Args:
         words: one, the options of the command as JSON.
     """
-    from whalejax.cli.named_jobs import find_job
-    from whalejax.cli.options import named_values
+    from whalejax.api.named_jobs import find_job, named_values
     from whalejax.elastic.refusals import reported_refusals
     from whalejax.elastic.training import train_elastic
 

@@ -12,7 +12,6 @@ import jax
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.api.argument_checks import refuse_bad_optimizer
 from whalejax.capture.batch import aval_of
 from whalejax.equality.check_errors import CheckError
 from whalejax.equality.check_request import CheckRequest, virtual_devices
@@ -26,6 +25,7 @@ from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.validate import check_planned, check_same_shapes
+from whalejax.user_code.argument_checks import refuse_bad_optimizer
 from whalejax.verification.processes import run
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
 
 
 FLOOR: Final = 1e-3

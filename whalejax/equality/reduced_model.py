@@ -19,15 +19,15 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
-from whalejax.api.losses import LossResult
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
+from whalejax.capture.precision import at_precision
 from whalejax.equality.check_errors import CheckError
 from whalejax.equality.resized_program import ResizedProgram, UnresizableError
 from whalejax.equality.role_sizes import tied_roles
 from whalejax.equality.skipped_layers import SkippedLayers, skipped_layers
 from whalejax.planner.model.analysis import Analysed, analyse_graph
-from whalejax.runtime.mixed_precision import at_precision
+from whalejax.user_code.losses import LossResult
 
 
 Way = Literal["code", "program", "own sizes"]

@@ -16,15 +16,15 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter
+from whalejax.capture.precision import at_precision
 from whalejax.equality.one_device import Reference, reference
 from whalejax.equality.reduced_model import PlannedModel, ResizedAdapter
 from whalejax.equality.resized_program import ResizedProgram
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.optimizer_state import updates
 from whalejax.planner.cost.adasum import DATA, node_size
 from whalejax.planner.model.layer_axes import layers_by_path
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
-from whalejax.runtime.mixed_precision import at_precision
-from whalejax.runtime.optimizer_state import updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from whalejax.api.losses import Merged, is_merged
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.user_code.losses import Merged, is_merged
 
 
 def wide(x: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from whalejax.lowering.multihost.watchdog import Watch
-from whalejax.runtime.state import TrainState
+from whalejax.lowering.state import TrainState
 
 
 Metrics = dict[str, Any]

@@ -1,1 +1,1 @@
-"""A plan at work: the compiled step, its state and its checkpoints."""
+"""A plan at work: the compiled step, its training loop and its checkpoints."""

@@ -30,7 +30,9 @@ from jax.sharding import Mesh, NamedSharding
 from whalejax import _compat
 from whalejax.adapters.base import dotted
 from whalejax.lowering.global_arrays import settle
+from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.stage_arrays import collected, dealt, spread
+from whalejax.lowering.state import check_alive
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.runtime.checkpoint_files import (
     being_built,
@@ -50,9 +52,7 @@ from whalejax.runtime.checkpoint_record import (
     read_record,
     write_record,
 )
-from whalejax.runtime.mixed_precision import LossScale
 from whalejax.runtime.schedule_counts import COUNT
-from whalejax.runtime.state import check_alive
 
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax.adapters.leaves import is_key
-from whalejax.api.losses import Merged
 from whalejax.capture import Captured
 from whalejax.capture.split_checks import reason_text
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.runner import Evaluation, Metrics
+from whalejax.user_code.losses import Merged
 
 
 def real_samples(

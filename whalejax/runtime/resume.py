@@ -23,14 +23,14 @@ import numpy as np
 
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
-from whalejax.api.losses import Job
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
 from whalejax.runtime.checkpoint_record import DamagedCheckpoint, Record, read_record
 from whalejax.runtime.folder_lock import FolderLock
-from whalejax.runtime.state import TrainState
+from whalejax.user_code.losses import Job
 
 
 DAMAGED_SUFFIX: Final = ".damaged"

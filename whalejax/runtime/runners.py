@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from whalejax.lowering.batch_layout import BatchLayout
+from whalejax.lowering.runner import OneProgram, Runner
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.runner import OneProgram, Runner
-from whalejax.runtime.validate import BatchLayout
 
 
 if TYPE_CHECKING:
     from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
-    from whalejax.runtime.state import TrainState
+    from whalejax.lowering.state import TrainState
 
 
 def runner_of(plan: Plan) -> Callable[..., Runner]:

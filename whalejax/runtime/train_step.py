@@ -21,22 +21,22 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter, adapt, wants_key
-from whalejax.api.ambient_mesh import without_mesh
-from whalejax.api.argument_checks import refuse_bad_optimizer
-from whalejax.api.losses import Job as Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
+from whalejax.capture.precision import at_precision
 from whalejax.capture.split_checks import check_split
 from whalejax.lowering.global_arrays import is_here, stages_mesh
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.runner import OneProgram, Runner, abstract_state
+from whalejax.lowering.state import Origin, following, host_copy, typed_key
+from whalejax.lowering.state import TrainState as TrainState
 from whalejax.lowering.uneven.adaptive_shares import Following
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
-from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.ragged_batch import (
     check_mean,
     passes,
@@ -45,11 +45,8 @@ from whalejax.runtime.ragged_batch import (
     together,
 )
 from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, resumed
-from whalejax.runtime.runner import OneProgram, Runner, abstract_state
 from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
 from whalejax.runtime.schedule_counts import with_schedule
-from whalejax.runtime.state import Origin, following, host_copy, typed_key
-from whalejax.runtime.state import TrainState as TrainState
 from whalejax.runtime.validate import (
     check_host_memory,
     check_planned,
@@ -58,6 +55,9 @@ from whalejax.runtime.validate import (
     check_same_shapes,
     devices_of,
 )
+from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.argument_checks import refuse_bad_optimizer
+from whalejax.user_code.losses import Job as Job
 
 
 if TYPE_CHECKING:
@@ -593,7 +593,7 @@ def compile(
         PlanError: the plan is for another model, batch or machine, or cannot run yet;
             found before anything compiles.
     """
-    from whalejax.runtime.batch_record import batch_of
+    from whalejax.lowering.batch_record import batch_of
 
     if not isinstance(plan, Plan):
         raise PlanError(

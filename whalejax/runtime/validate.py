@@ -1,4 +1,4 @@
-"""Checks that a plan matches the machine, the model and each batch.
+"""Checks that a plan matches the machine and the model.
 
 Checked by hash and by shape before anything compiles, because the alternative is a
 compiler's message that names none of the user's words.
@@ -7,206 +7,31 @@ compiler's message that names none of the user's words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
-from whalejax import _compat
 from whalejax.adapters.base import Adapter
-from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
-from whalejax.lowering.global_arrays import absent, is_here
+from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.spmd.evaluate import HOST_MEMORY
 from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, warn
 from whalejax.meshes.jax_mesh import are_devices
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.batch_record import dtype_of
-from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 _OTHER_MODEL: Final = (
     "this plan was made for another model or batch; plan again, or give the "
     "trainable=, axis_names= and batch_axes= that it was made with"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLayout:
-    """How global batches are checked and laid out over the devices.
-
-    Attributes:
-        structure: tree of the batch that was traced.
-        leaves: what the plan knows of each leaf.
-        shardings: where each goes.
-    """
-
-    structure: Any
-    leaves: tuple[BatchLeaf, ...]
-    shardings: tuple[NamedSharding, ...]
-
-    def abstract(self) -> list[Any]:
-        """Flat shapes, dtypes and layouts of a global batch."""
-        return [
-            jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=sharding)
-            for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
-        ]
-
-    def place(self, batch: Any) -> list[Any]:
-        """Flat leaves of a batch on their devices.
-
-        Args:
-            batch: the global batch; with several processes this process's part of it,
-                or global arrays.
-
-        Raises:
-            PlanError: another structure, shape or kind of number; all are listed.
-        """
-        problems = Problems()
-        placed = []
-        for leaf, planned, sharding in zip(
-            self.flat(batch), self.leaves, self.shardings, strict=True
-        ):
-            shapes = [planned.shape]
-            if _is_part(leaf, sharding):
-                # What lies on devices of other processes alone is not looked at.
-                here = is_here(sharding)
-                shapes.append(
-                    part_shape(sharding, planned.shape) if here else np.shape(leaf)
-                )
-            problem = self.problem(leaf, planned, shapes)
-            if problem:
-                problems.add(problem)
-            else:
-                placed.append(_as_planned(leaf, planned, sharding))
-        problems.raise_if_any(PlanError, title="the batch does not match the plan")
-        return placed
-
-    def flat(self, batch: Any) -> list[Any]:
-        """The leaves of a batch.
-
-        Raises:
-            PlanError: they are others than planned. A list may stand for a tuple.
-        """
-        leaves, structure = jax.tree.flatten(batch)
-        self._check_arrays(batch, leaves)
-        if structure == self.structure:
-            return leaves
-        flat = jax.tree_util.tree_flatten_with_path(batch)[0]
-        given = [jax.tree_util.keystr(path) for path, _ in flat]
-        planned = [leaf.path for leaf in self.leaves]
-        if given != planned:
-            raise PlanError(
-                f"the batch has the leaves {given}; the plan is for {planned}. Give "
-                "the same structure, or plan again"
-            )
-        return leaves
-
-    @staticmethod
-    def _check_arrays(batch: Any, leaves: Sequence[Any]) -> None:
-        if all(map(is_leaf, leaves)):
-            return
-        problems = Problems("batch", PlanError)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            if not is_leaf(leaf):
-                name = f"batch{jax.tree_util.keystr(path)}"
-                problems.add(f"{name} is {shown(leaf)}; expected an array")
-        problems.raise_if_any()
-
-    def problem(
-        self, leaf: Any, planned: BatchLeaf, shapes: Collection[tuple[int, ...]]
-    ) -> str:
-        """What is wrong with a leaf, if anything.
-
-        Args:
-            leaf: as given.
-            planned: what the plan knows of it.
-            shapes: that it may have.
-        """
-        name = f"batch{planned.path}"
-        if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
-            return (
-                f"{name} is being traced; the step is compiled: call it outside jax.jit"
-            )
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return f"{name} is a shape without values; give arrays"
-        shape = np.shape(leaf)
-        dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
-        if shape not in shapes:
-            others = [str(other) for other in shapes if other != planned.shape]
-            if jax.process_count() == 1 and not others:
-                return (
-                    f"{name} has shape {shape}; the plan is for the global shape "
-                    f"{planned.shape}. Plan again for this batch"
-                )
-            return (
-                f"{name} has shape {shape} in process {jax.process_index()}; the plan "
-                f"is for the global shape {planned.shape}, of which this process gives "
-                f"{others[0] if others else 'all'}. Give the samples that "
-                "step.batch_rows() names (as wh.Feed(..., step) does), or plan again "
-                "for another batch"
-            )
-        if dtype != planned.dtype and not _harmless(dtype, planned.dtype):
-            return (
-                f"{name} has dtype {dtype}; the plan is for {planned.dtype}. Convert "
-                "it, or plan again"
-            )
-        return ""
-
-
-def _is_part(leaf: Any, sharding: NamedSharding) -> bool:
-    """The leaf may be this process's part of what several processes hold."""
-    shared = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return not (shared or sharding.is_fully_addressable or is_key(leaf))
-
-
-def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what the devices of this process hold of a global array.
-
-    Args:
-        sharding: its layout.
-        shape: of all of it.
-    """
-    spans: list[set[tuple[int, int]]] = [set() for _ in shape]
-    for index in sharding.addressable_devices_indices_map(tuple(shape)).values():
-        for found, cut, size in zip(spans, index or (), shape, strict=True):
-            found.add(cut.indices(size)[:2])
-    return tuple(sum(stop - start for start, stop in found) for found in spans)
-
-
-def _harmless(given: str, planned: str) -> bool:
-    """The conversion widens, or is JAX's own from 64 bits to 32 of the same kind."""
-    if "key" in given or "key" in planned:
-        return False
-    a, b = jnp.dtype(given), jnp.dtype(planned)
-    narrowed = a.kind == b.kind and (a.itemsize, b.itemsize) == (8, 4)
-    return narrowed or np.can_cast(a, b, "safe")
-
-
-def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.Array) and not _is_part(leaf, sharding):
-        if str(leaf.dtype) != planned.dtype:
-            leaf = leaf.astype(planned.dtype)
-        same = leaf.sharding == sharding
-        return leaf if same else jax.device_put(leaf, sharding)
-    array = np.asarray(leaf, jnp.dtype(planned.dtype))
-    if not is_here(sharding):
-        return absent(jax.ShapeDtypeStruct(planned.shape, array.dtype), sharding)
-    if _is_part(leaf, sharding):
-        return jax.make_array_from_process_local_data(sharding, array, planned.shape)
-    # A loader may fill its buffer again while the step still runs.
-    return jax.device_put(array, sharding, may_alias=False)
 
 
 def devices_of(plan: Plan, devices: Any) -> list[Any]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.flags import QUICK
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.processes import began_at
-from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 
 
 ROOT = Path(__file__).resolve().parents[3]

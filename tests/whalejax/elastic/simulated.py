@@ -21,7 +21,6 @@ from whalejax.elastic.phases import (
     STOPPED,
     WAITING,
 )
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import History, history
 from whalejax.elastic.supervisor.member_record import (
     End,
@@ -36,6 +35,7 @@ from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
+from whalejax.journals import journal
 
 
 COUNT = 8

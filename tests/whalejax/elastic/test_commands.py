@@ -42,7 +42,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.end(0)
         return 0
 
-    monkeypatch.setattr("whalejax.elastic.launching.supervise", supervise)
+    monkeypatch.setattr("whalejax.cli.elastic_launch.supervise", supervise)
     return calls
 
 
@@ -247,7 +247,7 @@ def test_train_goes_on_where_it_is_told_to(
 def test_a_supervisor_that_could_not_run_is_said_in_json_too(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalejax.elastic.launching.supervise", lambda *a, **k: 2)
+    monkeypatch.setattr("whalejax.cli.elastic_launch.supervise", lambda *a, **k: 2)
     logs, save = script.parent / "logs", script.parent / "save"
     words = ["launch", "--processes", "1:2", "--json", "--logs", str(logs), str(script)]
     assert main(words) == 2
@@ -274,7 +274,7 @@ def test_a_run_without_steps_is_told(
         found.end(1, "1 of at least 2 members are there\nmore")
         return 1
 
-    monkeypatch.setattr("whalejax.elastic.launching.supervise", supervise)
+    monkeypatch.setattr("whalejax.cli.elastic_launch.supervise", supervise)
     words = ["train", "mlp-test", "--processes", "1:2", "--save", str(tmp_path / "s")]
     assert main([*words, "--json"]) == 1
     line, told = capsys.readouterr().out.splitlines()

@@ -18,11 +18,12 @@ import pytest
 from whalejax.distributed import local_gpus
 from whalejax.distributed.local_gpus import VISIBLE
 from whalejax.elastic.agents.agent import Agent, AgentOptions
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import SlotGpus
-from whalejax.elastic.supervisor.supervisor import FOLDER, Supervised, Supervisor
+from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import shown
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 
 

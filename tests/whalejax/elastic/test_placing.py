@@ -21,7 +21,8 @@ from whalejax.distributed.reserved_port import (
 )
 from whalejax.elastic import placing
 from whalejax.elastic.environment import SUPERVISOR
-from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.elastic.supervisor.supervisor import KEY
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 
 

@@ -17,15 +17,12 @@ import pytest
 
 from tests.whalejax.elastic.runs import ROOT, runs
 from whalejax.elastic.launching import _Ends
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
 from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.supervisor.supervisor import (
-    FOLDER,
-    Supervised,
-    Supervisor,
-)
+from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.flags import QUICK
 from tests.whalejax.elastic.runs import ROOT
-from whalejax.elastic.supervisor import journal
-from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 
 
 JOB = """

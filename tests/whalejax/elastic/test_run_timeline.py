@@ -11,9 +11,9 @@ import pytest
 
 import whalejax as wh
 from whalejax.display.elastic_runs import MemberSpan, RunTimeline
-from whalejax.elastic.status import RunJournal
-from whalejax.elastic.supervisor import journal
-from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
+from whalejax.journals.status import RunJournal
 
 
 def said(time: float, event: str, **fields: Any) -> dict[str, Any]:

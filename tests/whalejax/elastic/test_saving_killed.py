@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic import job as example
-from whalejax.cli import train_loop
 from whalejax.elastic.programs import ReplicaPrograms
 from whalejax.elastic.saving import Saver
-from whalejax.runtime.resume import resumed
+from whalejax.runtime.resume import checkpoints, resumed
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -42,7 +41,7 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         if str(folder) not in path or not folder.exists():
             return
         _watched.clear()  # What is copied here is no write of a save.
-        whole = train_loop.checkpoints(folder)
+        whole = checkpoints(folder)
         files = sorted(str(f.relative_to(folder)) for w in whole for f in w.rglob("*"))
         if tuple(files) not in seen:
             seen.add(tuple(files))
@@ -68,7 +67,7 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert told == ["saved"] * 3
     found = set()
     for moment in sorted(moments.iterdir()):
-        back = resumed(programs.step, train_loop.checkpoints(moment))
+        back = resumed(programs.step, checkpoints(moment))
         assert back is not None
         step = int(back.state.step)
         found.add(step)

@@ -22,8 +22,8 @@ from whalejax.elastic.mesh_sizes import mesh_of
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.membership import AT_STEPS
 from whalejax.elastic.supervisor.run_folder import COMPILED
-from whalejax.elastic.supervisor.supervisor import FOLDER
 from whalejax.elastic.wire.framing import Message
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 

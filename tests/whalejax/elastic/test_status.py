@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
-from whalejax.elastic.outcome import sentence
-from whalejax.elastic.status import MemberStatus, status_of
-from whalejax.elastic.supervisor import journal
-from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
+from whalejax.journals.status import MemberStatus, status_of
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 

@@ -19,11 +19,9 @@ import pytest
 
 from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.control import Control
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
-    FOLDER,
     KEY,
     Supervised,
     Supervisor,
@@ -31,6 +29,8 @@ from whalejax.elastic.supervisor.supervisor import (
 from whalejax.elastic.wire.connection import Channel, dial
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
 

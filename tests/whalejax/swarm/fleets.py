@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 
 from tests.whalejax.swarm import swarm_jobs as jobs
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.further import FurtherTrainer
-from whalejax.swarm.leading.state import Settings
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.registry import Member
-from whalejax.swarm.serving import Serving
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.further import FurtherTrainer
+from whalejax.swarm_runtime.leading.state import Settings
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.serving import Serving
 
 
 KEY: Final = b"k" * 32

@@ -13,7 +13,7 @@ import optax
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
-from whalejax.swarm.cut import Cut
+from whalejax.swarm_runtime.cut import Cut
 
 
 SIZE: Final = 24

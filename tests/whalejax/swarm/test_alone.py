@@ -18,15 +18,15 @@ import pytest
 import whalejax as wh
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Gone, Refused
-from whalejax.swarm.commit import Commit
-from whalejax.swarm.fleet import Fleet
-from whalejax.swarm.leading.state import Pull, Settings
 from whalejax.swarm.ledger import Ledger
-from whalejax.swarm.moving import Mover
-from whalejax.swarm.passage import Counts, Passage, StepContext
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.registry import Registry
-from whalejax.swarm.trainer import Trainer
+from whalejax.swarm_runtime.commit import Commit
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.leading.state import Pull, Settings
+from whalejax.swarm_runtime.moving import Mover
+from whalejax.swarm_runtime.passage import Counts, Passage, StepContext
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.registry import Registry
+from whalejax.swarm_runtime.trainer import Trainer
 
 
 STATE = 8
@@ -595,7 +595,7 @@ def test_a_peer_that_has_failed_is_no_mate_of_one_that_may_move(
 ) -> None:
     """Its announcement holds, and the other is all that its stage has."""
     monkeypatch.setattr(
-        "whalejax.swarm.fleet.Fleet.seconds_per_task",
+        "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task",
         lambda self, member: 4.0 if member.name == "p2" else 1.0,
     )
     trainer, _, _, told = newcomers(lambda *given, **more: has_state(), [0, 0, 1])
@@ -678,8 +678,8 @@ def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(monotonic=itertools.count(0.0, 20.0).__next__)
-    monkeypatch.setattr("whalejax.swarm.peer.time", clock)
-    monkeypatch.setattr("whalejax.swarm.peer.LEAVE_BEAT_SECONDS", 0.001)
+    monkeypatch.setattr("whalejax.swarm_runtime.peer.time", clock)
+    monkeypatch.setattr("whalejax.swarm_runtime.peer.LEAVE_BEAT_SECONDS", 0.001)
     answers = iter([*[heard()] * 20, heard(known=False, free=True)])
     peer = peer_with(lambda *given, **more: next(answers))
     peer.leave()

@@ -15,8 +15,8 @@ from whalejax.elastic.wire import connection
 from whalejax.elastic.wire.connection import Channel, listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Caller, Gone, Refused, Service
-from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
-from whalejax.swarm.wire.states import downloaded
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from whalejax.swarm_runtime.wire.states import downloaded
 
 
 KEY = b"k" * 32

@@ -181,7 +181,7 @@ def test_an_interrupt_says_what_is_not_saved(
     monkeypatch: pytest.MonkeyPatch,
     saves: bool,
 ) -> None:
-    monkeypatch.setattr("whalejax.swarm.running.Run", Interrupted)
+    monkeypatch.setattr("whalejax.swarm_runtime.running.Run", Interrupted)
     monkeypatch.setattr(signal, "signal", lambda *given: None)
     words = ["swarm", "serve", JOB, "--stages", str(jobs.STAGES)]
     words += ["--key", str(tmp_path / "k")]

@@ -15,10 +15,10 @@ import pytest
 import whalejax as wh
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
-from whalejax.swarm.checkpoints import Checkpoints
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.stage import StageState, ready_stage
-from whalejax.swarm.wire.states import digest_of
+from whalejax.swarm_runtime.checkpoints import Checkpoints
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.stage import StageState, ready_stage
+from whalejax.swarm_runtime.wire.states import digest_of
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -10,7 +10,7 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
 from whalejax.swarm.ledger import committed, counted
-from whalejax.swarm.working.summing import Total
+from whalejax.swarm_runtime.working.summing import Total
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -13,10 +13,10 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address
-from whalejax.swarm.leading.state import Pace
-from whalejax.swarm.moving import Mover
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.trainer import Trainer
+from whalejax.swarm_runtime.leading.state import Pace
+from whalejax.swarm_runtime.moving import Mover
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.trainer import Trainer
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -32,7 +32,7 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
     The peer is told so only when the next step is over, and is left alone meanwhile.
     """
     monkeypatch.setattr(
-        "whalejax.swarm.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
+        "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
     )
     mover, may_move = Mover(jobs.STAGES, period=1e-6), threading.Event()
 
@@ -96,7 +96,7 @@ def test_a_peer_moves_while_a_step_is_computed(
     Four gradients of the second step are computed; the others wait until it is there.
     """
     monkeypatch.setattr(
-        "whalejax.swarm.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
+        "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
     )
     mover, calls = Mover(jobs.STAGES, period=1e-6), itertools.count()
     held: list[int] = []

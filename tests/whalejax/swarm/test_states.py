@@ -14,9 +14,9 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import save
-from whalejax.swarm.leading.state import Settings
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.running import Place, Run
+from whalejax.swarm_runtime.leading.state import Settings
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.running import Place, Run
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -51,7 +51,7 @@ def test_a_lost_stage_goes_back_to_the_snapshot(
 ) -> None:
     """To the newest one, or to the beginning; all stages, and to the same losses."""
     # Until the lease ends, the stage is waited for, which is no attempt.
-    monkeypatch.setattr("whalejax.swarm.passage.MOST_ATTEMPTS", 8)
+    monkeypatch.setattr("whalejax.swarm_runtime.passage.MOST_ATTEMPTS", 8)
     with swarm(steps=STEPS, snapshot_every=every, lease_seconds=2.0) as found:
         for stage in range(jobs.STAGES):
             found.join(stage)
@@ -165,9 +165,9 @@ def test_a_full_disk_ends_no_step(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("whalejax.swarm.checkpoints.save", full)
-    monkeypatch.setattr("whalejax.swarm.running.RETRY_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr("whalejax.elastic.supervisor.journal.os.write", full)
+    monkeypatch.setattr("whalejax.swarm_runtime.checkpoints.save", full)
+    monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("whalejax.journals.journal.os.write", full)
     told: list[tuple[str, dict[str, Any]]] = []
     place = Place(save=tmp_path / "s", key=tmp_path / "key", save_every=1)
     found = Run(
@@ -195,8 +195,8 @@ def test_the_last_checkpoint_is_tried_again(
             raise failures.pop()
         save(*given, **more)
 
-    monkeypatch.setattr("whalejax.swarm.checkpoints.save", sometimes)
-    monkeypatch.setattr("whalejax.swarm.running.RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("whalejax.swarm_runtime.checkpoints.save", sometimes)
+    monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
     told: list[str] = []
     found = Run(
         jobs.cut(),

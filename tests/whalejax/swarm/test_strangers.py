@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import whalejax.swarm
+import whalejax.swarm_runtime
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
 from whalejax.elastic.wire.connection import dial
@@ -23,12 +24,12 @@ from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
-from whalejax.swarm import serving
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.peer import Peer
-from whalejax.swarm.registry import Registry, facts_of
-from whalejax.swarm.stage import Backward, Stage
-from whalejax.swarm.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from whalejax.swarm_runtime import serving
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.registry import Registry, facts_of
+from whalejax.swarm_runtime.stage import Backward, Stage
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -306,8 +307,12 @@ def test_frames_over_the_limit_take_no_memory() -> None:
 
 
 def test_nothing_of_a_swarm_is_unpickled() -> None:
-    assert whalejax.swarm.__file__ is not None
-    for path in Path(whalejax.swarm.__file__).parent.rglob("*.py"):
+    folders = [
+        Path(*room.__path__) for room in (whalejax.swarm, whalejax.swarm_runtime)
+    ]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    assert {"ledger.py", "coding.py"} <= {path.name for path in files}
+    for path in files:
         names = {
             alias.name
             for node in ast.walk(ast.parse(path.read_text()))
@@ -359,8 +364,8 @@ def test_a_stage_whose_messages_are_too_large_is_refused(
 ) -> None:
     cut = jobs.cut()
     assert not cut._too_large(0)
-    monkeypatch.setattr("whalejax.swarm.cut.MOST_ARRAY_BYTES", 100)
-    monkeypatch.setattr("whalejax.swarm.cut.MOST_ARRAYS", 2)
+    monkeypatch.setattr("whalejax.swarm_runtime.cut.MOST_ARRAY_BYTES", 100)
+    monkeypatch.setattr("whalejax.swarm_runtime.cut.MOST_ARRAYS", 2)
     border, half, count = cut._too_large(0)
     assert "stage 0 hands on" in border and "micro-batches" in border
     assert "sums gradients in parts of" in half and "more stages" in half

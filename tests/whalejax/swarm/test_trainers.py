@@ -17,9 +17,9 @@ from tests.whalejax.swarm.test_processes import processes
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Refused
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm.cut import Cut
-from whalejax.swarm.leading.further import FurtherTrainer
-from whalejax.swarm.leading.shares import ATTEMPTS, OWN, Share, Shares
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.further import FurtherTrainer
+from whalejax.swarm_runtime.leading.shares import ATTEMPTS, OWN, Share, Shares
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -14,11 +14,11 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters.leaves import dotted
-from whalejax.api.losses import Merged, is_merged
 from whalejax.capture.reported.judged import Said, judged
 from whalejax.capture.reported.paired import Trace, avals
 from whalejax.capture.reported.sample_dims import SampleRows, Unclear, reported_rows
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.user_code.losses import Merged, is_merged
 
 
 Told = tuple[tuple[str, Unclear], ...]

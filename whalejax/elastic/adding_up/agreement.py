@@ -21,7 +21,6 @@ from whalejax.elastic.adding_up.price import (
     AddingProcesses,
     choose,
 )
-from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp
 from whalejax.elastic.control import (
     FIRST_SECONDS,
     SUPERVISOR_SECONDS,
@@ -32,6 +31,7 @@ from whalejax.elastic.control import (
 from whalejax.elastic.wire.connection import dial
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 

@@ -27,9 +27,9 @@ from jax.sharding import SingleDeviceSharding
 from whalejax.adapters.leaves import is_key
 from whalejax.elastic.shard_copies.machines import NAME
 from whalejax.lowering.global_arrays import impl_of, wrapped
+from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import _leaves
-from whalejax.runtime.state import TrainState
 
 
 _HEADER_BYTES: Final = 8

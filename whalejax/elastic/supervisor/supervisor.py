@@ -29,7 +29,6 @@ from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_addres
 from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.member_record import (
     Effect,
@@ -63,12 +62,11 @@ from whalejax.elastic.wire.messages import (
     TO_SUPERVISOR_OF_AGENT,
     checked,
 )
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 
-
-FOLDER: Final = "elastic"
-"""Folder of a run's journal, key and logs, inside that of the run."""
 
 ADDRESS: Final = "supervisor.json"
 KEY: Final = "key"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from whalejax.elastic.supervisor.endings import Ending
+from whalejax.journals.status import loss_words
 
 
 _PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "saved"})
@@ -21,16 +22,6 @@ def counted(processes: int) -> str:
     ('1 process', '2 processes')
     """
     return f"{processes} process" + "es" * (processes != 1)
-
-
-def loss_words(fields: Mapping[str, Any]) -> str:
-    """Why a member was lost or failed.
-
-    Args:
-        fields: of the event ``"lost"``.
-    """
-    said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
-    return f"{fields['why']}{said}"
 
 
 def adding_up_words(by: str, why: str) -> str:

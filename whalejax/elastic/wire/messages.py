@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
-from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES
 from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES
 
 
 _LONGEST_TEXT: Final = 20_000

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.runtime.optimizer_state import updates
+from whalejax.lowering.optimizer_state import updates
 
 
 if TYPE_CHECKING:

@@ -36,10 +36,19 @@ from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT, Facts, place_of
 from whalejax.lowering.pipeline_mpmd.step import Pass
 from whalejax.lowering.pipeline_mpmd.transfers import Moves
 from whalejax.lowering.pipeline_mpmd.update import Parted, Where
+from whalejax.lowering.runner import (
+    abstract_state,
+    check_compiler_options,
+    evaluation_of,
+    finished,
+    fresh_state,
+    laid_out,
+)
 from whalejax.lowering.spmd.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
-from whalejax.lowering.step_runner import StepRunner
+from whalejax.lowering.state import Origin, TrainState, consuming
+from whalejax.lowering.step_runner import Evaluation, Metrics, StepRunner
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.dimensions import Dimensions
@@ -53,17 +62,6 @@ from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for
-from whalejax.runtime.runner import (
-    Evaluation,
-    Metrics,
-    abstract_state,
-    check_compiler_options,
-    evaluation_of,
-    finished,
-    fresh_state,
-    laid_out,
-)
-from whalejax.runtime.state import Origin, TrainState, consuming
 
 
 _ALL = -1

@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax.lowering.pipeline_mpmd.stage_programs import Site
 from whalejax.lowering.spmd.executor import Program, Sums
+from whalejax.lowering.state import TrainState
 from whalejax.planner.pipeline.program_cut import Division, Value
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.state import TrainState
 
 
 class StageExecutor(Protocol):

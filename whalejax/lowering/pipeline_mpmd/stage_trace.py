@@ -19,11 +19,11 @@ from whalejax import _compat
 from whalejax.adapters.leaves import fold_key
 from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.metrics import wide
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.spmd.evaluate import evaluate, named
 from whalejax.lowering.spmd.executor import Program, sums_of
 from whalejax.planner.pipeline.program_cut import PlacePart, Position, Units, Value
 from whalejax.planner.sharding.layout import Spec
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
 
 
 class _Absent:

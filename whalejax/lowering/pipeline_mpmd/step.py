@@ -20,10 +20,10 @@ from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.pipeline_mpmd.stage_programs import Site
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.spmd.executor import Sums
+from whalejax.lowering.state import TrainState
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, ScheduleRow
 from whalejax.planner.pipeline.transfer_order import Handing
-from whalejax.runtime.state import TrainState
 
 
 class Pass:

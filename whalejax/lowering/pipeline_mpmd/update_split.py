@@ -19,10 +19,10 @@ from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.capture.batch_independent_state import Steady
 from whalejax.jaxpr.steps import FixedValue, Operand, Step, Steps
+from whalejax.lowering.optimizer_state import kin_of
 from whalejax.lowering.spmd.executor import stepping
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.optimizer_state import kin_of
 
 
 Owner = int | None

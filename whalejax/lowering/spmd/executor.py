@@ -23,6 +23,8 @@ from jax.sharding import Mesh
 
 from whalejax import _compat
 from whalejax.lowering.metrics import summands, wide
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.optimizer_state import owners_of, updates
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.evaluate import Here, ScanReplacement, evaluate, named
 from whalejax.lowering.spmd.optimizer_offload import (
@@ -36,8 +38,6 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.terms import moves_to_host
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
-from whalejax.runtime.optimizer_state import owners_of, updates
 
 
 if TYPE_CHECKING:

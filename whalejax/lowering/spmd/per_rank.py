@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from whalejax.api.losses import Merged, is_merged
 from whalejax.lowering.metrics import wide
+from whalejax.lowering.optimizer_state import updates
 from whalejax.lowering.spmd import executor
 from whalejax.lowering.spmd.adasum import combined, weighted_means
 from whalejax.lowering.spmd.executor import Program, Sums
@@ -30,7 +30,7 @@ from whalejax.planner.cost.adasum import DATA, node_size
 from whalejax.planner.model.layer_axes import layers_by_path
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import Spec
-from whalejax.runtime.optimizer_state import updates
+from whalejax.user_code.losses import Merged, is_merged
 
 
 def plan_of_rank(plan: Plan) -> Plan:

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.sample_shares import PortionLayout, checked_shares
 from whalejax.lowering.spmd.executor import Program
 from whalejax.lowering.step_runner import StepRunner
 from whalejax.lowering.uneven.timer import Stopwatch
@@ -23,8 +25,6 @@ from whalejax.planner.balance.shares import dealt
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.uneven_replicas import most_shares
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
-from whalejax.runtime.sample_shares import PortionLayout, checked_shares
 
 
 _TOLD: Final = 3

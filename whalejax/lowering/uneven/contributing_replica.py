@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from whalejax.lowering.global_arrays import placed
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.state import TrainState, consuming
+from whalejax.lowering.step_runner import Metrics
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.replica import inputs_of
 from whalejax.lowering.uneven.replica_executor import Uneven
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
-from whalejax.runtime.runner import Metrics
-from whalejax.runtime.state import TrainState, consuming
 
 
 class Contributing:

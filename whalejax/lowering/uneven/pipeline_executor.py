@@ -31,6 +31,7 @@ from whalejax.lowering.global_arrays import (
     stages_mesh,
     wrapped,
 )
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
@@ -38,6 +39,8 @@ from whalejax.lowering.pipeline_mpmd.executor import Apart
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.pipeline_mpmd.step import Pass
 from whalejax.lowering.spmd.executor import Sums
+from whalejax.lowering.state import Origin, TrainState, bare, consuming
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.uneven.adaptive_shares import Following, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import Untrained, slopes
@@ -47,9 +50,6 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import ScheduleRow, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.micro_batch_rows import MicroBatchRows
-from whalejax.runtime.runner import Evaluation, Metrics
-from whalejax.runtime.state import Origin, TrainState, bare, consuming
 
 
 WHOLE = PartitionSpec()

@@ -17,19 +17,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from whalejax.capture.units import units_of
+from whalejax.lowering.runner import evaluation_of, finished, rest_layouts
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, differentiator, evaluator
+from whalejax.lowering.state import TrainState
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.flat_all_reduce import Buffers
 from whalejax.lowering.uneven.moving_statistics import Untrained
-from whalejax.runtime.runner import (
-    Evaluation,
-    Metrics,
-    evaluation_of,
-    finished,
-    rest_layouts,
-)
-from whalejax.runtime.state import TrainState
 
 
 class Replica:

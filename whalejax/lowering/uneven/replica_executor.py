@@ -18,12 +18,22 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from whalejax.capture import Captured
+from whalejax.lowering.batch_record import dtype_of
 from whalejax.lowering.global_arrays import is_here, joined, placed, seen_on
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.runner import (
+    abstract_state,
+    check_compiler_options,
+    fresh_state,
+    laid_out,
+    rest_layouts,
+)
 from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program
+from whalejax.lowering.state import Origin, TrainState, bare, consuming
+from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.uneven.adaptive_shares import Following
 from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
 from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
@@ -34,17 +44,6 @@ from whalejax.planner.balance.shares import dealt
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for
-from whalejax.runtime.batch_record import dtype_of
-from whalejax.runtime.runner import (
-    Evaluation,
-    Metrics,
-    abstract_state,
-    check_compiler_options,
-    fresh_state,
-    laid_out,
-    rest_layouts,
-)
-from whalejax.runtime.state import Origin, TrainState, bare, consuming
 
 
 MicroBatches = Mapping[int, Sequence[Any]]

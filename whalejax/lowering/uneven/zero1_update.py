@@ -23,6 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
+from whalejax.lowering.optimizer_state import owners_of
+from whalejax.lowering.runner import finished
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, followers, stepping
 from whalejax.lowering.spmd.optimizer_offload import (
@@ -33,14 +35,13 @@ from whalejax.lowering.spmd.optimizer_offload import (
     evaluated,
     flattened,
 )
+from whalejax.lowering.state import TrainState
+from whalejax.lowering.step_runner import Metrics
 from whalejax.lowering.uneven.flat_all_reduce import DATA, by_dtype, on_shards
 from whalejax.lowering.uneven.replica import Replica
 from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.optimizer_state import owners_of
-from whalejax.runtime.runner import Metrics, finished
-from whalejax.runtime.state import TrainState
 
 
 def cut_along(plan: Plan) -> dict[int, int]:

@@ -23,15 +23,16 @@ from whalejax.elastic import programs
 from whalejax.elastic.adding_up import agreement, price
 from whalejax.elastic.adding_up.agreement import Arbiter, agreed
 from whalejax.elastic.adding_up.price import AddingProcesses
-from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES, AddingUp, Way
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.programs import planned_replica
-from whalejax.elastic.status import show, status_of
-from whalejax.elastic.supervisor import journal
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.elastic.supervisor.supervisor import KEY
+from whalejax.journals import journal
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp, Way
+from whalejax.journals.journal import FOLDER
+from whalejax.journals.status import show, status_of
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError

@@ -22,8 +22,8 @@ from whalejax.elastic.adding_up.price import (
     message_seconds,
     price,
 )
-from whalejax.elastic.adding_up.way import COLLECTIVES, MESSAGES
 from whalejax.elastic.programs import planned_replica
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.catalogue import kind_names
 from whalejax.planner.errors import NothingFits

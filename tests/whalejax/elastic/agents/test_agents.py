@@ -19,10 +19,11 @@ from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.elastic.test_runs import audit, lost
 from whalejax.distributed.reserved_port import release_port, reserve_port
 from whalejax.elastic.agents.agent import Agent, AgentOptions, _check
-from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.keys import make_key
+from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 
 

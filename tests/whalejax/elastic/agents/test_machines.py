@@ -21,7 +21,8 @@ from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.elastic.test_spread import BATCH, reference
 from whalejax.distributed.reserved_port import release_port, reserve_port
 from whalejax.elastic.supervisor.memory_folder import memory_folders, remove_copies
-from whalejax.elastic.supervisor.supervisor import FOLDER, KEY
+from whalejax.elastic.supervisor.supervisor import KEY
+from whalejax.journals.journal import FOLDER
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.flags import QUICK
 from tests.whalejax.elastic.runs import ROOT
-from whalejax.elastic.supervisor import journal
-from whalejax.elastic.supervisor.supervisor import FOLDER
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 
 
 SECONDS = 240.0

@@ -1,0 +1,213 @@
+"""The models that the command line names: reference models, and functions in files."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whalejax.distributed.standard_streams import say
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from whalejax.user_code.losses import Job
+
+
+SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
+"""Words of tables of runs for what the reference models call otherwise."""
+
+
+def lasting_name(model: str) -> str:
+    """A model's name that holds in other folders too: files by their whole path.
+
+    Args:
+        model: as the command line gives it.
+    """
+    path, colon, function = model.rpartition(":")
+    return f"{Path(path).resolve()}{colon}{function}" if colon else model
+
+
+def is_file(model: str) -> bool:
+    """Whether a model's name is that of a file, and no reference model's.
+
+    Args:
+        model: as the command line gives it.
+    """
+    return ":" in model or model.endswith(".py")
+
+
+def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
+    """The job that the command line names.
+
+    Args:
+        name: a reference model, or ``file.py:function``.
+        options: of the model, or arguments of the function.
+
+    Raises:
+        WhaleError: there is no such model, file or function, or it makes no job.
+
+    >>> find_job("mlp").name
+    'mlp'
+    """
+    path, colon, function = name.rpartition(":")
+    if is_file(name):
+        return _job_from_file(Path(path or name), function if colon else "", options)
+    from whalejax import models
+
+    if name in models.available():
+        words = {SYNONYMS.get(key, key): v for key, v in (options or {}).items()}
+        if wider := models.widened(name, words):
+            sizes = " ".join(f"{key}={value}" for key, value in wider.items())
+            text = f"{sizes}, in proportion to hidden as in {name}; --set fixes others"
+            say(f"whalejax: {text}")
+        return models.job(name, **words, **wider)
+    near = difflib.get_close_matches(name, models.available(), n=3, cutoff=0.5)
+    raise WhaleError(
+        f"no reference model is named {name!r}"
+        f"{'; nearest: ' + ', '.join(near) if near else ''}. There are: "
+        f"{', '.join(models.available())}. A model of your own: file.py:function, "
+        "whose function returns a wh.Job"
+    )
+
+
+def named_values(
+    words: Sequence[str], option: str = "--set", example: str = "layers=24"
+) -> dict[str, Any]:
+    """What ``NAME=VALUE`` words say.
+
+    Values are numbers, ``true`` and ``false``, or text.
+
+    Args:
+        words: as given.
+        option: of the command line, for the message.
+        example: of a word, for the message.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
+    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
+    """
+    problems = Problems(option)
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier() and text):
+            problems.add(f"{word!r} is no NAME=VALUE, such as {example}")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = value_of(text)
+    problems.raise_if_any()
+    return found
+
+
+def value_of(text: str) -> int | float | bool | str:
+    """The number, ``true`` or ``false`` that a word stands for, or the word."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text
+
+
+def _job_from_file(
+    path: Path, function: str, options: Mapping[str, Any] | None = None
+) -> Job:
+    from whalejax.user_code.losses import Job
+
+    if not path.is_file():
+        raise WhaleError(
+            f"MODEL is {str(path)!r} and {function!r}; there is no such file "
+            f"({path.absolute()}). Give file.py:function"
+        )
+    module = _load(path)
+    make = _function(module, path, function)
+    parameters = inspect.signature(make).parameters.values()
+    given = dict(options or {})
+    known = [p.name for p in parameters]
+    stray = [name for name in given if name not in known]
+    if stray:
+        raise WhaleError(
+            f"--set {', '.join(stray)}: {path}:{function} takes "
+            f"{', '.join(known) or 'no argument'}"
+        )
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind < 2 and p.name not in given
+    ]
+    if needed:
+        raise WhaleError(
+            f"{path}:{function} takes {', '.join(needed)}; expected a function of no "
+            "argument that returns a wh.Job. Give its parameters default values"
+        )
+    job = _of_the_user(path, functools.partial(make, **given))
+    if not isinstance(job, Job):
+        raise WhaleError(
+            f"{path}:{function} returned {type(job).__name__}; expected "
+            "wh.Job(loss_fn, make_model, batch, optimizer)"
+        )
+    return job
+
+
+def _load(path: Path) -> ModuleType:
+    """Run a file as a module; its neighbours can be imported, as in a script."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise WhaleError(f"{path} is no Python file; expected a name that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.path.insert(0, str(path.absolute().parent))
+    _of_the_user(path, functools.partial(spec.loader.exec_module, module))
+    return module
+
+
+def _of_the_user(path: Path, call: Callable[[], Any]) -> Any:
+    """Run code of the user's file; what it raises is said with its place."""
+    try:
+        return call()
+    except WhaleError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+        if isinstance(error, SyntaxError):
+            places = [f"{error.filename}:{error.lineno}"]
+        own = [p for p in places if p.startswith(str(path.absolute().parent))]
+        raise WhaleError(
+            f"{path} raised {type(error).__name__}: {error} (at {(own or places)[-1]})"
+        ) from error
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
+    own = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    found: Callable[..., Any] | None = getattr(module, name, None) if name else None
+    if callable(found):
+        return found
+    if not name:
+        raise WhaleError(
+            f"MODEL is {str(path)!r} and names no function in it; expected "
+            f"file.py:function. It has {', '.join(own) or 'none'}"
+        )
+    near = difflib.get_close_matches(name, own, n=3, cutoff=0.4)
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    raise WhaleError(
+        f"{path} has no function {name!r}{nearest}. It has {', '.join(own) or 'none'}"
+    )

@@ -1,0 +1,158 @@
+"""Mixed precision: compute in 16 bits, keep masters and gradients in float32.
+
+The cast stands inside the traced loss, so that everything behind it (gathers of
+parameters, products, activations) is counted and moved at the narrow width, and the
+gradient arrives at the master in float32 through the cast's own transpose. In
+float16 the loss is scaled too; see ``lowering.loss_scale``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax.numpy as jnp
+
+from whalejax.adapters.base import Adapter
+from whalejax.meshes.dtypes import PRECISIONS
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.terms import ALL
+
+
+CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
+"""Bytes of a parameter as computed with, over its stored bytes."""
+
+SMALL_PART: Final = 0.05
+"""Of the work of all products: where no more is of float32, as a router is, the rest of
+the model is cast."""
+
+
+def at_precision(adapter: Adapter, precision: str) -> Adapter:
+    """An adapter whose loss computes at a precision.
+
+    Args:
+        adapter: the model.
+        precision: one of ``PRECISIONS``.
+
+    Raises:
+        WhaleError: another precision.
+    """
+    if precision not in PRECISIONS:
+        raise WhaleError(
+            f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}"
+        )
+    if precision == "f32":
+        return adapter
+    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float16
+    return dataclasses.replace(adapter, compute_dtype=dtype)
+
+
+def taken_precision(
+    asked: str, traced: Callable[[str | Mapping[str, str]], Any]
+) -> tuple[str | Mapping[str, str], list[str]]:
+    """How the precision of a whole model is brought about, so that it has an effect.
+
+    Parameters and batches are cast once, and the model's own promotion does the rest.
+    Where the model insists on float32, for more than a router or the like, a cast would
+    change nothing, or end in types that do not fit; there every product is of 16 bits,
+    as if all TaskGraphs asked for it.
+
+    Args:
+        asked: one of ``PRECISIONS``.
+        traced: the programs of the loss at a precision.
+
+    Returns:
+        The precision that is planned with, and what a user should know.
+
+    Raises:
+        Exception: what the loss raises, where it can be traced in neither way.
+    """
+    if asked == "f32":
+        return asked, []
+    by_product = {ALL: asked}
+    start = f"precision={asked!r} is taken as {by_product!r}, product by product: "
+    try:
+        captured = traced(asked).captured
+        wide, part = captured.wide_products, captured.float32_part
+    except WhaleError:
+        raise
+    except Exception as error:  # whatever a loss may raise
+        try:
+            traced(by_product).captured  # noqa: B018
+        except Exception:
+            raise error from None
+        said = str(error).strip().partition("\n")[0]
+        return by_product, [
+            f"{start}with parameters and batch cast to it the loss cannot be traced "
+            f"({type(error).__name__}: {said:.100})"
+        ]
+    free = wide.pop("", 0)
+    if free and part > SMALL_PART:
+        are = "product is" if free == 1 else "products are"
+        return by_product, [
+            f"{start}{free} {are} of float32 whatever parameters and batch are, as in "
+            "modules with a dtype of their own"
+        ]
+    if free:
+        wide[f"({part:.2%} of the work), whose operands the model casts,"] = free
+    return asked, [
+        f"{asked}: {product_words(count)} {where} stay{'s' * (count == 1)} in float32"
+        for where, count in wide.items()
+    ]
+
+
+def product_words(count: int) -> str:
+    """So many products.
+
+    >>> product_words(1), product_words(2)
+    ('1 product', '2 products')
+    """
+    return "1 product" if count == 1 else f"{count} products"
+
+
+def widest_work(graph: Graph) -> str:
+    """The type that most of a model's products are in; float32 if it has none."""
+    work: dict[str, float] = {}
+    for op in graph.ops:
+        if op.matmul is not None:
+            name = graph.tensors[op.operands[0]].dtype
+            work[name] = work.get(name, 0.0) + float(math.prod(op.matmul))
+    return max(work, key=lambda name: work[name], default="float32")
+
+
+def bf16_note(plan: Plan, graph: Graph) -> list[str]:
+    """What is said of products in 16 bits on devices without units for them.
+
+    Args:
+        plan: on any devices.
+        graph: the captured loss.
+    """
+    products = [op for op in graph.ops if op.matmul is not None]
+    types = {graph.tensors[op.operands[0]].dtype for op in products}
+    without = [
+        f"{kind.display_name()} has no fast units for {dtype}: products run in "
+        f"float32, with {kind.peak_flops('f32') / 1e12:g} TFLOP/s"
+        for kind in plan.cluster.kinds
+        for dtype in ("bfloat16", "float16")
+        if dtype in types and kind.multiplies_in("f16") == "f32"
+    ]
+    kinds = [
+        kind
+        for kind in plan.cluster.kinds
+        if kind.widens_bfloat16 and kind.multiplies_in("f16") == "f16"
+    ]
+    if "bfloat16" not in types:
+        return without
+    asked = "bf16" in (plan.precision, *dict(plan.precisions).values())
+    remedy = "precision='f16' takes" if asked else "A model that says float16 takes"
+    return without + [
+        f"{kind.display_name()} has no units for bfloat16: XLA multiplies in float32 "
+        f"there, with {kind.peak_flops('f32') / 1e12:g} instead of "
+        f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. {remedy} its units (if it has "
+        f"some for bfloat16, say so: kinds.{kind.name}.flops_per_second.bf16)"
+        for kind in kinds
+    ]

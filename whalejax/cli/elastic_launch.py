@@ -1,0 +1,107 @@
+"""``whalejax launch`` and ``train`` with ``--processes MIN:MAX``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Final
+
+from whalejax.cli import elastic_outcome
+from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
+from whalejax.cli.process_places import check_places, placed
+from whalejax.elastic.launching import supervise
+from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
+from whalejax.elastic.worker import mesh_asked
+from whalejax.meshes.errors import Problems, WhaleError
+
+
+_ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
+"""Options of plans that elastic runs take."""
+
+
+def launch_elastic(command: LaunchCommand) -> int:
+    """Run a script as processes that may be lost and come back.
+
+    Args:
+        command: the options.
+
+    Returns:
+        0 where all steps were done, 143 where it was told to end, else 1 or 2.
+
+    Raises:
+        WhaleError: options contradict each other.
+    """
+    least, most = least_and_most(command.processes)
+    with Problems("whalejax launch") as problems:
+        check_places(command, most + command.spares, problems)
+        if command.cpu_quota:
+            problems.add(
+                f"--cpu-quota is {command.cpu_quota}; with MIN:MAX no process has one. "
+                "Leave it out"
+            )
+    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
+    words = (sys.executable, str(command.script), *command.arguments)
+    began = time.monotonic()
+    with placed(command, command.logs, most + command.spares) as places:
+        status = supervise(
+            words,
+            command.logs,
+            settings,
+            places,
+            seconds=command.exit_timeout,
+            quiet=command.json or command.quiet,
+        )
+    elastic_outcome.print_launched(command, status, time.monotonic() - began)
+    return status
+
+
+def train_elastically(command: TrainCommand) -> int:
+    """Train a job with processes that may be lost and come back.
+
+    Args:
+        command: the options.
+
+    Returns:
+        As for ``launch_elastic``.
+
+    Raises:
+        WhaleError: options contradict each other.
+    """
+    assert command.processes is not None
+    least, most = least_and_most(command.processes)
+    with Problems("whalejax train --processes") as problems:
+        check_places(command, most + command.spares, problems)
+        if command.save is None:
+            problems.add(
+                "--processes was given without --save DIR, where checkpoints and the "
+                "journal of the run go. Give it"
+            )
+        given = [name for name, _ in given_plan_options(command)]
+        given += ["--plan"] * (command.plan is not None)
+        given += ["--replay"] * bool(command.replay)
+        for name in given:
+            if name not in _ELASTIC_TOO:
+                problems.add(
+                    f"{name} was given, which elastic runs do not take: each process "
+                    "runs the whole model as one replica, or its part by --mesh. Leave "
+                    "it out, or leave out --processes"
+                )
+        try:
+            mesh_asked(command.mesh)
+        except WhaleError as error:
+            problems.add(str(error))
+    assert command.save is not None
+    words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
+    settings = SupervisorSettings(least=least, most=most, spares=command.spares)
+    began = time.monotonic()
+    with placed(command, command.save, most + command.spares) as places:
+        status = supervise(words, command.save, settings, places, quiet=command.quiet)
+    elastic_outcome.print_trained(command, status, time.monotonic() - began)
+    return status
+
+
+def told(command: TrainCommand) -> str:
+    """The options of a command as one word, for the process that it starts."""
+    return json.dumps(dataclasses.asdict(command), default=str)

@@ -1,0 +1,151 @@
+"""What an elastic run came to, as the commands that ran it print it.
+
+The numbers are those of its journal: the process that prints them did none of its work.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.elastic.mesh_sizes import REPLICAS
+from whalejax.journals.adding_up import COLLECTIVES
+from whalejax.journals.journal import EVENTS, FOLDER, read
+from whalejax.journals.status import RunStatus, document, status_of
+
+
+_NOT_RUN: Final = 2
+"""Status of a supervisor that could not run, or of a run that was refused."""
+
+
+def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
+    """Print what ``whalejax launch --processes MIN:MAX`` came to.
+
+    Args:
+        command: the options.
+        status: of the run.
+        seconds: that it took, everything counted.
+    """
+    run = _run(command.logs, status, seconds)
+    if command.json:
+        print(json.dumps(launched(run, command.logs, status)), flush=True)
+    elif run is not None and not command.quiet:
+        print(sentence(run, command.logs, seconds), flush=True)
+
+
+def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
+    """The run that a command started; None where there was none."""
+    if status == _NOT_RUN:
+        opened = [e for e in read(folder / FOLDER / EVENTS) if e["event"] == "opened"]
+        if not opened or opened[-1]["time"] < time.time() - seconds:
+            return None
+    return status_of(folder)[-1]
+
+
+def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
+    """How processes ended: the values of a launch with a fixed number, and more.
+
+    Args:
+        run: as its journal tells it; None where there was none.
+        logs: folder of ``--logs``.
+        status: of the run.
+    """
+    found: dict[str, Any] = {"status": status, "failure": None, "ranks": []}
+    if run is None:
+        return {**found, "failure": "no supervisor could run; standard error says why"}
+    ranks = [
+        {
+            "rank": member.rank,
+            "host": member.host,
+            "kind": None,
+            "devices": None,
+            "cpu_quota_percent": None,
+            "log": str(logs / FOLDER / f"{name}.log"),
+            "name": name,
+            "pid": member.pid,
+            "state": member.state,
+        }
+        for name, member in run.members.items()
+    ]
+    told = document([run])
+    more = {name: told[name] for name in ("generations", "lost", "goodput")}
+    return {**found, "failure": run.why or None, "ranks": ranks, **more}
+
+
+def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
+    """Print what ``whalejax train --processes`` came to.
+
+    Args:
+        command: the options.
+        status: of the run.
+        seconds: that it took, everything counted.
+    """
+    assert command.save is not None
+    run = _run(command.save, status, seconds)
+    if run is not None and not command.quiet:
+        print(sentence(run, command.save, seconds), flush=True)
+    if command.json:
+        print(json.dumps(trained(run, command, status, seconds)), flush=True)
+
+
+def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
+    """A run in one line.
+
+    Args:
+        run: as its journal tells it.
+        folder: of the run.
+        seconds: that it took, everything counted.
+    """
+    where = f"whalejax status {folder} shows more"
+    if run.loss is None or run.loss_first is None:
+        none = ", no step was done"
+        if not run.steps:  # An ordinary script's steps are its own.
+            none = ""
+        elif run.step >= run.steps:
+            none = f", all {run.steps} steps were done before"
+        return f"{run.state}{none}, {seconds:.1f} s in all; {where}"
+    return (
+        f"{run.state}, loss {run.loss_first:.4f} to {run.loss:.4f} in {run.steps_done} "
+        f"steps, {seconds:.1f} s in all; {where}"
+    )
+
+
+def trained(
+    run: RunStatus | None, command: TrainCommand, status: int, seconds: float
+) -> dict[str, Any]:
+    """What training came to: the values of a run in one process, and more.
+
+    Args:
+        run: as its journal tells it; None where there was none.
+        command: the options.
+        status: of the run.
+        seconds: that it took, everything counted.
+    """
+    last = run.generations[-1].members if run and run.generations else ()
+    way = run.adding_up if run else None
+    spread = list(command.mesh) not in ([], [REPLICAS])
+    if way is not None:
+        spread = way.by == COLLECTIVES
+    found: dict[str, Any] = {
+        "model": command.model,
+        "steps": run.steps_done if run else 0,
+        "loss_first": run.loss_first if run else None,
+        "loss_last": run.loss if run else None,
+        "max_rel_diff_vs_one_device": None,
+        # Of one model over all processes each generation has a plan of its own.
+        "mesh": None if spread else {"data": len(last)},
+        "predicted_step_s": None,
+        "measured_step_s": run.step_seconds if run else None,
+        "tokens_per_s": None,
+        "samples_per_s": None,
+        "seconds": seconds,
+        "status": status,
+    }
+    if run is not None:
+        told = document([run])
+        names = ("state", "why", "generations", "members", "lost", "goodput")
+        found |= {name: told[name] for name in (*names, "adding_up", "checkpoint")}
+    return found

@@ -1,0 +1,130 @@
+"""Where the processes of an elastic run are held: on this machine, or by agents."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from whalejax.cli.options import LaunchCommand, TrainCommand
+from whalejax.distributed.launch_env import PORT, joined_address
+from whalejax.distributed.launch_spec import is_here
+from whalejax.distributed.local_gpus import refusal, visible_gpus
+from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.elastic.launching import LOOPBACK, ProcessPlaces
+from whalejax.meshes.errors import Problems
+
+
+if TYPE_CHECKING:
+    from whalejax.elastic.engines.ray_agents import RayAgents
+
+
+_HERE: Final = LaunchCommand(script=Path()).hosts
+_REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
+
+
+def check_places(
+    command: LaunchCommand | TrainCommand, most: int, problems: Problems
+) -> None:
+    """Record what is wrong with where processes are to run.
+
+    Args:
+        command: the options.
+        most: processes of the run, spares included.
+        problems: of the command.
+    """
+    hosts = _hosts(command)
+    if not hosts and command.host is None and command.ray is None:
+        if why := refusal(visible_gpus(), most):
+            problems.add(f"--processes: {why}")
+    try:
+        shell = shlex.split(command.remote_shell)
+    except ValueError as error:
+        shell = []
+        problems.add(f"--remote-shell is {command.remote_shell!r} ({error})")
+    if not shell and not command.remote_shell.strip():
+        problems.add("--remote-shell is empty; expected words such as ssh -tt")
+    away = [host for host in hosts if not is_here(host)]
+    if len(set(hosts)) < len(hosts) or not all(hosts):
+        problems.add(f"--hosts is {command.hosts}; expected different names, as in a,b")
+    elif len(hosts) > most:
+        problems.add(
+            f"--hosts names {len(hosts)} hosts for at most {most} "
+            "processes; expected at least one for each. Raise MAX, or name fewer"
+        )
+    if away and shell and not shutil.which(shell[0]):
+        problems.add(
+            f"--remote-shell: there is no program {shell[0]!r} "
+            f"here, and {', '.join(away)} are other hosts. Install it, or name another"
+        )
+    if hosts and command.ray is not None:
+        problems.add(
+            f"--hosts is {command.hosts} with --ray {command.ray}; agents are started "
+            "by one of the two. Leave one out"
+        )
+    if not hosts and command.remote_shell != _REMOTE_SHELL:
+        problems.add(
+            f"--remote-shell is {command.remote_shell} without --hosts, and is used "
+            "for these only. Leave it out, or name hosts"
+        )
+
+
+@contextlib.contextmanager
+def placed(
+    command: LaunchCommand | TrainCommand, folder: Path, most: int
+) -> Iterator[ProcessPlaces]:
+    """Start the agents that a command asks for; they end with the block.
+
+    Args:
+        command: the options.
+        folder: of the run.
+        most: processes of the run, spares included.
+
+    Raises:
+        WhaleError: an agent cannot be started.
+    """
+    hosts, host = _hosts(command), command.host
+    if host is None and hosts:
+        host = _address_for(hosts)
+    if host is None and command.ray is not None:
+        host = socket.gethostname()
+    if host is None:
+        yield ProcessPlaces(port=command.port)
+        return
+    port = command.port or PORT
+    where = joined_address(host, port)
+    awaited = hosts
+    with contextlib.ExitStack() as stack:
+        if command.ray is not None:
+            agents = stack.enter_context(_on_ray(command.ray, where, folder, most))
+            awaited = tuple(agents.names)
+        elif hosts:
+            stack.enter_context(
+                HostAgents(
+                    hosts,
+                    where,
+                    folder,
+                    processes=-(-most // len(hosts)),
+                    remote_shell=shlex.split(command.remote_shell),
+                )
+            )
+        yield ProcessPlaces(host=host, port=port, awaited=awaited)
+
+
+def _hosts(command: LaunchCommand | TrainCommand) -> tuple[str, ...]:
+    return () if command.hosts == _HERE else tuple(command.hosts.split(","))
+
+
+def _on_ray(address: str, where: str, folder: Path, most: int) -> RayAgents:
+    from whalejax.elastic.engines.ray_agents import RayAgents
+
+    return RayAgents(address, where, folder, processes=most)
+
+
+def _address_for(hosts: Sequence[str]) -> str:
+    """Where agents of these hosts reach this machine."""
+    return LOOPBACK if all(map(is_here, hosts)) else socket.gethostname()

@@ -1,0 +1,1 @@
+"""What runs write of themselves as they go, and what can be read from it."""

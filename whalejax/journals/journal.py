@@ -1,0 +1,133 @@
+"""What happened in a run, as one JSON line per event; a supervisor goes on from it.
+
+An event is on the disk before anything that follows from it is done. A line that a kill
+cut short is the last one, and what it would have led to was not done. Where the disk is
+full, events wait in memory and the run goes on, but no process is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.meshes.errors import WhaleError
+
+
+FOLDER: Final = "elastic"
+"""Folder of a run's journal, key and logs, inside that of the run."""
+
+EVENTS: Final = "events.jsonl"
+COMMITS: Final = "commits.jsonl"
+
+
+class JournalLines:
+    """A file of JSON lines that is written to its end.
+
+    Attributes:
+        problem: why the newest event could not be written yet; empty where it was.
+    """
+
+    def __init__(self, path: Path, *, durable: bool) -> None:
+        """Open it; a line that was cut short is ended.
+
+        Args:
+            path: of the file.
+            durable: each line is on the disk when ``write`` returns.
+        """
+        self._durable = durable
+        self._waiting: deque[bytes] = deque()
+        self.problem, self._synced = "", True
+        try:
+            self._opened = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
+            size = os.fstat(self._opened).st_size
+            if size and os.pread(self._opened, 1, size - 1) != b"\n":
+                self._waiting.append(b"\n")
+        except OSError as error:
+            raise WhaleError(
+                f"{path}: the events of this run cannot be written "
+                f"({error.strerror or error}). Give a folder that can be written"
+            ) from error
+        self.flush()
+
+    def write(self, event: str, fields: Mapping[str, object]) -> None:
+        """Write an event; where the disk is full, it is kept until there is space.
+
+        Args:
+            event: what happened.
+            fields: more about it.
+        """
+        said = {"time": round(time.time(), 3), "event": event, **fields}
+        self._waiting.append((json.dumps(said) + "\n").encode())
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what is kept; whether nothing is any more."""
+        if not self._waiting and self._synced:
+            return True
+        try:
+            self._synced = not self._durable
+            while self._waiting:
+                data = self._waiting[0]
+                written = os.write(self._opened, data)
+                if written < len(data):
+                    self._waiting[0] = data[written:]
+                else:
+                    self._waiting.popleft()
+            if self._durable:
+                os.fdatasync(self._opened)
+                self._synced = True
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            return False
+        self.problem = ""
+        return True
+
+    @property
+    def is_written(self) -> bool:
+        """Nothing is kept in memory only."""
+        return not self._waiting and self._synced
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._opened)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events in a file, without lines that were cut short; none without a file."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(said, dict) and isinstance(said.get("event"), str):
+            found.append(said)
+    return found
+
+
+def is_over(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the run that these events tell of has come to its end."""
+    over = False
+    for said in events:
+        over = said["event"] == "ending" or (over and said["event"] != "opened")
+    return over
+
+
+def losses(commits: Iterable[Mapping[str, Any]]) -> dict[int, tuple[int, float]]:
+    """Generation and loss of each committed step, as it was done last.
+
+    Args:
+        commits: in order.
+    """
+    return {said["step"]: (said["generation"], said["loss"]) for said in commits}

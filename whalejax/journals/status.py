@@ -1,0 +1,422 @@
+"""``whalejax status``: the elastic runs of a folder, as their journal tells them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import printable
+from whalejax.journals import journal
+from whalejax.journals.adding_up import AddingUp
+from whalejax.journals.journal import FOLDER
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import is_held
+
+
+_INTERRUPTED_STATUS: Final = 143
+_LONGEST: Final = 500
+
+STATE_OF: Final = {
+    "started": "starting",
+    "registered": "compiling",
+    "ready": "standing by",
+    "finished": "finished",
+    "leaving": "leaving",
+    "left": "left its loop",
+    "failed": "failed",
+}
+"""What a member does after an event; ``"begun"`` and its end are looked at closer."""
+
+_OF_STATES: Final = ("begun", "recovered", "finished", "saved")
+"""Events whose step is that of a state, which somebody then has; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A generation: when it began, at which step, with whom."""
+
+    number: int
+    seconds: float
+    step: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostMember:
+    """A member that was given up, or ended by an error of its own.
+
+    Attributes:
+        name: of the member.
+        seconds: since the run began.
+        step: the newest that was committed.
+        why: it was given up, or how it ended.
+        state: ``"lost"`` or ``"failed"``.
+    """
+
+    name: str
+    seconds: float
+    step: int
+    why: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """A process of a run.
+
+    Attributes:
+        state: ``"starting"``, ``"compiling"``, ``"standing by"``, ``"training"``,
+            ``"leaving"``, ``"left its loop"`` or ``"finished"``; of one that has ended
+            ``"complete"``, ``"drained"`` (it was told to leave), ``"interrupted"`` (the
+            run was told to end), ``"ended"`` (as the run was given up), ``"failed"``
+            (by an error of its own) or ``"lost"`` (it was given up).
+        rank: in the newest generation that it was in, or None.
+        pid: its process, or None where the supervisor did not start it.
+        host: where the others reach it, or None where it has not said.
+    """
+
+    state: str
+    rank: int | None
+    pid: int | None
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """One run in a folder: from a launch to its end, however often restarted.
+
+    Attributes:
+        state: ``"running"``, ``"without supervisor"`` (which was killed, and goes on
+            where it is started again), ``"complete"``, ``"drained"`` or
+            ``"interrupted"`` (it was told to end), ``"failed"``, ``"refused"`` (what it
+            was given cannot be run) or ``"lost"``.
+        why: of an end that was not complete.
+        step, steps: done, and to be done in all.
+        steps_done: in this run; those of a checkpoint that it began with are not.
+        loss_first, loss: of its first and its newest step.
+        step_seconds: median time of a step; None before there are enough.
+        generations: in order.
+        members: all processes, by name.
+        lost: who was given up or failed.
+        adding_up: how gradients are added up; None before it is decided, and of
+            ordinary scripts.
+        checkpoint: the newest.
+        goodput: committed steps times the median of a step, over the time since the
+            first; None before there are enough.
+        seconds: since it began.
+        ended: exit status of a run that is over, or None.
+    """
+
+    state: str
+    why: str
+    step: int
+    steps: int
+    steps_done: int
+    loss_first: float | None
+    loss: float | None
+    step_seconds: float | None
+    generations: tuple[Generation, ...]
+    members: Mapping[str, MemberStatus]
+    lost: tuple[LostMember, ...]
+    adding_up: AddingUp | None
+    checkpoint: str | None
+    goodput: float | None
+    seconds: float
+    ended: int | None
+
+
+Events = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJournal:
+    """What is written of one run.
+
+    Attributes:
+        events: in order; the first is ``"opened"``.
+        commits: of its generations, in order.
+        has_supervisor: one runs now.
+    """
+
+    events: Events
+    commits: Events
+    has_supervisor: bool
+
+
+def status_of(folder: Path) -> tuple[RunStatus, ...]:
+    """The runs of a folder, in order; the last is the newest.
+
+    Args:
+        folder: of the checkpoints, or of the logs.
+
+    Raises:
+        WhaleError: there is no elastic run.
+    """
+    return tuple(map(run_status, journals_of(folder)))
+
+
+def journals_of(folder: Path) -> tuple[RunJournal, ...]:
+    """What is written of each run of a folder, in order; see ``status_of``."""
+    home = _home(folder)
+    events = journal.read(home / journal.EVENTS)
+    places = [n for n, said in enumerate(events) if said["event"] == "opened"]
+    if not places:
+        raise WhaleError(
+            f"{folder} holds no elastic run. Name the folder of --save, or that of "
+            "--logs, of whalejax launch --processes MIN:MAX"
+        )
+    commits = journal.read(home / journal.COMMITS)
+    ends = [*places[1:], len(events)]
+    runs = []
+    for first, end in zip(places, ends, strict=True):
+        run = events[first:end]
+        # No two runs of a folder share the number of a generation.
+        numbers = {e["generation"] for e in run if e["event"] == "begun"}
+        mine = [said for said in commits if said["generation"] in numbers]
+        goes_on = end == len(events) and is_held(home)
+        runs.append(RunJournal(events=run, commits=mine, has_supervisor=goes_on))
+    return tuple(runs)
+
+
+def run_status(run: RunJournal) -> RunStatus:
+    """The state of one run.
+
+    Args:
+        run: what is written of it.
+    """
+    events, commits = run.events, run.commits
+    began = events[0]["time"]
+    ends = [said for said in events if said["event"] == "ending"]
+    last = max([events[-1]["time"], *(c["time"] for c in commits)])
+    facts = next((said for said in events if said["event"] == "facts"), {})
+    saved = [said["path"] for said in events if said["event"] == "saved"]
+    status = ends[-1]["status"] if ends else None
+    state = "running" if run.has_supervisor else "without supervisor"
+    if ends:
+        state = _end_of(ends[-1])
+    _, took = _times(commits)
+    members = _members(events)
+    return RunStatus(
+        state=state,
+        why=ends[-1].get("why", "") if ends and status else "",
+        step=_newest_step(events, commits),
+        steps=int(facts.get("steps", 0)),
+        steps_done=len({c["step"] for c in commits}),
+        loss_first=commits[0]["loss"] if commits else None,
+        step_seconds=statistics.median(took) if took else None,
+        loss=commits[-1]["loss"] if commits else None,
+        generations=tuple(
+            Generation(
+                number=said["generation"],
+                seconds=round(said["time"] - began, 1),
+                step=said["step"],
+                members=tuple(said["members"]),
+            )
+            for said in events
+            if said["event"] == "begun"
+        ),
+        members=members,
+        lost=tuple(
+            LostMember(
+                name=said["name"],
+                seconds=round(said["time"] - began, 1),
+                step=said["step"],
+                why=loss_words(said),
+                state=members[said["name"]].state,
+            )
+            for said in _before_end(events)
+            if said["event"] == "lost"
+        ),
+        adding_up=_adding_up(events),
+        checkpoint=saved[-1] if saved else None,
+        goodput=goodput_of(commits),
+        seconds=round(last - began, 1),
+        ended=status,
+    )
+
+
+def _adding_up(events: Events) -> AddingUp | None:
+    for said in events:
+        if said["event"] == "adding_up":
+            return AddingUp(by=said["by"], why=said["why"])
+    return None
+
+
+def _newest_step(events: Events, commits: Events) -> int:
+    """The newest step that is done, also by an earlier run whose state this one has."""
+    told = [said["step"] for said in events if said["event"] in _OF_STATES]
+    return max([0, *map(int, told), *(int(said["step"]) for said in commits)])
+
+
+def _home(folder: Path) -> Path:
+    pointer = folder / f"{FOLDER}.json"
+    try:
+        found = json_module.loads(pointer.read_text())
+        return Path(found["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder / FOLDER
+
+
+def _before_end(events: Events) -> Events:
+    """The events before a run ended: whoever goes then is not lost."""
+    for place, said in enumerate(events):
+        if said["event"] == "ending":
+            return events[:place]
+    return events
+
+
+def _end_of(ending: Mapping[str, Any]) -> str:
+    """How a run ended: as the event says, or by its exit status."""
+    by_status = {0: "complete", _INTERRUPTED_STATUS: "interrupted"}
+    return str(ending.get("how") or by_status.get(ending["status"], "failed"))
+
+
+def _members(events: Events) -> dict[str, MemberStatus]:
+    found: dict[str, MemberStatus] = {}
+    before = len(_before_end(events))
+    ending = events[before] if before < len(events) else None
+    for place, said in enumerate(events):
+        if said["event"] == "begun":
+            for rank, name in enumerate(said["members"]):
+                _change(found, name, state="training", rank=rank)
+        name, state = said.get("name", ""), STATE_OF.get(said["event"])
+        if said["event"] in ("lost", "ended"):
+            was = found[name].state if name in found else ""
+            _change(found, name, state=_state_at_end(said, was, place > before, ending))
+        elif state is not None:
+            if said["event"] == "registered" and not _begins(found, name):
+                continue  # It came back to a supervisor that was started again.
+            known = {key: said[key] for key in ("pid", "host") if key in said}
+            _change(found, name, state=state, **known)
+    if ending is not None:
+        for name in _still_there(found):
+            _change(found, name, state=_over(ending))
+    return found
+
+
+def _begins(found: Mapping[str, MemberStatus], name: str) -> bool:
+    return name not in found or found[name].state in ("", STATE_OF["started"])
+
+
+def _change(found: dict[str, MemberStatus], name: str, **changed: Any) -> None:
+    known = found.get(name, MemberStatus(state="", rank=None, pid=None, host=None))
+    found[name] = dataclasses.replace(known, **changed)
+
+
+def _still_there(found: Mapping[str, MemberStatus]) -> list[str]:
+    there = {*STATE_OF.values(), "training"} - {"failed"}
+    return [name for name, member in found.items() if member.state in there]
+
+
+def _state_at_end(
+    said: Mapping[str, Any], was: str, after: bool, ending: Mapping[str, Any] | None
+) -> str:
+    """How a member ended: what it did before, and whether the run was over."""
+    if said["event"] == "ended" and "how" in said:
+        return str(said["how"])
+    if after and ending is not None:
+        return "drained" if was == "leaving" else _over(ending)
+    if said["event"] == "lost":
+        return "failed" if was == "failed" else str(said.get("how", "lost"))
+    return {"leaving": "drained", "finished": "complete"}.get(was, "ended")
+
+
+def _over(ending: Mapping[str, Any]) -> str:
+    """What a member is whose run has ended."""
+    found = _end_of(ending)
+    return found if found in ("complete", "drained", "interrupted") else "ended"
+
+
+def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
+    """Committed steps times the median of a step, over the time that they took.
+
+    Args:
+        commits: of a run, in order.
+    """
+    times, took = _times(commits)
+    if len(took) < 3:
+        return None
+    return min(len(took) * statistics.median(took) / (times[-1] - times[0]), 1.0)
+
+
+def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """When steps were committed, and the seconds from one to the next."""
+    newest: dict[int, float] = {}
+    for said in commits:
+        newest[said["step"]] = said["time"]
+    times = [newest[step] for step in sorted(newest)]
+    return times, [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
+
+
+def loss_words(fields: Mapping[str, Any]) -> str:
+    """Why a member was lost or failed.
+
+    Args:
+        fields: of the event ``"lost"``.
+    """
+    said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
+    return f"{fields['why']}{said}"
+
+
+def document(runs: Sequence[RunStatus]) -> dict[str, Any]:
+    """Runs as JSON: the newest one's values, and all of them under ``runs``."""
+    told = [dataclasses.asdict(run) for run in runs]
+    return {**told[-1], "runs": told}
+
+
+def show(folder: Path, *, json: bool = False) -> int:
+    """Print the runs of a folder, the newest one last.
+
+    Args:
+        folder: as for ``status_of``.
+        json: as one line of JSON.
+    """
+    runs = status_of(folder)
+    if json:
+        print(json_module.dumps(document(runs)))
+        return 0
+    for number, run in enumerate(runs, start=1):
+        if len(runs) > 1:
+            print(f"{'' if number == 1 else chr(10)}run {number} of {len(runs)}")
+        for line in _lines(run):
+            print(line)
+    return 0
+
+
+def _lines(run: RunStatus) -> list[str]:
+    loss = "" if run.loss is None else f", loss {run.loss:.6g}"
+    lines = [
+        f"run         {run.state}, {run.seconds:g} s",
+        f"step        {run.step} of {run.steps or 'unknown'}{loss}",
+    ]
+    if run.why:
+        first, _, more = run.why.partition("\n")
+        mark = " …" if more else ""
+        lines.insert(1, f"why         {printable(first)[:_LONGEST]}{mark}")
+    if run.goodput is not None:
+        lines.append(f"goodput     {run.goodput:.3f}")
+    if run.adding_up is not None:
+        why = printable(run.adding_up.why)[:_LONGEST]
+        lines.append(f"adding up   by {run.adding_up.by}: {why}")
+    lines.append(f"checkpoint  {run.checkpoint or 'none'}")
+    for name, member in run.members.items():
+        rank = "" if member.rank is None else f", rank {member.rank}"
+        pid = "" if member.pid is None else f", pid {member.pid}"
+        host = "" if member.host is None else f", host {member.host}"
+        lines.append(f"member      {name}  {member.state}{rank}{pid}{host}")
+    for one in run.generations:
+        members = ", ".join(one.members)
+        step = max(one.step, 0)
+        lines.append(
+            f"generation  {one.number}  at {one.seconds:g} s, step {step}: {members}"
+        )
+    lines += [
+        f"{m.state:<12}{m.name}  at {m.seconds:g} s: {printable(m.why)}"
+        for m in run.lost
+    ]
+    return lines

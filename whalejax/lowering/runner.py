@@ -1,0 +1,407 @@
+"""``Runner``, what every executor offers; and the one of one program on all devices.
+
+A runner gives every array its layout when it is born, compiles the step and runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.capture import Captured
+from whalejax.capture.batch import aval_of
+from whalejax.lowering.dispatch import gradients_of, losses_of
+from whalejax.lowering.loss_scale import LossScale, all_finite
+from whalejax.lowering.metrics import reported, wide
+from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.optimizer_state import kin_of, owners_of
+from whalejax.lowering.spmd import per_rank
+from whalejax.lowering.spmd.constraints import constraints_of
+from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.executor import Program, Sums, update
+from whalejax.lowering.spmd.parameter_offload import out_of_host
+from whalejax.lowering.state import Origin, TrainState, bare, strongly_typed
+from whalejax.lowering.step_runner import Evaluation, Metrics, StepRunner
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.spmd import analysed_for
+
+
+class Runner(Protocol):
+    """What runs a plan."""
+
+    @property
+    def program(self) -> Program:
+        """What is run."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        ...
+
+    @property
+    def shardings(self) -> TrainState:
+        """A state whose leaves are the ``NamedSharding`` of each array."""
+        ...
+
+    @property
+    def batch_shardings(self) -> tuple[NamedSharding, ...]:
+        """Where each flat leaf of a global batch goes."""
+        ...
+
+    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        """A fresh state.
+
+        Args:
+            build: gives parameters, the rest and the run's key.
+            arguments: what it takes.
+        """
+        ...
+
+    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step, from a state and a global batch as its layout gives it."""
+        ...
+
+    def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
+        """The loss and metrics of a batch, and what they weigh.
+
+        Args:
+            state: as ``state.bare`` gives it.
+            batch: a global batch as its layout gives it.
+        """
+        ...
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """The step's program."""
+        ...
+
+
+class OneProgram(StepRunner):
+    """Runs a plan as one program; see ``Runner``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        captured: Captured,
+        optimizer: optax.GradientTransformationExtraArgs,
+        devices: Sequence[Any],
+        batch_axes: tuple[int | None, ...],
+        origin: Origin,
+    ) -> None:
+        self.mesh: Mesh = plan.mesh(devices)
+        self._agreement = Agreement(self.mesh, one_kind=True)
+        self.watch = Watch(alone=not self.mesh.is_multi_process)
+        own = plan if plan.combine == "mean" else per_rank.plan_of_rank(plan)
+        analysed = analysed_for(own, captured.graph)
+        self.program = Program(
+            plan=plan,
+            captured=captured,
+            adapter=captured.adapter,
+            constraints=constraints_of(own, analysed, captured),
+            mesh=self.mesh,
+            optimizer=optimizer,
+            batch_axes=batch_axes,
+        )
+        self._origin = origin
+        self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
+        self.shardings = self._shardings()
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        batch = list(self.batch_shardings)
+        options: Any = dict(plan.compiler_options) or None
+        check_compiler_options(options, whole, devices[0].platform)
+        self._step = jax.jit(
+            self._advance,
+            in_shardings=(self.shardings, batch),
+            out_shardings=(self.shardings, whole),
+            donate_argnums=0,
+            compiler_options=options,
+        )
+        self._loss = jax.jit(
+            self._evaluate,
+            in_shardings=(bare(self.shardings), batch),
+            out_shardings=whole,
+            compiler_options=options,
+        )
+
+    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        whole = fresh_state(self.program, self._origin, build)
+        born: TrainState = jax.jit(whole, out_shardings=self.shardings)(*arguments)
+        return born
+
+    def _agree(self) -> None:
+        self._agreement.check(self.program)
+
+    def _issue_step(
+        self, state: TrainState, batch: Sequence[Any]
+    ) -> tuple[TrainState, Metrics]:
+        found: tuple[TrainState, Metrics] = self._step(state, list(batch))
+        return found
+
+    def _issue_evaluation(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
+        found: Evaluation = self._loss(state, list(batch))
+        return found
+
+    def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
+        return jax.tree.leaves(metrics)  # The next step takes the memory of the state.
+
+    def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
+        return self._step.lower(state, list(batch))
+
+    def _shardings(self) -> TrainState:
+        program, leaves, mesh = self.program, self.program.plan.trained, self.mesh
+        held = program.followers()
+        moved = {f.fresh for f in held if any(i in f.hosted for i, _ in f.state)}
+        whole = NamedSharding(mesh, PartitionSpec())
+        return laid_out(
+            program,
+            self._origin,
+            params=[named(x.param_spec, mesh, host=x.hosted) for x in leaves],
+            followers=[
+                named(leaf.optimizer_spec, mesh, host=place in moved)
+                for place, leaf in enumerate(leaves)
+            ],
+            rest=rest_layouts(program, mesh),
+            others=whole,
+        )
+
+    # The program.
+
+    def _advance(
+        self, state: TrainState, batch: list[Any]
+    ) -> tuple[TrainState, Metrics]:
+        program = self.program
+        scaling = state.loss_scale
+        sums, rest = gradients_of(
+            program,
+            jax.tree.leaves(state.params),
+            state.rest,
+            batch,
+            state.rng if program.adapter.takes_rng else None,
+            state.step,
+            None if scaling is None else scaling.scale,
+        )
+        delta = program.plan.combine == per_rank.DELTA
+        end = per_rank.update if delta else update
+        return finished(program, state, sums, rest, end=end)
+
+    def _evaluate(self, state: TrainState, batch: list[Any]) -> Evaluation:
+        program = self.program
+        rng = state.rng if program.adapter.takes_rng else None
+        params = jax.tree.leaves(state.params)
+        sums = losses_of(program, params, state.rest, batch, rng, state.step)
+        return evaluation_of(program, sums)
+
+
+def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]:
+    """Layouts of what is not trained, by number: of weights as planned, else whole.
+
+    Args:
+        program: what is run.
+        mesh: the devices.
+    """
+    planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
+    paths = program.adapter.rest_paths
+    return lambda number: named(planned.get(paths[number], ()), mesh)
+
+
+def fresh_state(
+    program: Program, origin: Origin, build: Callable[..., Any]
+) -> Callable[..., TrainState]:
+    """What makes the state of a run that begins.
+
+    Args:
+        program: what is run.
+        origin: the step's.
+        build: gives parameters, the rest and the run's key.
+    """
+
+    def whole(*args: Any) -> TrainState:
+        params, rest, key = build(*args)
+        params, rest = jax.tree.map(strongly_typed, (params, rest))
+        return TrainState(
+            params=params,
+            rest=rest,
+            opt_state=jax.tree.map(strongly_typed, program.optimizer.init(params)),
+            step=jnp.zeros((), jnp.int32),
+            rng=key,
+            loss_scale=_fresh_scale(program),
+            origin=origin,
+        )
+
+    return whole
+
+
+def _fresh_scale(program: Program) -> LossScale | None:
+    return LossScale.fresh() if program.plan.scales_loss else None
+
+
+def abstract_state(program: Program, origin: Origin) -> TrainState:
+    """Shapes and dtypes of the state.
+
+    Args:
+        program: what is run.
+        origin: the step's.
+    """
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
+        program.adapter.params,
+    )
+    return TrainState(
+        params=params,
+        rest=jax.tree.map(aval_of, program.adapter.rest),
+        opt_state=jax.eval_shape(program.optimizer.init, params),
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        rng=jax.eval_shape(lambda: jax.random.key(0)),
+        loss_scale=jax.eval_shape(functools.partial(_fresh_scale, program)),
+        origin=origin,
+    )
+
+
+def laid_out(
+    program: Program,
+    origin: Origin,
+    *,
+    params: Sequence[Any],
+    followers: Sequence[Any],
+    rest: Callable[[int], Any],
+    others: Any,
+    kin: Sequence[Any] | None = None,
+) -> TrainState:
+    """A state with something for every leaf.
+
+    Args:
+        program: what is run.
+        origin: the step's.
+        params: of each parameter.
+        followers: of optimizer state that follows each parameter.
+        rest: by the number of a leaf that is not trained.
+        others: of everything else.
+        kin: of optimizer state of each parameter that has another shape; as of
+            everything else if left out.
+    """
+    shapes = abstract_state(program, origin)
+    leaves = program.plan.trained
+    owners = owners_of(shapes.opt_state, [(leaf.path, leaf.shape) for leaf in leaves])
+    related = kin_of(shapes.opt_state, [leaf.path for leaf in leaves])
+
+    def of_state(owner: int | None, related: int | None) -> Any:
+        if owner is not None:
+            return followers[owner]
+        return others if kin is None or related is None else kin[related]
+
+    kept_tree: Any = jax.tree.structure(shapes.rest)
+    params_tree: Any = jax.tree.structure(shapes.params)
+    state_tree: Any = jax.tree.structure(shapes.opt_state)
+    return TrainState(
+        params=params_tree.unflatten(list(params)),
+        rest=kept_tree.unflatten([rest(i) for i in range(kept_tree.num_leaves)]),
+        opt_state=state_tree.unflatten(map(of_state, owners, related)),
+        step=others,
+        rng=others,
+        loss_scale=jax.tree.map(lambda _: others, shapes.loss_scale),
+        origin=origin,
+    )
+
+
+def finished(
+    program: Program,
+    state: TrainState,
+    sums: Sums,
+    rest: Any,
+    *,
+    end: Callable[..., tuple[list[Any], Any]] = update,
+) -> tuple[TrainState, Metrics]:
+    """The next state, and metrics, once all micro-batches are done.
+
+    Args:
+        program: what is run.
+        state: before the step.
+        sums: what the micro-batches add up to.
+        rest: what is not trained, after them.
+        end: the optimizer's step, as ``spmd.update``.
+    """
+    params = jax.tree.leaves(state.params)
+    scaling = state.loss_scale
+    gradients = [
+        (g if sums.means else g / sums.weight.astype(g.dtype)).astype(p.dtype)
+        for g, p in zip(map(wide, sums.gradients), params, strict=True)
+    ]
+    loss = sums.total / sums.weight
+    finite = None if scaling is None else all_finite(gradients)
+    fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
+    metrics = metrics_of(program, sums)
+    here = [out_of_host(p) for p in params]
+    rest = program.captured.steady.after(here, state.rest, rest)
+    if scaling is not None and finite is not None:
+        rest = _if_finite(program, finite, rest, state.rest)
+        scaling = scaling.after(finite)
+        metrics["loss_scale"] = scaling.scale
+        metrics["skipped_steps"] = scaling.skipped_steps
+    params_tree: Any = jax.tree.structure(state.params)
+    new = TrainState(
+        params=params_tree.unflatten(fresh),
+        rest=rest,
+        opt_state=opt_state,
+        step=state.step + 1,
+        rng=state.rng,
+        loss_scale=scaling,
+        origin=state.origin,
+    )
+    return new, metrics
+
+
+def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
+    """What is not trained, as a step left it where that had finite gradients."""
+    frozen, tree = program.captured.frozen, jax.tree.structure(after)
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+    found = [
+        x if i in frozen else jnp.where(finite, x, y) for i, (x, y) in enumerate(pairs)
+    ]
+    return jax.tree.unflatten(tree, found)
+
+
+def metrics_of(program: Program, sums: Sums) -> Metrics:
+    """The loss and what is reported beside it, of the global batch.
+
+    Args:
+        program: what is run.
+        sums: what the micro-batches add up to.
+    """
+    weighted = program.captured.graph.weighted
+    count = sums.weight if weighted else program.plan.num_micro_batches
+    return {**reported(sums.metrics, count), "loss": sums.total / sums.weight}
+
+
+def evaluation_of(program: Program, sums: Sums) -> Evaluation:
+    """What an evaluation gives.
+
+    Args:
+        program, sums: as for ``metrics_of``.
+    """
+    return metrics_of(program, sums), sums.weight
+
+
+def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:
+    """Compile nothing under the options, so that a wrong one is said as such."""
+    if options is None:
+        return
+    nothing = jax.jit(
+        lambda: jnp.zeros(()), out_shardings=whole, compiler_options=options
+    )
+    try:
+        nothing.lower().compile()
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        raise PlanError(
+            f"compiler_options: the compiler of this {platform} does not take "
+            f"{', '.join(f'{k}={v}' for k, v in options.items())} ({said}). Correct "
+            "the name or value that it names, or plan without it"
+        ) from error

@@ -1,0 +1,137 @@
+"""Which samples of a global batch go where, when replicas take unlike shares of it.
+
+A global batch is cut into micro-batches as on one device. Replicas take whole
+micro-batches, one after the other; so what is computed does not depend on who takes how
+many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.adapters.leaves import is_key
+from whalejax.lowering.batch_layout import BatchLayout
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.errors import Problems
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+
+
+def checked_shares(
+    given: Sequence[int], plan: Plan, most: Sequence[int]
+) -> tuple[int, ...]:
+    """Shares that a plan can run with.
+
+    Args:
+        given: micro-batches of each replica.
+        plan: with unlike shares.
+        most: that the memory of each holds.
+
+    Raises:
+        PlanError: they are no whole numbers, too few or many, add up to another number
+            of micro-batches, or are more than memory holds.
+    """
+    listed = np.asarray(given).tolist()
+    found = tuple(listed if isinstance(listed, list) else [listed])
+    whole = all(is_whole(k, 0) for k in found)
+    if not whole or len(found) != len(plan.shares) or sum(found) != sum(plan.shares):
+        raise PlanError(
+            f"shares is {shown(list(found))}; expected {len(plan.shares)} whole "
+            f"numbers that add up to {sum(plan.shares)} micro-batches, such as "
+            f"{list(plan.shares)}"
+        )
+    over = [i for i, (k, m) in enumerate(zip(found, most, strict=True)) if k > m]
+    if over:
+        told = ", ".join(f"replica {i}: {found[i]} of {most[i]}" for i in over)
+        raise PlanError(
+            f"shares is {list(found)!r:.80}, and memory does not hold as many "
+            f"micro-batches ({told}). Give at most {list(most)}"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortionLayout(BatchLayout):
+    """How global batches are checked, and cut into this process's micro-batches.
+
+    Attributes:
+        axes: the batch dimension of each leaf, or None.
+        cut: how a global batch is cut into micro-batches.
+        mine: gives the numbers of those that this process runs, as shares are now.
+    """
+
+    axes: tuple[int | None, ...]
+    cut: MicroBatchRows
+    mine: Callable[[], Sequence[int]]
+
+    def place(self, batch: Any) -> Any:
+        """The flat leaves of every micro-batch of this process, by its number.
+
+        Args:
+            batch: the global batch, or this process's micro-batches of it, one behind
+                the other.
+
+        Raises:
+            PlanError: another structure, shape or kind of number; all are listed.
+        """
+        mine = list(self.mine())
+        leaves = self.flat(batch)
+        problems = Problems()
+        cut = []
+        for leaf, planned, axis in zip(leaves, self.leaves, self.axes, strict=True):
+            problem = self._problem(leaf, planned, axis, len(mine))
+            if problem:
+                problems.add(problem)
+            else:
+                cut.append(self._cut(leaf, planned, axis, mine))
+        problems.raise_if_any(PlanError, title="the batch does not match the plan")
+        return {number: [leaf[i] for leaf in cut] for i, number in enumerate(mine)}
+
+    def _problem(
+        self, leaf: Any, planned: BatchLeaf, axis: int | None, mine: int
+    ) -> str:
+        shapes = {planned.shape, self._part(planned, axis, mine)}
+        problem = self.problem(leaf, planned, shapes)
+        if not problem and isinstance(leaf, jax.Array):
+            if not leaf.is_fully_addressable:
+                problem = (
+                    f"batch{planned.path} lies on devices of several processes. With "
+                    "uneven shares give arrays of this process: the global batch, or "
+                    "its own micro-batches"
+                )
+        return problem
+
+    def _part(self, planned: BatchLeaf, axis: int | None, mine: int) -> tuple[int, ...]:
+        """The shape of a leaf of so many micro-batches."""
+        if axis is None:
+            return planned.shape
+        shape = list(planned.shape)
+        shape[axis] = shape[axis] // self.cut.count * mine
+        return tuple(shape)
+
+    def _cut(
+        self, leaf: Any, planned: BatchLeaf, axis: int | None, mine: Sequence[int]
+    ) -> list[Any]:
+        """The leaf of each micro-batch."""
+        if is_key(leaf):
+            array = leaf
+        else:
+            array = np.asarray(leaf).astype(jnp.dtype(planned.dtype), copy=False)
+        if axis is None:
+            return [array] * len(mine)
+        axis %= len(planned.shape)
+        size = planned.shape[axis] // self.cut.count
+        if array.shape == planned.shape:
+            whole = planned.shape[axis]
+            return [array[self.cut.index(whole, axis, m)] for m in mine]
+        before = (slice(None),) * axis
+        cuts = [slice(i * size, (i + 1) * size) for i in range(len(mine))]
+        return [array[(*before, cut)] for cut in cuts]

@@ -1,0 +1,142 @@
+"""Checkpoints of a whole swarm, which any plan restores, and those of others read.
+
+A snapshot is what peers hold; a checkpoint is an ordinary training state. They are the
+same arrays in another order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from whalejax.adapters.leaves import is_key
+from whalejax.lowering.state import TrainState
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.checkpoint import restore, save
+from whalejax.runtime.resume import checkpoints, depends_on_parts, resumed
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Snapshot
+
+
+class Checkpoints:
+    """Reads and writes the checkpoints of a cut; what ``elastic.saving`` asks."""
+
+    def __init__(self, cut: Cut) -> None:
+        """Know the layout.
+
+        Args:
+            cut: of the job.
+        """
+        self._cut = cut
+
+    def state_of(self, snapshot: Snapshot) -> TrainState:
+        """The training state of a snapshot with arrays.
+
+        Args:
+            snapshot: of all stages.
+        """
+        assert snapshot.arrays is not None
+        parts = {
+            stage: self._cut.typed(stage, arrays)
+            for stage, arrays in snapshot.arrays.items()
+        }
+        return self._cut.whole(parts)
+
+    def snapshot_of(self, state: TrainState) -> Snapshot:
+        """The snapshot of a training state.
+
+        Args:
+            state: of this job.
+        """
+        raw = [
+            np.asarray(jax.random.key_data(x) if is_key(x) else x)
+            for x in jax.tree.leaves(state)
+        ]
+        # Where updates are delayed, the next step is computed as the first one is.
+        arrays = {
+            stage: [raw[n] for n in (*self._cut.held(stage), *self._cut.late(stage))]
+            for stage in range(self._cut.stages)
+        }
+        return Snapshot(step=int(np.asarray(state.step)), arrays=arrays)
+
+    def restore(self, path: str | os.PathLike[str]) -> TrainState:
+        """The state of a checkpoint, whatever plan wrote it.
+
+        Args:
+            path: what ``save`` wrote.
+        """
+        place = SingleDeviceSharding(self._cut.device)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            self._cut.abstract,
+        )
+        state: TrainState = restore(path, abstract, self._cut.plan, self._cut.size)
+        return state
+
+    def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
+        """The newest whole checkpoint of a folder, and notes; none where there is none.
+
+        Args:
+            folder: of checkpoints.
+        """
+        found = resumed(self, checkpoints(folder))
+        if found is None:
+            return None
+        self._check_samples(found.state, found.checkpoint)
+        return self.snapshot_of(found.state), found.notes
+
+    def _check_samples(self, state: TrainState, path: Path) -> None:
+        """Refuse a checkpoint of batches of another size.
+
+        Peers know a batch by the number of its step, so samples would be left out or
+        taken twice.
+
+        Raises:
+            WhaleError: the samples that it saw are not those of such batches.
+        """
+        step, size = int(np.asarray(state.step)), self._cut.size
+        if state.samples in (None, step * size):
+            return
+        raise WhaleError(
+            f"{path.name} saw {state.samples} samples in {step} steps, and batches of "
+            f"{size} would be {step * size}: a swarm goes on with batches of the same "
+            "size. Give the batch size that it was trained with, or another directory"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the swarm."""
+        return self._cut.plan
+
+    @property
+    def parts_matter(self) -> bool:
+        """Whether another number of micro-batches computes something else."""
+        return depends_on_parts(self._cut.plan, self._cut.adapter)
+
+    def copied(self, state: TrainState) -> TrainState:
+        """The state itself: a snapshot's arrays are its own."""
+        return state
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            path: where.
+            state: is kept.
+            before_it_appears: raises where it may not.
+        """
+        save(
+            path,
+            state,
+            self._cut.plan,
+            self._cut.size,
+            before_it_appears=before_it_appears,
+        )

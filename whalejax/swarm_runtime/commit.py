@@ -1,0 +1,353 @@
+"""The end of a step: each stage's peers sum what the ledger says, and apply it.
+
+Nothing is applied before all gradients of all stages are held. Peers that are lost
+before the sum have their micro-batches computed again by mates; those lost after it are
+dropped, because applying is the same for all. A peer that could not finish takes the
+state of a mate before the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.swarm_data import sum_bytes
+from whalejax.swarm.wiring import FORWARD_TASK
+from whalejax.swarm_runtime.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
+from whalejax.swarm_runtime.registry import Member
+
+
+Holders = list[list[Any]]
+Answers = dict[str, Any]
+
+
+class Commit:
+    """The end of one step."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        passages: Sequence[Passage],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Ask nobody yet.
+
+        Args:
+            context: of the step.
+            passages: of its micro-batches, all through.
+            pool: threads to ask from.
+        """
+        self._context, self._passages, self._pool = context, passages, pool
+        self._holders: dict[int, Holders] = {}
+        self._rounds: dict[int, int] = {}
+        self._members: dict[int, list[Member]] = {}
+        self._heard: list[dict[int, np.ndarray]] = []
+        self._failures: dict[int, str] = {}
+        self._applied: set[str] = set()
+        self._errors: dict[int, tuple[float, float]] = {}
+        self.digests: dict[int, str] = {}
+
+    def run(self, sums: Sequence[np.ndarray]) -> dict[int, str]:
+        """Sum and apply; the digest of each stage's new state.
+
+        Args:
+            sums: total, weight and metrics of all micro-batches.
+
+        Raises:
+            StageLost: a stage has nobody left.
+        """
+        context = self._context
+        stages = range(context.cut.stages)
+        self._each(self._sum, stages)
+        self._complete()
+        for level in range(context.cut.update.rounds):
+            one = functools.partial(self._level, level=level, sums=sums)
+            told = self._each(one, stages)
+            self._heard.append({n: x for one in told for n, x in one.items()})
+        with context.lock:
+            # Who was lost after the sum is in it: what it held is applied.
+            context.ledger.commit(self.digests)
+        return self.digests
+
+    @property
+    def sum_error(self) -> float | None:
+        """What the format of the sums loses, as a part of the norm of all gradients.
+
+        The root of the sum of the squares of what each peer lost as it sent; none where
+        gradients are sent whole.
+        """
+        if self._context.sum_wire == "f32":
+            return None
+        lost, whole = map(sum, zip(*self._errors.values(), strict=True))
+        return math.sqrt(lost / whole) if whole else 0.0
+
+    @property
+    def applied(self) -> set[str]:
+        """Names of the peers that hold the new state."""
+        return self._applied
+
+    def _each(self, do: Callable[[int], Any], stages: Sequence[int]) -> list[Any]:
+        """Do something for all stages at once; the first error is raised."""
+        waiting = [self._pool.submit(do, stage) for stage in stages]
+        found, errors = [], []
+        for one in waiting:
+            try:
+                found.append(one.result())
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return found
+
+    def _complete(self) -> None:
+        """Seal, when all is there; what was lost since it was summed is made again."""
+        context = self._context
+        lacking = [0]
+        for _ in range(MOST_ATTEMPTS):
+            with context.lock:
+                stages = range(context.cut.stages)
+                lacking = [s for s in stages if not context.ledger.is_complete(s)]
+                if not lacking:
+                    context.ledger.seal()
+                    return
+            self._each(self._sum, lacking)
+        raise self._ended(lacking[0], "sum")
+
+    def _ended(self, stage: int, what: str) -> WhaleError:
+        return WhaleError(
+            f"step {self._context.step}: the peers of stage {stage} did not {what} "
+            f"their gradients in {MOST_ATTEMPTS} rounds. The last failure: "
+            f"{self._failures.get(stage, 'a peer was lost in each of them')}. Mend or "
+            f"stop that peer, or start another for stage {stage}: whalejax swarm join, "
+            "with --stage"
+        )
+
+    # The sum.
+
+    def _sum(self, stage: int) -> None:
+        """Have a stage's peers sum; until all that are there have done so."""
+        context = self._context
+        for _ in range(MOST_ATTEMPTS):
+            for passage in self._passages:
+                passage.again(stage)
+            members = context.fleet.usable(stage)
+            holders = self._assigned(stage, members)
+            if holders is None:
+                continue
+            self._rounds[stage] = self._rounds.get(stage, 0) + 1
+            fields = {
+                **context.at(),
+                "stage": stage,
+                "round": self._rounds[stage],
+                "peers": holders,
+            }
+            seconds = context.call_seconds + self._sum_seconds(stage, len(members))
+            answers = self._ask(stage, members, "sum", fields, (), seconds)
+            if members and len(answers) == len(members):
+                self._holders[stage], self._members[stage] = holders, members
+                self._note(stage, answers)
+                return
+        raise self._ended(stage, "sum")
+
+    def _sum_seconds(self, stage: int, peers: int) -> float:
+        """For the bytes of a sum, over the slowest link that is counted on."""
+        cut = self._context.cut
+        wire = self._context.sum_wire
+        sent = sum_bytes(cut.gradient_bytes(stage), peers, wire)
+        return sent / SLOWEST_BYTES_PER_SECOND
+
+    def _note(self, stage: int, answers: Answers) -> None:
+        """Write down what the peers say that they added."""
+        added = {
+            name: (answer.fields["numbers"], answer.fields["attempts"])
+            for name, answer in answers.items()
+        }
+        self._errors[stage] = (
+            sum(answer.fields["lost"] for answer in answers.values()),
+            sum(answer.fields["whole"] for answer in answers.values()),
+        )
+        with self._context.lock:
+            self._context.ledger.summed(stage, added)
+
+    def _assigned(self, stage: int, members: Sequence[Member]) -> Holders | None:
+        """Who holds which micro-batches; none where somebody was lost meanwhile."""
+        context = self._context
+        with context.lock:
+            if not context.ledger.is_complete(stage):
+                return None
+            held = context.ledger.held(stage)
+        by_peer: dict[tuple[str, int], tuple[list[int], list[int]]] = {
+            (m.name, m.incarnation): ([], []) for m in members
+        }
+        for attempt in held:
+            if (attempt.peer, attempt.incarnation) not in by_peer:
+                return None
+            numbers, attempts = by_peer[attempt.peer, attempt.incarnation]
+            numbers.append(attempt.number)
+            attempts.append(attempt.attempt)
+        return [
+            [m.name, list(m.address), *by_peer[m.name, m.incarnation]] for m in members
+        ]
+
+    def _ask(
+        self,
+        stage: int,
+        members: Sequence[Member],
+        kind: str,
+        fields: Mapping[str, Any],
+        arrays: Sequence[np.ndarray],
+        seconds: float,
+    ) -> Answers:
+        """The answers of those that answered; others are taken note of."""
+        context = self._context
+        if context.stop.is_set():
+            raise Stopped
+
+        def one(member: Member) -> Any:
+            try:
+                return context.caller.ask(
+                    member.address, kind, fields, *arrays, seconds=seconds
+                )
+            except (Gone, Refused) as error:
+                return error
+
+        with ThreadPoolExecutor(max(1, len(members))) as pool:
+            answers = [*pool.map(one, members)]
+        found: Answers = {}
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, Gone | Refused):
+                self._failed(stage, member, kind, answer)
+            else:
+                found[member.name] = answer
+        return found
+
+    def _failed(
+        self, stage: int, member: Member, kind: str, error: Gone | Refused
+    ) -> None:
+        context = self._context
+        with context.lock:
+            context.counts.failed += 1
+            context.counts.late += isinstance(error, Gone) and error.late
+            context.counts.refused += isinstance(error, Refused)
+        self._failures[stage] = f"{member.name}: {error}"
+        if isinstance(error, Gone) or error.code in ("stale", "failed", "answer"):
+            if isinstance(error, Gone):
+                context.caller.forget(member.address)
+            context.fleet.failed(member, FORWARD_TASK, context.call_seconds, ban=True)
+            if kind == "sum":
+                context.lose(member, str(error))
+            if not isinstance(error, Gone):
+                context.fleet.drop(member.name)
+                context.tell("failed", peer=member.name, why=str(error))
+                if error.code == "failed":
+                    context.broken(kind, stage, -1, member, error.why)
+            return
+        if error.code == "overflow":
+            context.overflow(stage, member, error.why)
+            return
+        others = {m.name: m for m in context.fleet.synced(stage)}
+        culprit = others.get(error.blame)
+        if culprit is None:
+            return
+        if error.code == "source" and culprit.name != member.name:
+            context.unreached(member, culprit, error.why, loses=kind == "sum")
+            return
+        if error.code in ("not finite", "shape"):
+            context.tell("refused", peer=error.blame, why=error.why)
+        context.fleet.failed(culprit, FORWARD_TASK, 0.0, ban=True)
+        if kind == "sum":
+            context.lose(culprit, error.why)
+
+    # The update.
+
+    def _level(
+        self, stage: int, level: int, sums: Sequence[np.ndarray]
+    ) -> dict[int, np.ndarray]:
+        """A round of the update; what the stage tells all others."""
+        for _ in range(MOST_ATTEMPTS):
+            answers: Answers = {}
+            for before in range(level + 1):
+                answers = self._updated(stage, before, sums)
+                if not answers:
+                    break
+            if answers:
+                return self._taken(stage, level, answers)
+            # Nobody has it all: what the lost held is summed anew.
+            for member in self._members[stage]:
+                if not self._context.fleet.has(member):
+                    self._context.lose(member, "it was lost before the update")
+            self._sum(stage)
+        raise self._ended(stage, "apply")
+
+    def _updated(self, stage: int, level: int, sums: Sequence[np.ndarray]) -> Answers:
+        heard: dict[int, np.ndarray] = {}
+        for earlier in self._heard[:level]:
+            heard.update(earlier)
+        fields = {
+            **self._context.at(),
+            "stage": stage,
+            "round": self._rounds[stage],
+            "level": level,
+            "heard": [*heard],
+            "peers": self._holders[stage],
+        }
+        arrays = tuple(sums) if level == 0 else tuple(heard.values())
+        context = self._context
+        members = [m for m in self._members[stage] if context.fleet.has(m)]
+        seconds = context.call_seconds + self._sum_seconds(stage, len(members))
+        found = self._ask(stage, members, "update", fields, arrays, seconds)
+        last = level == context.cut.update.rounds - 1
+        for member in members:
+            answer = found.get(member.name)
+            if (
+                answer is not None
+                and not last
+                and not self._is_whole(stage, level, answer)
+            ):
+                del found[member.name]
+                why = f"{member.name} told other numbers than the update of stage "
+                why += f"{stage} gives"
+                self._failed(stage, member, "update", Refused("answer", why))
+        return found
+
+    def _is_whole(self, stage: int, level: int, answer: Any) -> bool:
+        """Whether an answer has the numbers that a stage tells all others."""
+        cut = self._context.cut
+        wanted = [cut.update.steps.avals[n] for n in cut.told(level, stage)]
+        sent = [(x.shape, x.dtype) for x in answer.arrays]
+        named = answer.fields["numbers"] == [*cut.told(level, stage)]
+        return named and sent == [(tuple(a.shape), a.dtype) for a in wanted]
+
+    def _taken(self, stage: int, level: int, answers: Answers) -> dict[int, np.ndarray]:
+        """What the answers say; who says something else than most of them is behind."""
+        context = self._context
+        late = [m for m in self._members[stage] if m.name not in answers]
+        if level < context.cut.update.rounds - 1:
+            first = next(iter(answers.values()))
+            return dict(zip(first.fields["numbers"], first.arrays, strict=True))
+        digests = {name: str(a.fields["digest"]) for name, a in answers.items()}
+        ((good, _),) = Counter(digests.values()).most_common(1)
+        known = next(name for name, said in digests.items() if said == good)
+        self.digests[stage] = good
+        for member in self._members[stage]:
+            said = digests.get(member.name)
+            if said is not None and said != good:
+                context.tell(
+                    "differs",
+                    peer=member.name,
+                    why=f"stage {stage}, step {context.step + 1}: {said[:12]}, and "
+                    f"{good[:12]} at {known}",
+                )
+                late.append(member)
+        for member in late:
+            context.fleet.drop(member.name)
+        self._applied |= {name for name, said in digests.items() if said == good}
+        return {}

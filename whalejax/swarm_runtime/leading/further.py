@@ -1,0 +1,368 @@
+"""A further trainer of a run: leads micro-batches that the first one gives it.
+
+It makes the batches of data that it leads itself and gives them to the peers, has a
+wiring of its own for each stage, and tells the first trainer who holds what was made.
+Steps are ended, and checkpoints written, by the first trainer alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from whalejax.elastic.wire.connection import listen
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.ledger import Ledger
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.leading.shares import Share
+from whalejax.swarm_runtime.passage import (
+    Counts,
+    Passage,
+    StageLost,
+    StepContext,
+    Stopped,
+)
+from whalejax.swarm_runtime.registry import Member, facts_of
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_FURTHER_TRAINER
+from whalejax.swarm_runtime.wire.registering import taken_in
+
+
+ASK_SECONDS: Final = 10.0
+ENLIST_SECONDS: Final = 60.0
+PATIENCE_SECONDS: Final = 3600.0
+_BEAT_SECONDS: Final = 1.0
+_MOST_AT_ONCE: Final = 256
+_MOST_WORDS: Final = 2000
+
+At = tuple[str, int, int]
+
+
+class _Told:
+    """The peers that the first trainer has told of."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+
+    def members(self, now: float) -> list[Member]:
+        """Those whose leases hold."""
+        return [m for m in self._members if m.expires > now]
+
+    def take(self, peers: list[list[Any]]) -> None:
+        """The peers, as an answer has them."""
+        self._members = [
+            Member(
+                name=name,
+                address=(address[0], address[1]),
+                stage=stage,
+                incarnation=incarnation,
+                queue=queue,
+                expires=expires,
+                ready=True,
+            )
+            for name, address, stage, incarnation, queue, expires in peers
+        ]
+
+
+class FurtherTrainer:
+    """A trainer beside the one that has the registry, in threads of its own.
+
+    Attributes:
+        name: unique for the process.
+        led: micro-batches that it led and that count.
+        over: why it has ended; empty while it goes on.
+        failed: it has ended otherwise than it should.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        key: bytes,
+        registry: Address,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        wire: str = "f32",
+        sum_wire: str = "f32",
+        call_seconds: float = 30.0,
+        patience_seconds: float = PATIENCE_SECONDS,
+        tell: Callable[..., None] = lambda kind, **more: None,
+    ) -> None:
+        """Listen, and connect to nobody yet.
+
+        Args:
+            cut: of the job.
+            key: of the swarm.
+            registry: its address.
+            host, port: where to listen; peers take micro-batches there.
+            wire, sum_wire: as all processes of the swarm have them.
+            call_seconds: deadline of a call.
+            patience_seconds: to wait for a registry that does not answer any more.
+            tell: is told what happens, in words.
+
+        Raises:
+            WhaleError: it cannot listen there.
+        """
+        self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
+        self._cut, self._registry, self._tell = cut, registry, tell
+        self._call_seconds = call_seconds
+        self._patience_seconds = patience_seconds
+        self._facts = facts_of(cut, wire, sum_wire)
+        self._sum_wire = sum_wire
+        self._caller = Caller(key, ANSWERS)
+        self._told, self._clock_ahead = _Told(), 0.0
+        self._fleet = self._new_fleet()
+        self.counts = Counts()
+        self._at: At = ("", -1, -1)
+        self._stop = threading.Event()
+        self._leads: dict[tuple[At, int, int], None] = {}
+        self._lock, self._data = threading.RLock(), threading.Lock()
+        self._leaving, self._ended = threading.Event(), threading.Event()
+        self._pool = ThreadPoolExecutor(_MOST_AT_ONCE)
+        self._thread: threading.Thread | None = None
+        self.led, self.over, self.failed = 0, "", False
+        handlers = {
+            "ping": lambda _: Message(kind="pong", fields={"name": self.name}),
+            "batch": self._give_batch,
+            "stop": self._stopped,
+        }
+        try:
+            listening = listen(host, port)
+        except OSError as error:
+            raise WhaleError(
+                f"host {host}, port {port}: this trainer cannot listen there "
+                f"({error.strerror or error}). Give an address of this machine and a "
+                "free port"
+            ) from error
+        self._service = Service(listening, key, TO_FURTHER_TRAINER, handlers)
+
+    def _new_fleet(self) -> Fleet:
+        """Nobody has been measured; in seconds of the registry's clock."""
+        ahead = self._clock_ahead
+        return Fleet(
+            self._told,
+            self._cut.stages,
+            seed=secrets.randbelow(1 << 30),  # Trainers are not to choose alike.
+            clock=lambda: time.monotonic() + ahead,
+        )
+
+    def start(self) -> None:
+        """Enlist, and lead what is given, in threads.
+
+        Raises:
+            WhaleError: no registry answers, or it refuses this trainer.
+        """
+        taken_in(
+            self._enlist,
+            self._ended,
+            who="trainer",
+            seconds=ENLIST_SECONDS,
+            again_seconds=_BEAT_SECONDS,
+        )
+        self._thread = threading.Thread(target=self._take_all, daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Take no more; ``wait`` returns when what it leads is through.
+
+        Asks nobody itself, so that a handler of signals may call it.
+        """
+        self._leaving.set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has left or the run is over; whether it is so.
+
+        Args:
+            seconds: at most; for ever if None.
+        """
+        return self._ended.wait(seconds)
+
+    def close(self) -> None:
+        """Go at once; others lead what it led."""
+        self._ended.set()
+        self._stop.set()
+        self._service.close()
+        self._caller.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.join(ASK_SECONDS)
+
+    def _end(self, why: str, failed: bool) -> None:
+        if not self._ended.is_set():
+            self.over, self.failed = why, failed
+            self._ended.set()
+
+    # Enlisting.
+
+    def _enlist(self) -> None:
+        fields = {
+            "name": self.name,
+            "address": list(self._service.address),
+            "facts": self._facts,
+        }
+        self._caller.ask(self._registry, "enlist", fields, seconds=ENLIST_SECONDS)
+
+    # Taking.
+
+    def _take_all(self) -> None:
+        heard = time.monotonic()
+        while not self._ended.is_set():
+            try:
+                fields = self._take()
+                heard = time.monotonic()
+                if not fields["known"]:
+                    if self._leaving.is_set():
+                        self._end("left", failed=False)
+                    else:
+                        self._enlist()
+                elif fields["number"] >= 0:
+                    self._begin(fields)
+            except Refused as error:
+                self._end(error.why, failed=True)
+            except Gone as error:
+                silent = time.monotonic() - heard
+                address = f"{self._registry[0]}:{self._registry[1]}"
+                if self._leaving.is_set():
+                    self._end(f"left without being let go: {error}", failed=False)
+                elif silent > self._patience_seconds:
+                    self._end(
+                        f"the registry at {address} has not answered for {silent:.0f} "
+                        "s. Start `whalejax swarm serve` again",
+                        failed=True,
+                    )
+                self._ended.wait(_BEAT_SECONDS)
+
+    def _take(self) -> Mapping[str, Any]:
+        with self._lock:
+            leads = [[at[1], at[2], number, n] for at, number, n in self._leads]
+        fields = {
+            "name": self.name,
+            "leads": leads,
+            "counts": dataclasses.asdict(self.counts),
+            "leaving": self._leaving.is_set(),
+        }
+        if fields["leaving"]:
+            self._ended.wait(_BEAT_SECONDS / 10)
+        answer = self._caller.ask(self._registry, "take", fields, seconds=ASK_SECONDS)
+        return answer.fields
+
+    def _begin(self, fields: Mapping[str, Any]) -> None:
+        """Lead a micro-batch, in a thread of its own."""
+        at: At = (fields["run"], fields["generation"], fields["step"])
+        with self._lock:
+            if at != self._at:
+                if at[0] != self._at[0]:
+                    self._clock_ahead = fields["now"] - time.monotonic()
+                    self._fleet = self._new_fleet()
+                self._stop.set()  # What is under way is of a step that is over.
+                self._at, self._stop = at, threading.Event()
+            self._told.take(fields["peers"])
+            told = self._told.members(self._fleet.now())
+            for member in self._fleet.synced():
+                if member.name not in {m.name for m in told}:
+                    self._fleet.drop(member.name)
+            for member in told:
+                if not self._fleet.is_paused(member):
+                    self._fleet.add(member)
+            share = Share(
+                number=fields["number"], times=fields["times"], trainer=self.name
+            )
+            self._leads[at, share.number, share.times] = None
+            context = self._context(at, fields["state"], share)
+        self._pool.submit(self._lead, context, share)
+
+    def _context(self, at: At, state: int, share: Share) -> StepContext:
+        ledger = Ledger(
+            step=at[2], stages=self._cut.stages, micro_batches=self._cut.count
+        )
+        ledger.count_from(share.number, share.attempts.start - 1)
+        return StepContext(
+            cut=self._cut,
+            fleet=self._fleet,
+            caller=self._caller,
+            ledger=ledger,
+            lock=self._lock,
+            run=at[0],
+            generation=at[1],
+            step=at[2],
+            state=state,
+            batch=self._service.address,
+            sum_wire=self._sum_wire,
+            call_seconds=self._call_seconds,
+            await_peer=_no_peer,
+            tell=self._tell,
+            counts=self.counts,
+            stop=self._stop,
+        )
+
+    def _lead(self, context: StepContext, share: Share) -> None:
+        """Take a micro-batch through, and say who holds what was made of it."""
+        passage, why = Passage(context, share.number), ""
+        try:
+            self._micro_batch(context.step, share.number)
+            passage.run(share.attempts.start - 1)
+        except Stopped:
+            why = "it is of a step that is over"
+        except StageLost as gone:
+            why = f"no peer of stage {gone.stage} answers {self.name}"
+        except Exception as error:  # Of the data, too; the first trainer looks.
+            why = f"{type(error).__name__}: {error}"[:_MOST_WORDS]
+        fields = {
+            **context.at(),
+            "name": self.name,
+            "number": share.number,
+            "times": share.times,
+            "made": [] if why else passage.made,
+            "why": why,
+        }
+        sums = () if why else passage.sums
+        try:
+            self._caller.ask(
+                self._registry, "led", fields, *sums, seconds=self._call_seconds
+            )
+            self.led += not why
+        except (Gone, Refused) as error:
+            if not self._ended.is_set():
+                self._tell("not counted", number=share.number, why=str(error))
+        finally:
+            with self._lock:
+                at = context.run, context.generation, context.step
+                self._leads.pop((at, share.number, share.times), None)
+
+    # What it is asked.
+
+    def _micro_batch(self, step: int, number: int) -> list[Any]:
+        with self._data:
+            return self._cut.micro_batch(step, number)
+
+    def _give_batch(self, asked: Message) -> Message:
+        """Leaves of a micro-batch of the step that is under way."""
+        fields = asked.fields
+        at = fields["run"], fields["generation"], fields["step"]
+        if at != self._at or not 0 <= fields["number"] < self._cut.count:
+            raise Refused(
+                "stale", f"{self.name} leads no micro-batch {fields['number']} of {at}"
+            )
+        leaves = self._micro_batch(fields["step"], fields["number"])
+        places = fields["places"]
+        if any(not 0 <= p < len(leaves) for p in places):
+            raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
+        arrays = tuple(leaves[p] for p in places)
+        return Message(kind="tensors", fields={}, arrays=arrays)
+
+    def _stopped(self, asked: Message) -> Message:
+        self._end(asked.fields["why"] or "the run is over", asked.fields["failed"])
+        return Message(kind="stopped", fields={})
+
+
+def _no_peer(stage: int) -> None:
+    """A further trainer waits for nobody: it gives the micro-batch back."""
+    raise StageLost(stage)

@@ -1,0 +1,297 @@
+"""Trainers beside the one that has the registry, and what they are given to lead.
+
+They ask for micro-batches and answer with who holds what was made of each. A trainer
+that is not heard of, and does not answer either, is lost with what it led.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
+from whalejax.swarm_runtime.fleet import Fleet
+from whalejax.swarm_runtime.leading.shares import OWN, Share, Shares
+from whalejax.swarm_runtime.passage import Passage, StepContext
+
+
+WAIT_SECONDS: Final = 0.5
+"""That a trainer which asks for a micro-batch waits for one."""
+
+SILENT_SECONDS: Final = 2.0
+"""After which a trainer that leads something is asked whether it is there."""
+
+PING_SECONDS: Final = 5.0
+LONGEST_CALLS: Final = 4
+"""Deadlines of a call, or as many as there are stages, that a micro-batch may take."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Further:
+    """A trainer.
+
+    Attributes:
+        address: where it gives micro-batches.
+        heard: when it last asked for something.
+        led: micro-batches that it has led.
+        leaving: it takes no more.
+        counts: of what went wrong at it.
+    """
+
+    address: Address
+    heard: float
+    led: int = 0
+    leaving: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What is given out.
+
+    Attributes:
+        context: of the step.
+        passages: of its micro-batches, by number.
+        shares: who leads which.
+        in_flight: micro-batches at once, of all trainers together.
+    """
+
+    context: StepContext
+    passages: Sequence[Passage]
+    shares: Shares
+    in_flight: int
+
+
+class Sharing:
+    """The further trainers of a run; safe to use from threads.
+
+    Attributes:
+        led: micro-batches that the trainer with the registry has led.
+    """
+
+    def __init__(
+        self, fleet: Fleet, caller: Caller, tell: Callable[..., None], lease: float
+    ) -> None:
+        """Nobody is there yet.
+
+        Args:
+            fleet: whose peers may be asked.
+            caller: asks trainers whether they are there.
+            tell: is told what happens.
+            lease: seconds after which a trainer that is not heard of is gone.
+        """
+        self._fleet, self._caller, self._tell = fleet, caller, tell
+        self._lease, self.led = lease, 0
+        self._lock = threading.RLock()
+        self._trainers: dict[str, _Further] = {}
+        self._step: _Step | None = None
+
+    # Who is there.
+
+    def enlist(self, name: str, address: Address) -> None:
+        """A trainer is there from now on.
+
+        Args:
+            name: unique for each process.
+            address: where it gives micro-batches.
+        """
+        with self._lock:
+            self._lose(name)
+            self._trainers[name] = _Further(address=address, heard=self._fleet.now())
+        self._tell("trainer joined", trainer=name)
+
+    def addresses(self) -> list[Address]:
+        """Of all trainers that are there."""
+        with self._lock:
+            return [one.address for one in self._trainers.values()]
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Of each trainer, what ``whalejax swarm show`` says; the own one first."""
+        with self._lock:
+            step = self._step
+            held = (lambda name: 0) if step is None else step.shares.held
+            found = [
+                {
+                    "name": name,
+                    "address": f"{one.address[0]}:{one.address[1]}",
+                    "state": "leaving" if one.leaving else "leading",
+                    "leads": held(name),
+                    "led": one.led,
+                    "counts": dict(one.counts),
+                }
+                for name, one in sorted(self._trainers.items())
+            ]
+            own = {"name": OWN, "address": "", "state": "leading", "counts": {}}
+            return [{**own, "leads": held(OWN), "led": self.led}, *found]
+
+    def watch(self) -> None:
+        """Lose those that are not heard of any more."""
+        now = self._fleet.now()
+        with self._lock:
+            step = self._step
+            silent = {
+                name: (one.address, now - one.heard)
+                for name, one in self._trainers.items()
+                if now - one.heard > SILENT_SECONDS
+            }
+        for name, (address, seconds) in silent.items():
+            why = f"it was not heard of for {seconds:.0f} s"
+            if seconds <= self._lease:
+                if step is None or not step.shares.held(name):
+                    continue
+                try:
+                    self._caller.ask(address, "ping", {}, seconds=PING_SECONDS)
+                    continue
+                except (Gone, Refused) as error:
+                    why = str(error)
+            self._lose(name, why)
+
+        if step is not None:
+            # Its process answers and its work stands still, such as on its data.
+            context = step.context
+            seconds = max(LONGEST_CALLS, context.cut.stages) * context.call_seconds
+            for share in step.shares.overdue(seconds):
+                if step.shares.give_back(share):
+                    why = f"it is not through after {seconds:.0f} s"
+                    more = {"number": share.number, "why": why}
+                    self._tell("gave back", trainer=share.trainer, **more)
+
+    def _lose(self, name: str, why: str = "") -> None:
+        with self._lock:
+            known, step = self._trainers.pop(name, None), self._step
+            lost = [] if step is None else step.shares.lose(name)
+        if known is not None and why:
+            self._tell("trainer lost", trainer=name, numbers=lost, why=why)
+
+    # What they lead.
+
+    def open(
+        self, context: StepContext, passages: Sequence[Passage], in_flight: int
+    ) -> Shares:
+        """Begin to give out the micro-batches of a step.
+
+        Args:
+            context: of the step.
+            passages: of its micro-batches.
+            in_flight: micro-batches at once, of all trainers together.
+        """
+        shares = Shares(len(passages), context.stop)
+        with self._lock:
+            self._step = _Step(
+                context=context, passages=passages, shares=shares, in_flight=in_flight
+            )
+        return shares
+
+    def close(self) -> None:
+        """Nothing more is given out, and no result counts, until ``open``."""
+        with self._lock:
+            self._step = None
+
+    def most(self) -> int:
+        """Micro-batches that one trainer leads at once."""
+        with self._lock:
+            step = self._step
+            trainers = 1 + sum(not one.leaving for one in self._trainers.values())
+        if step is None:
+            return 1
+        return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
+
+    def give(self, asked: Message) -> Message:
+        """A micro-batch for a trainer that asks for one."""
+        name = asked.fields["name"]
+        with self._lock:
+            known, step = self._trainers.get(name), self._step
+            if known is None:
+                return Message(kind="share", fields={**_NOTHING, "known": False})
+            known.heard, known.counts = self._fleet.now(), asked.fields["counts"]
+            known.leaving = asked.fields["leaving"]
+            if known.leaving:
+                if step is None or not step.shares.held(name):
+                    del self._trainers[name]
+                    self._tell("trainer left", trainer=name)
+                return Message(kind="share", fields=_NOTHING)
+            if step is not None:
+                # An answer with a micro-batch may not have arrived.
+                now = [step.context.generation, step.context.step]
+                leads = [x for x in asked.fields["leads"] if x[:2] == now]
+                step.shares.lose(name, {(x[2], x[3]) for x in leads})
+        share = None
+        if step is None:
+            threading.Event().wait(WAIT_SECONDS / 10)
+        else:
+            share = step.shares.wait_for(name, self.most, WAIT_SECONDS)
+        if step is None or share is None:
+            return Message(kind="share", fields=_NOTHING)
+        peers = [
+            [m.name, list(m.address), m.stage, m.incarnation, m.queue, m.expires]
+            for m in self._fleet.usable()
+        ]
+        fields = {
+            **step.context.at(),
+            "known": True,
+            "state": step.context.state,
+            "number": share.number,
+            "times": share.times,
+            "now": self._fleet.now(),
+            "peers": peers,
+        }
+        return Message(kind="share", fields=fields)
+
+    def take_in(self, asked: Message) -> Message:
+        """What a trainer says of a micro-batch that it was given.
+
+        Raises:
+            Refused: it is not its any more, or is no result.
+        """
+        fields, step = asked.fields, self._step
+        name, number = fields["name"], fields["number"]
+        share = Share(number=number, times=fields["times"], trainer=name)
+        at = {key: fields[key] for key in ("run", "generation", "step")}
+        late = Refused(
+            "stale",
+            f"micro-batch {number} of {at} is not with {name} any more: another "
+            "trainer leads it, or the step is over",
+        )
+        if step is None or at != step.context.at():
+            raise late
+        if fields["why"]:
+            if not step.shares.give_back(share):
+                raise late
+            self._tell("gave back", trainer=name, number=number, why=fields["why"])
+            return Message(kind="taken", fields={})
+        passage = step.passages[number] if number < len(step.passages) else None
+        if passage is None:
+            raise late
+
+        def count() -> None:
+            passage.take_in(name, fields["made"], asked.arrays, share.attempts)
+
+        try:
+            counts = step.shares.finish(share, count)
+        except Refused as error:
+            step.shares.give_back(share)
+            self._tell("gave back", trainer=name, number=number, why=error.why)
+            raise
+        if not counts:
+            raise late
+        with self._lock:
+            known = self._trainers.get(name)
+            if known is not None:
+                known.heard, known.led = self._fleet.now(), known.led + 1
+        return Message(kind="taken", fields={})
+
+
+_NOTHING: Final[Mapping[str, Any]] = {
+    "known": True,
+    "run": "",
+    "generation": -1,
+    "step": -1,
+    "state": -1,
+    "number": -1,
+    "times": -1,
+    "now": 0.0,
+    "peers": [],
+}

@@ -1,0 +1,124 @@
+"""Moves peers between stages while a run goes on, at most one at a time.
+
+The decision is ``rebalancing``'s, by what the trainer has measured. The peer leaves its
+stage, where others compute again what it held of the step, compiles the programs of the
+other while steps go on, and takes the state of that as any newcomer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer, Rule
+from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
+from whalejax.swarm_runtime.registry import Member
+
+
+if TYPE_CHECKING:
+    from whalejax.swarm_runtime.trainer import Trainer
+
+
+PERIOD_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 1.0
+"""After which peers are looked at again, where not all have been measured."""
+
+
+class Mover:
+    """Looks at the peers every so often, and moves one where that pays."""
+
+    def __init__(
+        self,
+        stages: int,
+        *,
+        period: float = PERIOD_SECONDS,
+        rule: Rule = Rule.OPTIMUM,
+        threshold: float = 0.02,
+    ) -> None:
+        """Nobody has moved yet.
+
+        Args:
+            stages: of the model.
+            period: seconds from one look to the next.
+            rule: who moves.
+            threshold: gain that a move must bring, as a part of the speed before.
+        """
+        self._rebalancer = Rebalancer(
+            stages=stages, period=period, rule=rule, threshold=threshold
+        )
+        self._going, self._next = "", 0.0
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Make at most one move.
+
+        Args:
+            trainer: of the run; a step may be under way.
+        """
+        fleet = trainer.fleet
+        if self._going and self._going not in trainer.moving:
+            # It has arrived, its move has failed, or it is gone.
+            there = {m.name for m in fleet.members()}
+            self._rebalancer.arrived(self._going, is_gone=self._going not in there)
+            self._going = ""
+        if fleet.now() < self._next or not self._rebalancer.is_due(fleet.now()):
+            return
+        # Those that have failed are no mates, though their leases hold.
+        usable = [m for m in fleet.usable() if not m.leaving]
+        loads = loads_of(trainer, usable)
+        if loads is None:
+            self._next = fleet.now() + RETRY_SECONDS
+            return
+        costs = [
+            MoveCost(
+                state_bytes=trainer.cut.state_bytes(stage),
+                bytes_per_second=trainer.pace.bytes_per_second,
+                compile_seconds=trainer.pace.compile_seconds,
+            )
+            for stage in range(trainer.cut.stages)
+        ]
+        # Who takes the state again for a step has neither come nor gone.
+        present = {m.name for m in fleet.members() if not m.leaving}
+        move = self._rebalancer.decide(loads, fleet.now(), costs, present)
+        if move is not None:
+            self._going = move.peer
+            trainer.move({m.name: m for m in usable}[move.peer], move.target)
+
+
+def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | None:
+    """What has been measured of peers; none where one has not been measured yet.
+
+    Of a peer in another stage than its own, the time is taken to differ as the stages'
+    means do.
+
+    Args:
+        trainer: that measured.
+        members: that serve.
+    """
+    stages = trainer.cut.stages
+    seconds = {m.name: trainer.fleet.seconds_per_task(m) for m in members}
+    known = {name: x for name, x in seconds.items() if x}
+    if len(known) < len(members) or {m.stage for m in members} != {*range(stages)}:
+        return None
+    means = [0.0] * stages
+    for stage in range(stages):
+        own = [known[m.name] for m in members if m.stage == stage]
+        means[stage] = sum(own) / len(own)
+    # The last stage computes its forward with its backward.
+    tasks = [
+        BACKWARD_TASK + (0 if stage == stages - 1 else FORWARD_TASK)
+        for stage in range(stages)
+    ]
+    held = trainer.gradients_at()
+    return [
+        PeerLoad(
+            peer=m.name,
+            stage=m.stage,
+            queue_length=m.queue,
+            speeds=tuple(
+                means[m.stage] / (known[m.name] * means[s] * tasks[s])
+                for s in range(stages)
+            ),
+            held=held.get(m.name, 0),
+        )
+        for m in members
+    ]

@@ -1,0 +1,224 @@
+"""Who serves which stage: leases that end unless they are renewed.
+
+It opens no socket and reads no clock, as the wiring and the ledger beside it; what
+serves it gives the time. Peers go on while it is away and join again when it is back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from whalejax.elastic.wire.service import Address, Refused
+from whalejax.swarm.deadlines import LEASE_SECONDS
+from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
+
+
+if TYPE_CHECKING:
+    from whalejax.swarm_runtime.cut import Cut
+
+
+ANY: Final = -1
+"""The stage of a newcomer that leaves the choice to the registry."""
+
+Reach = Callable[[Address], str]
+"""Says why an address cannot be reached; nothing where it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A peer, as it last announced itself.
+
+    Attributes:
+        name: unique for each process.
+        address: where it listens.
+        stage: that it serves.
+        expires: when its lease ends.
+        generation, step: of its newest state; -1 where it has none.
+        queue: calls that wait at it.
+        done: micro-batches computed since it joined.
+        seconds: of its last call on the device.
+        leaving: it wants to leave.
+        ready: its programs are compiled.
+        incarnation: counts how often it has joined.
+    """
+
+    name: str
+    address: Address
+    stage: int
+    expires: float
+    generation: int = -1
+    step: int = -1
+    queue: int = 0
+    done: int = 0
+    seconds: float = 0.0
+    leaving: bool = False
+    ready: bool = False
+    incarnation: int = 1
+
+
+def facts_of(cut: Cut, wire: str, sum_wire: str) -> dict[str, str]:
+    """What all processes of a swarm must have alike.
+
+    Args:
+        cut: of the job.
+        wire, sum_wire: how peers send tensors, and gradients as they add them up.
+    """
+    stages = str(cut.stages)
+    return {**cut.facts(), "wire": wire, "sum wire": sum_wire, "stages": stages}
+
+
+class Registry:
+    """The peers of a swarm."""
+
+    def __init__(
+        self,
+        facts: Mapping[str, str],
+        *,
+        stages: int,
+        lease_seconds: float = LEASE_SECONDS,
+        reach: Reach = lambda address: "",
+    ) -> None:
+        """Nobody is there yet.
+
+        Args:
+            facts: that a peer must have in common with this process.
+            stages: of the model.
+            lease_seconds: for which an announcement holds.
+            reach: tries a newcomer's address.
+        """
+        self._facts, self.stages = dict(facts), stages
+        self.lease_seconds, self._reach = lease_seconds, reach
+        self._lock = threading.Lock()
+        self._members: dict[str, Member] = {}
+        self._joins: dict[str, int] = {}
+        self._freed: set[str] = set()
+
+    def admit(
+        self, name: str, address: Address, stage: int, facts: Mapping[str, str]
+    ) -> None:
+        """Whether a peer may join; takes as long as it takes to reach it.
+
+        Args:
+            name: of the peer.
+            address: where it says that it listens.
+            stage: that it wants to serve, or ``ANY``.
+            facts: of its code, plan and versions.
+
+        Raises:
+            Refused: it runs other code, asks for a stage that there is not, or cannot
+                be reached at its address.
+        """
+        self.check(f"peer {name}", facts)
+        if stage != ANY and not 0 <= stage < self.stages:
+            raise Refused(
+                "failed",
+                f"peer {name} asks for stage {stage}; there are stages 0 to "
+                f"{self.stages - 1}. Give --stage one of them, or leave it out",
+            )
+        if why := self._reach(address):
+            raise Refused(
+                "failed",
+                f"peer {name} says that it listens at {address[0]}:{address[1]}, which "
+                f"cannot be reached from here ({why}). Give --host an address of that "
+                "machine that others reach, and open its port",
+            )
+
+    def join(self, name: str, address: Address, stage: int, now: float) -> Member:
+        """Take a peer in that was admitted, and choose its stage.
+
+        Args:
+            name: of the peer.
+            address: where it listens.
+            stage: that it wants to serve, or ``ANY``.
+            now: seconds, after it was admitted: its lease begins.
+        """
+        with self._lock:
+            self._expire(now)
+            if stage == ANY:
+                stage = newcomer_stage(self._loads(), self.stages)
+            self._joins[name] = self._joins.get(name, 0) + 1
+            member = Member(
+                name=name,
+                address=address,
+                stage=stage,
+                expires=now + self.lease_seconds,
+                incarnation=self._joins[name],
+            )
+            self._members[name] = member
+            self._freed.discard(name)
+            return member
+
+    def check(self, who: str, facts: Mapping[str, str]) -> None:
+        """Refuse a process that runs something else.
+
+        Args:
+            who: it is, for the error.
+            facts: of its code, plan and versions.
+
+        Raises:
+            Refused: what differs.
+        """
+        differing = [
+            f"{key} is {facts.get(key, 'not given')} there and {value} here"
+            for key, value in self._facts.items()
+            if facts.get(key) != value
+        ]
+        if differing:
+            raise Refused(
+                "failed",
+                f"{who} differs: {'; '.join(differing)}. Run the same code, "
+                "options and versions in all processes",
+            )
+
+    def announce(self, name: str, now: float, **told: Any) -> Member | None:
+        """Renew a lease; none where the peer is not known any more.
+
+        Args:
+            name: of the peer.
+            now: seconds.
+            told: other attributes of ``Member``, as they are now.
+        """
+        with self._lock:
+            known = self._members.get(name)
+            if known is None or known.incarnation != told.pop("incarnation"):
+                return None
+            expires = now + self.lease_seconds
+            found = replace(known, expires=expires, **told)
+            self._members[name] = found
+            return found
+
+    def members(self, now: float) -> list[Member]:
+        """Those whose leases hold, by name."""
+        with self._lock:
+            self._expire(now)
+            return sorted(self._members.values(), key=lambda m: m.name)
+
+    def free(self, name: str) -> None:
+        """A leaving peer is needed no more."""
+        with self._lock:
+            self._freed.add(name)
+            self._members.pop(name, None)
+
+    def is_free(self, name: str) -> bool:
+        """Whether a leaving peer may go."""
+        with self._lock:
+            return name in self._freed
+
+    def _expire(self, now: float) -> None:
+        for name in [n for n, m in self._members.items() if m.expires <= now]:
+            del self._members[name]
+
+    def _loads(self) -> list[PeerLoad]:
+        return [
+            PeerLoad(
+                peer=m.name,
+                stage=m.stage,
+                queue_length=m.queue,
+                speeds=(1.0,) * self.stages,
+            )
+            for m in self._members.values()
+            if not m.leaving
+        ]

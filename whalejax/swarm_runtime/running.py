@@ -1,0 +1,215 @@
+"""A run of a swarm from its folder: key, journal, checkpoints, and who leads it.
+
+What ``whalejax swarm serve`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.elastic.saving import Saver
+from whalejax.elastic.wire.keys import load_key, make_key
+from whalejax.journals.journal import JournalLines, read
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.resume import held
+from whalejax.swarm_runtime.checkpoints import Checkpoints
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
+from whalejax.swarm_runtime.moving import PERIOD_SECONDS, Mover
+from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.serving import Serving
+
+
+KEY: Final = "swarm.key"
+RETRY_SECONDS: Final = (1.0, 5.0, 20.0)
+"""After which a last checkpoint that could not be written is tried again."""
+
+LEDGER: Final = "ledger.jsonl"
+_FOLDER: Final = "swarm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run keeps what, and where it listens.
+
+    Attributes:
+        save: folder of checkpoints and of the journal; None keeps nothing.
+        save_every: steps between checkpoints.
+        keep: how many stay.
+        key: file of the swarm's key; made where there is none.
+        host, port: where the registry listens.
+        wire: how peers send tensors.
+        sum_wire: how they send gradients while they add them up.
+        lease_seconds: for which a peer's announcement holds.
+        rebalance_seconds: from one look at the peers' loads to the next.
+    """
+
+    save: Path | None = None
+    save_every: int = 100
+    keep: int = 3
+    key: Path = field(default_factory=lambda: Path(KEY))
+    host: str = "127.0.0.1"
+    port: int = 0
+    wire: str = "f32"
+    sum_wire: str = "f32"
+    lease_seconds: float = 10.0
+    rebalance_seconds: float = PERIOD_SECONDS
+
+
+class Run:
+    """A run that is led by this process.
+
+    Attributes:
+        serving: its registry and trainer.
+        peers: that work in this process.
+    """
+
+    def __init__(
+        self, cut: Cut, place: Place, settings: Settings, tell: Tell, *, peers: int = 0
+    ) -> None:
+        """Read the newest checkpoint, and listen.
+
+        Args:
+            cut: of the job.
+            place: of the run.
+            settings: of the run.
+            tell: is told what happens.
+            peers: that work in threads of this process.
+
+        Raises:
+            WhaleError: something cannot be read, written or listened at.
+        """
+        make_key(place.key)
+        key = load_key(place.key)
+        self._cut, self._place, self._tell = cut, place, tell
+        self._checkpoints = Checkpoints(cut)
+        self._stack = contextlib.ExitStack()
+        self._journal: JournalLines | None = None
+        self._lock = threading.Lock()
+        snapshot, generation = None, 0
+        if place.save is not None:
+            self._stack.enter_context(held(place.save))
+            found = self._checkpoints.newest(place.save)
+            if found is not None:
+                snapshot, notes = found
+                for note in notes:
+                    tell("note", why=note)
+                tell("restored", step=snapshot.step)
+            folder = place.save / _FOLDER
+            with _said(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            generation = _generations(folder / LEDGER)
+            self._journal = JournalLines(folder / LEDGER, durable=False)
+            self._write("opened", {"generation": generation})
+        self._saver = Saver(
+            self._checkpoints, place.save, place.save_every, place.keep, tell
+        )
+        self.serving = Serving(
+            cut,
+            key,
+            settings,
+            wire=place.wire,
+            sum_wire=place.sum_wire,
+            host=place.host,
+            port=place.port,
+            lease_seconds=place.lease_seconds,
+            tell=self._told,
+            write=None if self._journal is None else self._write,
+            snapshot=snapshot,
+            generation=generation,
+            on_snapshot=self._save,
+            rebalance=Mover(cut.stages, period=place.rebalance_seconds),
+        )
+        self._key = key
+        self.peers: list[Peer] = []
+        self._count = peers
+        self._settings = settings
+
+    def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Do the steps.
+
+        Yields:
+            Steps done, and metrics.
+        """
+        try:
+            for _ in range(self._count):
+                peer = Peer(
+                    self._cut,
+                    self._key,
+                    self.serving.address,
+                    wire=self._place.wire,
+                    sum_wire=self._place.sum_wire,
+                )
+                self.peers.append(peer)
+                peer.start()
+            yield from self.serving.run()
+            self._write_last()
+        finally:
+            self._saver.wait()
+            self.close()
+
+    def _write_last(self) -> None:
+        """Try again where the last checkpoint could not be written."""
+        for seconds in RETRY_SECONDS:
+            self._saver.wait()
+            last = self.snapshot()
+            if not self._saver.is_due(last.step, self._settings.steps):
+                return
+            why = f"the checkpoint of step {last.step} is tried again in {seconds:g} s"
+            self._tell("note", why=why)
+            time.sleep(seconds)
+            self._save(last)
+
+    def close(self) -> None:
+        """End everything that this process does for the run."""
+        for peer in self.peers:
+            peer.close()
+        self.serving.close()
+        self._stack.close()
+
+    def snapshot(self) -> Snapshot:
+        """The newest snapshot."""
+        return self.serving.trainer.newest
+
+    def _told(self, kind: str, **more: Any) -> None:
+        if kind == "went back":
+            self._write("opened", {"generation": self.serving.trainer.generation})
+        self._tell(kind, **more)
+
+    def _write(self, event: str, fields: Any) -> None:
+        if self._journal is None:
+            return
+        with self._lock:
+            before = self._journal.problem
+            self._journal.write(event, fields)
+            problem = self._journal.problem
+        if problem and problem != before:
+            self._tell("not written", why=f"the ledger's journal: {problem}")
+
+    def _save(self, snapshot: Snapshot) -> None:
+        if self._saver.is_due(snapshot.step, self._settings.steps):
+            state = self._checkpoints.state_of(snapshot)
+            self._saver.save(state, snapshot.step)
+
+
+@contextlib.contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WhaleError(
+            f"{path}: nothing can be written there ({error.strerror or error}). Give "
+            "--save a folder that can be written"
+        ) from error
+
+
+def _generations(path: Path) -> int:
+    """One more than any generation that a journal tells of; 0 without a journal."""
+    known = [e.get("generation") for e in read(path) if e["event"] == "opened"]
+    return 1 + max((n for n in known if type(n) is int), default=-1)

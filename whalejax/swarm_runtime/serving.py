@@ -1,0 +1,355 @@
+"""The process with the registry and the first trainer."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from whalejax.elastic.wire.connection import listen
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.deadlines import LEASE_SECONDS
+from whalejax.swarm.ledger import Write
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
+from whalejax.swarm_runtime.registry import Member, Registry, facts_of
+from whalejax.swarm_runtime.trainer import Trainer, as_told
+from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_TRAINER
+
+
+REACH_SECONDS: Final = 5.0
+LINK_SECONDS: Final = 20.0
+"""In which a peer says whether others answer it."""
+
+ERRORS: Final = ("sum_error", "wire_error")
+"""Of each step's metrics, what formats lose; shown."""
+
+_MOST_LINKS: Final = 8
+"""Of a newcomer to others, that are tried when it joins."""
+
+_MOST_THREADS: Final = 64
+_MOST_WORDS: Final = 2000
+
+
+class Serving:
+    """A registry and a trainer that answer at one address.
+
+    Attributes:
+        address: where.
+        trainer: leads the run.
+        registry: of its peers.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        key: bytes,
+        settings: Settings,
+        *,
+        wire: str = "f32",
+        sum_wire: str = "f32",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        lease_seconds: float = LEASE_SECONDS,
+        tell: Tell = lambda kind, **more: None,
+        write: Write | None = None,
+        snapshot: Snapshot | None = None,
+        generation: int = 0,
+        **more: Any,
+    ) -> None:
+        """Listen; no step is done before ``run``.
+
+        Args:
+            cut: of the job.
+            key: of the swarm.
+            settings: of the run.
+            wire: how peers send tensors.
+            sum_wire: how they send gradients while they add them up.
+            host, port: where to listen.
+            lease_seconds: for which a peer's announcement holds.
+            tell, write, snapshot, generation, more: as for ``Trainer``.
+
+        Raises:
+            WhaleError: it cannot listen there.
+        """
+        self._caller = Caller(key, ANSWERS)
+        self.registry = Registry(
+            facts_of(cut, wire, sum_wire),
+            stages=cut.stages,
+            lease_seconds=lease_seconds,
+            reach=self._reach,
+        )
+        self.trainer = Trainer(
+            cut,
+            self.registry,
+            self._caller,
+            settings,
+            tell=tell,
+            write=write,
+            snapshot=snapshot,
+            generation=generation,
+            wire=wire,
+            sum_wire=sum_wire,
+            **more,
+        )
+        self._settings, self._tell = settings, tell
+        self._shown = {"wire": wire, "sum_wire": sum_wire}
+        try:
+            listening = listen(host, port)
+        except OSError as error:
+            raise WhaleError(
+                f"host {host}, port {port}: the registry cannot listen there "
+                f"({error.strerror or error}). Give an address of this machine and a "
+                "free port"
+            ) from error
+        self._service = Service(listening, key, TO_TRAINER, self._handlers)
+        self.address = self.trainer.address = self._service.address
+        self._loss: float | None = None
+        self._errors: dict[str, float | None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def _handlers(self) -> Mapping[str, Callable[[Message], Message]]:
+        """What answers each kind of question."""
+        return {
+            "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
+            "batch": self.trainer.give_batch,
+            "state": self.trainer.give_state,
+            "join": self._join,
+            "announce": self._announce,
+            "enlist": self._enlist,
+            "take": self.trainer.sharing.give,
+            "led": self.trainer.sharing.take_in,
+            "show": self._show,
+            "terms": self._terms,
+        }
+
+    def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Do the steps; see ``Trainer.run``. In the end, peers are told."""
+        try:
+            for step, metrics in self.trainer.run():
+                self._loss = float(metrics["loss"])
+                self._errors = {name: metrics.get(name) for name in ERRORS}
+                yield step, metrics
+        except Exception as error:
+            self.stop(f"the run has failed: {error}"[:_MOST_WORDS], failed=True)
+            raise
+        self.stop("all steps are done")
+
+    def stop(self, why: str, *, failed: bool = False) -> None:
+        """Tell all peers and trainers that the run is over.
+
+        Args:
+            why: in words.
+            failed: it has ended otherwise than it should.
+        """
+        fields = {"why": why, "failed": failed}
+        members = self.registry.members(time.monotonic())
+        addresses = [m.address for m in members]
+        addresses += self.trainer.sharing.addresses()
+        self._all(addresses, "stop", fields, REACH_SECONDS)
+
+    def _all(
+        self,
+        addresses: Sequence[Address],
+        kind: str,
+        fields: Mapping[str, Any],
+        seconds: float,
+    ) -> list[Message | None]:
+        """The answers of several peers; none of those that are gone or refuse."""
+
+        def one(address: Address) -> Message | None:
+            try:
+                return self._caller.ask(address, kind, fields, seconds=seconds)
+            except (Gone, Refused):
+                return None
+
+        with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_THREADS))) as pool:
+            return [*pool.map(one, addresses)]
+
+    def close(self) -> None:
+        """End all connections."""
+        self._service.close()
+        self._caller.close()
+
+    # What peers ask.
+
+    def _reach(self, address: Address) -> str:
+        why = self._ping(address)
+        others = self._neighbours(address)
+        if others and not why:
+            peers = [[m.name, list(m.address)] for m in others]
+            own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
+            outward = {} if own is None else own.fields["unreached"]
+            self._check_links("peer", address, others, outward)
+        return why
+
+    def _ping(self, address: Address) -> str:
+        """Why a process does not answer; empty where it does."""
+        try:
+            self._caller.ask(address, "ping", {}, seconds=REACH_SECONDS)
+        except (Gone, Refused) as error:
+            return str(error)
+        return ""
+
+    def _neighbours(self, address: Address) -> list[Member]:
+        """Some peers of each stage, with which a newcomer exchanges tensors."""
+        members = self.registry.members(time.monotonic())
+        others = [m for m in members if m.address != address]
+        seen: dict[int, int] = {}
+        ranks = []
+        for member in others:
+            ranks.append(seen.setdefault(member.stage, 0))
+            seen[member.stage] += 1
+        order = sorted(range(len(others)), key=lambda n: (ranks[n], others[n].stage))
+        return [others[n] for n in order[:_MOST_LINKS]]
+
+    def _check_links(
+        self,
+        what: str,
+        address: Address,
+        others: Sequence[Member],
+        outward: Mapping[str, str],
+    ) -> None:
+        """Refuse a newcomer that most others do not reach, or that reaches not them.
+
+        Args:
+            what: the newcomer is.
+            address: of it.
+            others: peers.
+            outward: why it does not reach those that it does not.
+
+        Raises:
+            Refused: which of them, and why.
+        """
+        where = f"{address[0]}:{address[1]}"
+        fields = {"peers": [[where, list(address)]]}
+        told = self._all([m.address for m in others], "reach", fields, LINK_SECONDS)
+        there = {
+            m.name: answer.fields["unreached"].get(where, "")
+            for m, answer in zip(others, told, strict=True)
+            if answer is not None
+        }
+        problems = [
+            f"it does not reach {name} ({outward[name]})"
+            if name in outward
+            else f"{name} does not reach it ({why})"
+            for name, why in there.items()
+            if name in outward or why
+        ]
+        if not problems:
+            return
+        text = f"the {what} at {where}: {'; '.join(problems)}"
+        if 2 * len(problems) <= len(there):
+            self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
+            return
+        raise Refused(
+            "failed",
+            f"{text}. Peers take tensors from each other and from trainers: give "
+            "--host an address of that machine that all machines of the swarm reach, "
+            "and open its port",
+        )
+
+    def _join(self, asked: Message) -> Message:
+        fields = asked.fields
+        name, stage, (host, port) = fields["name"], fields["stage"], fields["address"]
+        self.registry.admit(name, (host, port), stage, fields["facts"])
+        # That may have taken longer than a lease.
+        member = self.registry.join(name, (host, port), stage, time.monotonic())
+        return Message(
+            kind="welcome",
+            fields={
+                "stage": member.stage,
+                "incarnation": member.incarnation,
+                "run": self.trainer.run_id,
+            },
+        )
+
+    def _announce(self, asked: Message) -> Message:
+        told = dict(asked.fields)
+        name = told.pop("name")
+        if self.registry.is_free(name):
+            return Message(kind="heard", fields={"known": False, "free": True})
+        found = self.registry.announce(name, time.monotonic(), **told)
+        return Message(kind="heard", fields={"known": found is not None, "free": False})
+
+    def _enlist(self, asked: Message) -> Message:
+        """One more trainer."""
+        fields = asked.fields
+        name, (host, port) = fields["name"], fields["address"]
+        self.registry.check(f"trainer {name}", fields["facts"])
+        if why := self._ping((host, port)):
+            raise Refused(
+                "failed",
+                f"trainer {name} says that it listens at {host}:{port}, which cannot "
+                f"be reached from here ({why}). Give --host an address of that machine "
+                "that others reach, and open its port",
+            )
+        others = self._neighbours((host, port))
+        if others:
+            self._check_links("trainer", (host, port), others, {})
+        self.trainer.sharing.enlist(name, (host, port))
+        return Message(kind="enlisted", fields={"run": self.trainer.run_id})
+
+    def _terms(self, asked: Message) -> Message:
+        """What a newcomer must know to cut the job alike."""
+        del asked
+        cut = self.trainer.cut
+        fields = {
+            **self._shown,
+            "stages": cut.stages,
+            "batch": cut.size,
+            "micro_batches": cut.count,
+            "precision": cut.precision,
+            "seed": cut.seed,
+            "delayed_updates": cut.delayed_updates,
+            "pull_seconds": self._settings.call_seconds / 3,
+            "call_seconds": self._settings.call_seconds,
+        }
+        return Message(kind="terms", fields=fields)
+
+    def _show(self, asked: Message) -> Message:
+        del asked
+        trainer, now = self.trainer, time.monotonic()
+        show = functools.partial(_shown, trainer=trainer)
+        ledger = trainer.ledger
+        fields = {
+            **self._shown,
+            "stages": trainer.cut.stages,
+            "step": trainer.step,
+            "steps": self._settings.steps,
+            "generation": trainer.generation,
+            "micro_batches": trainer.cut.count,
+            "loss": self._loss,
+            **{name: self._errors.get(name) for name in ERRORS},
+            "left": 0 if ledger is None else ledger.left,
+            "counts": as_told(trainer.counts),
+            "trainers": trainer.sharing.shown(),
+            "peers": [show(m) for m in self.registry.members(now)],
+        }
+        return Message(kind="shown", fields=fields)
+
+
+def _shown(member: Member, *, trainer: Trainer) -> Mapping[str, Any]:
+    synced = trainer.fleet.has(member)
+    return {
+        "name": member.name,
+        "address": f"{member.address[0]}:{member.address[1]}",
+        "stage": member.stage,
+        "step": member.step,
+        "queue": member.queue,
+        "done": member.done,
+        "seconds": trainer.fleet.seconds_per_task(member) or 0.0,
+        "state": "leaving"
+        if member.leaving
+        else "working"
+        if synced
+        else "waiting"
+        if member.ready
+        else "compiling",
+    }

@@ -1,0 +1,612 @@
+"""Leads a run: asks peers for each micro-batch's parts, commits steps, keeps snapshots.
+
+It computes nothing and no tensor goes through it but micro-batches and the snapshots of
+the state. Newcomers take the state beside the steps, and snapshots are taken beside
+them; between two steps those that leave are let go.
+
+The module is long because the loop of one process handles every loss of a peer, between
+and within steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Caller, Gone, Refused
+from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.ledger import Ledger, Write
+from whalejax.swarm_runtime.commit import Commit
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.leading.shares import OWN
+from whalejax.swarm_runtime.leading.sharing import Sharing
+from whalejax.swarm_runtime.leading.state import (
+    Settings,
+    Snapshot,
+    Tell,
+    TrainerState,
+    digests_of,
+)
+from whalejax.swarm_runtime.passage import (
+    Counts,
+    Passage,
+    StageLost,
+    StepContext,
+    Stopped,
+)
+from whalejax.swarm_runtime.registry import Member, Registry
+
+
+LOOK_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """A step whose gradients are there, and that is not applied yet.
+
+    Attributes:
+        context: of the step.
+        passages: of its micro-batches.
+        sums: total, weight and metrics of the loss, flat.
+    """
+
+    context: StepContext
+    passages: Sequence[Passage]
+    sums: tuple[np.ndarray, ...]
+
+
+class Trainer(TrainerState):
+    """Leads the steps of one run.
+
+    Attributes:
+        ledger: of the step that is under way.
+        sharing: gives further trainers micro-batches to lead.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        registry: Registry,
+        caller: Caller,
+        settings: Settings,
+        *,
+        tell: Tell = lambda kind, **more: None,
+        write: Write | None = None,
+        snapshot: Snapshot | None = None,
+        generation: int = 0,
+        wire: str = "f32",
+        sum_wire: str = "f32",
+        on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
+        rebalance: Callable[[Trainer], None] = lambda trainer: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Ask nobody yet; ``address`` must be set before ``run``.
+
+        Args:
+            cut: of the job.
+            registry: that peers announce themselves to.
+            caller: asks them.
+            settings: of the run.
+            tell: is told what happens, in words.
+            write: of the ledger's journal.
+            snapshot: where the run goes on; a fresh run if left out.
+            generation: counts how often the run has begun or gone back.
+            wire: how peers send tensors.
+            sum_wire: how peers send gradients while they add them up.
+            on_snapshot: is given each snapshot, such as to write a checkpoint.
+            rebalance: called between two steps and, unless updates are delayed, again
+                and again while one is computed: it may have peers moved.
+            clock: gives seconds.
+        """
+        super().__init__(
+            cut,
+            registry,
+            caller,
+            settings,
+            tell=tell,
+            snapshot=snapshot,
+            generation=generation,
+            on_snapshot=on_snapshot,
+            clock=clock,
+        )
+        self._write, self._rebalance = write, rebalance
+        self.sharing = Sharing(self.fleet, caller, tell, registry.lease_seconds)
+        self._wire, self._sum_wire = wire, sum_wire
+        self.ledger: Ledger | None = None
+        self._seconds = 0.0
+        self._pending: _Computed | None = None
+        self._computing: StepContext | None = None
+        self._step_lock = threading.RLock()
+        self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
+
+    # What peers ask.
+
+    def give_batch(self, asked: Message) -> Message:
+        """Leaves of a micro-batch of the step that is under way."""
+        fields = asked.fields
+        self._check_now(asked, ahead=int(self.cut.delayed_updates))
+        if not 0 <= fields["number"] < self.cut.count:
+            raise Refused("stale", f"there is no micro-batch {fields['number']}")
+        with self._lock:
+            leaves = self.cut.micro_batch(fields["step"], fields["number"])
+        places = fields["places"]
+        if any(not 0 <= p < len(leaves) for p in places):
+            raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
+        arrays = tuple(leaves[p] for p in places)
+        return Message(kind="tensors", fields={}, arrays=arrays)
+
+    # The run.
+
+    def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Do steps until all are done.
+
+        Yields:
+            Steps done, and metrics.
+
+        Raises:
+            WhaleError: a stage has had no peer for too long, or the run cannot go on.
+        """
+        try:
+            yield from self._steps()
+            self._take_snapshot()
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._await_snapshot()  # What was due before the error is kept.
+            raise
+        finally:
+            self._end_snapshots()
+        if self._snapshot.step != self.step:
+            raise WhaleError(
+                f"all {self.step} steps are done, and no peer gave the state of a "
+                f"stage after the last: the newest whole state is of step "
+                f"{self._snapshot.step}. Start the run again with the same folder; it "
+                "goes on from there"
+            )
+
+    def _steps(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        while self.step < self.settings.steps:
+            try:
+                self._ready()
+                metrics = self._one()
+            except StageLost as gone:
+                self._go_back(gone.stage)
+                continue
+            if metrics is None:
+                continue  # The first step's gradients are there.
+            yield self.step, metrics
+            if self.step < self.settings.steps:
+                self._rebalance(self)
+
+    def _one(self) -> dict[str, Any] | None:
+        """One step; where updates are delayed, with the gradients of the next.
+
+        Returns:
+            Metrics; none where the step's gradients are there and wait for the next
+            step to be computed with the same parameters.
+        """
+        begun, computed = self.fleet.now(), self._pending
+        if computed is None:
+            computed = self._computed(self._context(self.step))
+            if self.cut.delayed_updates:
+                self._pending = computed
+                return None
+            self._await_newcomers()
+            self._await_snapshot()
+        with self._summing():
+            commit = self._sum_and_apply(computed)
+            self._applied(commit.applied, commit.digests)
+        metrics: dict[str, Any] = {
+            name: np.asarray(value)
+            for name, value in self.cut.metrics(list(computed.sums)).items()
+        }
+        self._seconds = self.fleet.now() - begun
+        if commit.sum_error is not None:
+            metrics["sum_error"] = commit.sum_error
+        if self._wire != "f32":
+            metrics["wire_error"] = computed.passages[0].wire_error
+        return {**metrics, "generation": self.generation, "seconds": self._seconds}
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Who has the state only now takes that of the next step."""
+        with self._lock:
+            self._is_summing = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_summing = False
+
+    def _sum_and_apply(self, computed: _Computed) -> Commit:
+        """Sum and apply a step; where updates are delayed, beside the next one."""
+        if not self.cut.delayed_updates:
+            return self._committed(computed)
+        computed.context.state = self.step
+        if self._is_alone():
+            commit, self._pending = self._committed(computed), None
+        else:
+            commit, self._pending = self._overlapped(computed)
+        return commit
+
+    def _is_alone(self) -> bool:
+        """Whether a step is to be applied before any other begins.
+
+        The last step is, and one whose gradients are with a peer that leaves.
+        """
+        is_last = self.step + 1 == self.settings.steps
+        return is_last or any(m.leaving for m in self.fleet.members())
+
+    def _computed(self, context: StepContext) -> _Computed:
+        """Take the micro-batches of a step through all stages and back."""
+        count = self.cut.count
+        passages = [Passage(context, number) for number in range(count)]
+        self.ledger = context.ledger
+        with self._lock:
+            self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
+        self._travel(context, passages)
+        return _Computed(context=context, passages=passages, sums=_summed(passages))
+
+    def _await_newcomers(self) -> None:
+        """Wait for those that take the state of a step, before it is another one."""
+        begun = self.fleet.now()
+        while self._waits_for_newcomers(begun):
+            self._changed.clear()
+            self._changed.wait(LOOK_SECONDS)
+
+    def _committed(self, computed: _Computed) -> Commit:
+        """Sum the gradients of a step and apply them."""
+        with threads(self.cut.stages, computed.context.stop) as pool:
+            commit = Commit(computed.context, computed.passages, pool)
+            commit.run(computed.sums)
+        return commit
+
+    def _overlapped(self, computed: _Computed) -> tuple[Commit, _Computed]:
+        """Sum and apply a step while the next is computed with the same parameters."""
+        context = self._context(self.step + 1)
+
+        def commit() -> Commit:
+            try:
+                return self._committed(computed)
+            except BaseException:
+                context.stop.set()
+                raise
+
+        with threads(1, computed.context.stop) as pool:
+            committing = pool.submit(commit)
+            try:
+                following = self._computed(context)
+            except Stopped:
+                committing.result()  # It says why.
+                raise
+            return committing.result(), following
+
+    def _context(self, step: int) -> StepContext:
+        """Of a step that is computed with the parameters of the steps that are done."""
+        generation = self.generation
+
+        def write(event: str, fields: Mapping[str, object]) -> None:
+            if self._write is not None:
+                self._write(event, {"generation": generation, **fields})
+
+        ledger = Ledger(
+            step=step,
+            stages=self.cut.stages,
+            micro_batches=self.cut.count,
+            write=write,
+        )
+        return StepContext(
+            cut=self.cut,
+            fleet=self.fleet,
+            caller=self.caller,
+            ledger=ledger,
+            lock=self._step_lock,
+            run=self.run_id,
+            generation=generation,
+            step=step,
+            state=self.step,
+            batch=self.address,
+            sum_wire=self._sum_wire,
+            call_seconds=self.settings.call_seconds,
+            await_peer=self._await_peer,
+            tell=self.tell,
+            counts=self.counts,
+            failures=self._failures,
+        )
+
+    def _applied(self, names: set[str], digests: dict[int, str]) -> None:
+        """The step is over; who has not applied it takes the state again."""
+        with self._lock:
+            for member in self.fleet.synced():
+                if member.name in names:
+                    self.fleet.end_pause(member)
+                else:
+                    self.fleet.drop(member.name)
+            self.digests = digests
+            for key in [k for k in self._failures if k[0] <= self.step]:
+                del self._failures[key]
+            self.step += 1
+            self._keeps = True
+
+    def _travel(self, context: StepContext, passages: Sequence[Passage]) -> None:
+        """Take all micro-batches through; what the first error was is raised.
+
+        Those that further trainers lead are taken through by them.
+        """
+        peers = len(self.fleet.synced())
+        count = max(1, min(self.settings.in_flight or 2 * peers, len(passages)))
+        shares = self.sharing.open(context, passages, count)
+        errors: list[Exception] = []
+
+        def lead() -> None:
+            try:
+                while not shares.is_over:
+                    share = shares.wait_for(OWN, self.sharing.most, LOOK_SECONDS)
+                    if share is not None:
+                        passages[share.number].run(share.attempts.start - 1)
+                        self.sharing.led += shares.finish(share, lambda: None)
+            except Exception as error:
+                errors.append(error)
+                context.stop.set()
+
+        self._computing = context
+        try:
+            with threads(count, context.stop) as pool:
+                leading = {pool.submit(lead) for _ in range(count)}
+                while leading:
+                    done, leading = wait(leading, timeout=LOOK_SECONDS)
+                    for one in done:
+                        one.result()  # An interrupt.
+                    self.sharing.watch()
+                    if not self.cut.delayed_updates:
+                        self._bring(late=False)
+                        self._rebalance(self)
+        finally:
+            self._computing = None
+            self.sharing.close()
+        if errors:
+            raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
+        if context.stop.is_set():
+            raise Stopped
+        self._make_again(context, passages, count)
+
+    def _make_again(
+        self, context: StepContext, passages: Sequence[Passage], count: int
+    ) -> None:
+        """What was lost since it was made is made again, several at once."""
+        stages = range(self.cut.stages)
+        for stage in stages:
+            context.lose_gone(stage)
+        with context.lock:
+            if all(context.ledger.is_complete(stage) for stage in stages):
+                return
+        with threads(count, context.stop) as pool:
+            again = [pool.submit(passage.run) for passage in passages]
+            errors = [one.exception() for one in again]
+        found = [error for error in errors if error is not None]
+        if found:
+            raise next((e for e in found if not isinstance(e, Stopped)), found[0])
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way, and not summed yet."""
+        return self._computing is not None
+
+    def gradients_at(self) -> Counter[str]:
+        """Micro-batches of the step under way whose gradients each peer has."""
+        context = self._open_step
+        if context is None:
+            return Counter()
+        with context.lock:
+            return context.ledger.gradients_at()
+
+    @property
+    def _open_step(self) -> StepContext | None:
+        """A step of which gradients are with peers, and that is not summed yet."""
+        if self._computing is None and self._pending is not None:
+            return self._pending.context
+        return self._computing
+
+    # Between steps.
+
+    def _ready(self) -> None:
+        """Bring everybody to the step, and wait for stages without peers."""
+        begun = whole = self.fleet.now()
+        said: list[int] = []
+        while True:
+            self._changed.clear()
+            self._let_go()
+            self._bring()
+            coming = {one.stage for one in self._coming_now().values()}
+            lacking = [s for s in range(self.cut.stages) if not self.fleet.usable(s)]
+            waited = self.fleet.now() - begun
+            if lacking:
+                whole = self.fleet.now()
+            elif not self._waits_at_first(whole):
+                break
+            lacking = [s for s in lacking if s not in coming]
+            if lacking and lacking != said:
+                said = lacking
+                self.tell("waiting", stages=lacking, step=self.step)
+            if lacking and waited > self.settings.patience_seconds:
+                raise WhaleError(
+                    f"no peer serves stage {', '.join(map(str, lacking))} of "
+                    f"{self.cut.stages}, for {self.settings.patience_seconds:.0f} s. "
+                    "Start one: whalejax swarm join, with --stage"
+                )
+            self._go_back_if_lost(lacking)
+            if waited >= self.settings.spare_seconds:
+                self._send_spare(lacking)
+            self._changed.wait(LOOK_SECONDS)
+        if said:
+            self.tell("resumed", step=self.step)
+        if self.cut.delayed_updates:
+            self._take_snapshot()
+        else:
+            self._begin_snapshot()
+
+    def _waits_at_first(self, since: float) -> bool:
+        """Whether a step waits for newcomers before it is computed.
+
+        It does where most have to take the state, such as at first, and where updates
+        are delayed: its sum begins with it.
+        """
+        most = len(self._coming_now()) > len(self.fleet.usable())
+        waits = most or self.cut.delayed_updates
+        return waits and self._waits_for_newcomers(since)
+
+    def _let_go(self) -> None:
+        """Those that leave hold nothing that is needed once a step is over."""
+        if self._pending is not None:
+            return
+        for member in self.fleet.members():
+            if not member.leaving:
+                continue
+            mates = [m for m in self.fleet.usable(member.stage) if not m.leaving]
+            holds = any(m.name == member.name for m in self.fleet.synced(member.stage))
+            if not mates and holds:
+                # The last of its stage: what it holds is kept here.
+                self._take_snapshot(now=True)
+                if self._snapshot.step != self.step:
+                    continue  # Another stage has nobody; this one is needed still.
+            self.fleet.drop(member.name)
+            self.registry.free(member.name)
+            self.tell("left", peer=member.name, stage=member.stage)
+
+    # Moves.
+
+    def move(self, member: Member, target: int) -> None:
+        """Have a peer serve another stage; it is asked for no step meanwhile.
+
+        What it has of the step under way is computed again by others.
+
+        Args:
+            member: the peer.
+            target: the stage.
+        """
+        told = {"peer": member.name, "source": member.stage, "target": target}
+        with self._lock:
+            self.moving[member.name] = target
+            self.fleet.drop(member.name)
+        self.tell("moves", **told)
+        if self._open_step is not None:
+            self._open_step.lose(member, f"it moves to stage {target}")
+
+        def go() -> None:
+            begun = self.fleet.now()
+            try:
+                self.caller.ask(
+                    member.address,
+                    "move",
+                    {"stage": target},
+                    seconds=self.settings.state_seconds,
+                )
+            except (Gone, Refused) as error:
+                with self._lock:
+                    self.moving.pop(member.name, None)
+                self.tell("failed", peer=member.name, why=str(error))
+            else:
+                self.pace.compile_seconds = self.fleet.now() - begun
+                self.tell("moved", **told)
+            self._changed.set()
+
+        threading.Thread(target=go, daemon=True).start()
+
+    def _send_spare(self, lacking: Sequence[int]) -> None:
+        """A stage that nobody serves is given a peer of a stage that has several."""
+        for stage in lacking:
+            members = [m for m in self.fleet.members() if not m.leaving]
+            if any(stage in (m.stage, self.moving.get(m.name)) for m in members):
+                continue
+            counts = Counter(m.stage for m in members if m.name not in self.moving)
+            spare = [
+                m
+                for m in members
+                if m.ready and m.name not in self.moving and counts[m.stage] > 1
+            ]
+            if spare:
+                # First those that wait for the step, then those of the largest stage.
+                synced = {m.name for m in self.fleet.synced()}
+                spare.sort(key=lambda m: (m.name in synced, -counts[m.stage]))
+                self.move(spare[0], stage)
+
+    # Losses.
+
+    def _await_peer(self, stage: int) -> None:
+        """Wait until a peer of a stage may be asked.
+
+        Raises:
+            StageLost: all that held its state are gone.
+        """
+        while not self.fleet.usable(stage):
+            if not self.fleet.synced(stage):
+                raise StageLost(stage)
+            time.sleep(LOOK_SECONDS)  # At most until their leases end.
+
+    def _go_back_if_lost(self, lacking: Sequence[int]) -> None:
+        """Go back where a stage's state is nowhere any more and a peer has come."""
+        if self._snapshot.step == self.step:
+            return
+        for stage in lacking:
+            there = [m for m in self.fleet.members() if m.stage == stage and m.ready]
+            if not self.fleet.synced(stage) and there:
+                self._go_back(stage)
+                return
+
+    def _go_back(self, stage: int) -> None:
+        """All stages go back to the snapshot."""
+        self._await_snapshot()
+        with self._lock:
+            self.generation += 1
+            before, self.step = self.step, self._snapshot.step
+            self._keeps, self._pending = False, None
+            self.digests = digests_of(self._snapshot)
+            self.fleet.drop_all()
+        self.tell("went back", stage=stage, step=self.step, before=before)
+
+
+@contextlib.contextmanager
+def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are waited for, unless the process is asked to end.
+
+    Args:
+        count: how many.
+        stop: set where they are to end.
+    """
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    except Exception:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        raise
+    except BaseException:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _summed(passages: Sequence[Passage]) -> tuple[np.ndarray, ...]:
+    """Total, weight and metrics of all micro-batches, added in their order."""
+    total: list[np.ndarray] = []
+    for passage in passages:
+        if not total:
+            total = [np.array(x) for x in passage.sums]
+        else:
+            total = [a + b for a, b in zip(total, passage.sums, strict=True)]
+    return tuple(np.asarray(x) for x in total)
+
+
+def as_told(counts: Counts) -> dict[str, int]:
+    """Counts by name."""
+    return dataclasses.asdict(counts)

@@ -1,0 +1,246 @@
+"""What a peer holds: its stage's states, tensors, gradients and sums, by the step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.service import Caller, Gone, Refused
+from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.stage import Stage, StageState, StageUpdate, ready_stage
+
+
+Hook = Callable[[str, int], None]
+"""Is told a point of the protocol and the step as it is reached."""
+
+Part = list[np.ndarray]
+
+TRANSFERS: Final = 2
+"""Tensors that a peer takes from others at once."""
+
+
+class StageHolder:
+    """The stage that a peer serves, and what it keeps until a step is over.
+
+    Attributes:
+        name: of the peer.
+        stage: that it serves; None while it changes.
+        run: that the registry has told this peer of.
+        generation: of that run, as it was last told; -1 before the first.
+        done: micro-batches computed, forward or backward.
+        waiting: calls that wait for the device, with the one that has it.
+        seconds: of the last call on the device.
+        sent_bytes: of tensors at the borders of stages that others were given.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        caller: Caller,
+        name: str,
+        *,
+        wire: str,
+        sum_wire: str = "f32",
+        pull_seconds: float,
+        hook: Hook = lambda point, step: None,
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            cut: of the job.
+            caller: asks other processes.
+            name: of the peer.
+            wire: one of ``WIRES``.
+            sum_wire: one of ``SUM_WIRES``.
+            pull_seconds: deadline of a tensor that another peer is asked for.
+            hook: called at points of the protocol.
+        """
+        self.cut, self.name = cut, name
+        self.wire, self.sum_wire = wire, sum_wire
+        self._caller, self._pull_seconds, self._hook = caller, pull_seconds, hook
+        self.stage: Stage | None = None
+        self.run, self.generation = "", -1
+        self._syncs = 0
+        self.done, self.waiting, self.seconds, self.sent_bytes = 0, 0, 0.0, 0
+        self._lock = threading.RLock()
+        self._device = threading.Lock()
+        self._turns = threading.BoundedSemaphore(TRANSFERS)
+        self._states: dict[int, StageState] = {}
+        self._digests: dict[int, str] = {}
+        self._tensors: dict[tuple[int, str, int, int], Part] = {}
+        self._inputs: dict[tuple[int, int, tuple[int, ...]], Part] = {}
+        self._gradients: dict[tuple[int, int, int], Part] = {}
+        self._parts: dict[tuple[int, int], Part] = {}
+        self._updates: dict[tuple[int, int], StageUpdate] = {}
+        self._answers: dict[tuple[int, int, int], Message] = {}
+        self._packed: tuple[int, np.ndarray] | None = None
+        # All by the step first.
+        self._held: tuple[dict[Any, Any], ...] = (
+            self._tensors,
+            self._inputs,
+            self._gradients,
+            self._parts,
+            self._updates,
+            self._answers,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps done, as the newest state says; -1 where there is none."""
+        with self._lock:
+            return max(self._states, default=-1)
+
+    def enter(self, run: str) -> None:
+        """Work for a run from now on; of another one only the state is kept.
+
+        Args:
+            run: its name, which every question of its trainer has.
+        """
+        with self._lock:
+            if run != self.run:
+                self._clear()
+                self.run, self.generation = run, -1
+
+    def serve(self, number: int) -> None:
+        """Serve a stage from now on; its programs are compiled here.
+
+        Args:
+            number: of the stage.
+        """
+        with self._lock:
+            self.stage = None
+            self._clear()
+            self._states, self._digests, self._packed = {}, {}, None
+        stage = ready_stage(self.cut, number)
+        with self._lock:
+            self.stage = stage
+
+    def _clear(self) -> None:
+        for held in self._held:
+            held.clear()
+
+    # Which step.
+
+    def _at(
+        self, asked: Message, number: int | None = None
+    ) -> tuple[Stage, StageState]:
+        """The stage, and the state that a question is about.
+
+        Raises:
+            Refused: the question is of another generation, stage or step.
+        """
+        before = state_of(asked)
+        with self._lock:
+            stage, state = self.stage, self._states.get(before)
+            if not self._is_of_now(asked) or stage is None or state is None:
+                raise Refused(
+                    "stale",
+                    f"{self.name} is at step {self.step} of generation "
+                    f"{self.generation} of run {self.run!r}, and was asked for step "
+                    f"{before} of generation {asked.fields['generation']} of run "
+                    f"{asked.fields['run']!r}",
+                )
+            if number is not None and number != stage.number:
+                raise Refused(
+                    "stale",
+                    f"{self.name} serves stage {stage.number}, and was asked for stage "
+                    f"{number}",
+                )
+            self._release(before)
+            return stage, state
+
+    def _is_of_now(self, asked: Message) -> bool:
+        """Whether a question is of the run and the generation that this peer is in."""
+        now = self.run, self.generation
+        return (asked.fields["run"], asked.fields["generation"]) == now
+
+    def _release(self, step: int) -> None:
+        """Let go of what no step from this one on reads."""
+        for held in self._held:
+            for key in [k for k in held if k[0] < step]:
+                del held[key]
+        for key in [k for k in self._states if k < step]:
+            del self._states[key]
+            self._digests.pop(key, None)
+        if self._packed is not None and self._packed[0] < step:
+            self._packed = None
+
+    # What is computed, kept and pulled.
+
+    def _computed(self, compute: Callable[[], Any]) -> Any:
+        """What the device computes, one call after the other."""
+        with self._lock:
+            self.waiting += 1
+        try:
+            with self._device:
+                begun = time.monotonic()
+                found = compute()
+                self.seconds = time.monotonic() - begun
+        finally:
+            with self._lock:
+                self.waiting -= 1
+                self.done += 1
+        return found
+
+    def _keep(self, asked: Message, stage: Stage, keep: Callable[[], None]) -> None:
+        """Keep a result.
+
+        Raises:
+            Refused: this peer has gone on to another generation, step or stage.
+        """
+        with self._lock:
+            if (
+                not self._is_of_now(asked)
+                or stage is not self.stage
+                or state_of(asked) not in self._states
+            ):
+                raise Refused(
+                    "stale",
+                    f"{self.name} has gone on while it computed for step "
+                    f"{asked.fields['step']} of generation "
+                    f"{asked.fields['generation']}, stage {stage.number}",
+                )
+            keep()
+
+    def _pull(
+        self,
+        address: Sequence[Any],
+        kind: str,
+        fields: Mapping[str, Any],
+        name: str,
+        blame: str,
+    ) -> Message:
+        """Another process's answer.
+
+        Raises:
+            Refused: it gave none; ``blame`` is who is at fault.
+        """
+        seconds = self._pull_seconds
+        try:
+            return self._caller.ask(
+                (address[0], address[1]), kind, fields, seconds=seconds
+            )
+        except Gone as error:
+            why = f"{name} did not give {kind} to {self.name}: {error}"
+            raise Refused("source", why, blame) from None
+        except Refused as error:
+            why = f"{name} did not give {kind} to {self.name}: {error.why}"
+            codes = {"answer": "shape", "overflow": "overflow"}
+            code = codes.get(error.code, "missing")
+            raise Refused(code, why, error.blame or blame) from None
+
+
+def at(asked: Message) -> dict[str, Any]:
+    """Run, generation and step of a question."""
+    return {name: asked.fields[name] for name in ("run", "generation", "step")}
+
+
+def state_of(asked: Message) -> int:
+    """Steps done in the state that a question is about; calls name it."""
+    found: int = asked.fields.get("state", asked.fields["step"])
+    return found

@@ -1,0 +1,447 @@
+"""What a loss function may return, and the job that the command line runs.
+
+``normalise`` turns every allowed return value into one shape, so that no executor has
+to know more than "a total, a weight, metrics, updated variables". It is a module of
+its own because models import it: importing it starts no JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
+from whalejax.meshes.errors import WhaleError
+from whalejax.user_code.argument_checks import check_optimizer
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """A loss that is ``total / weight``, such as a mean over valid tokens.
+
+    Every executor adds the totals and the weights of all micro-batches and devices
+    and divides the sums.
+
+    Attributes:
+        total: scalar sum of the losses. A regulariser in it is multiplied by the
+            weight.
+        weight: scalar, how many terms the sum has; a constant to the gradient. A plain
+            sum, without a maximum: a micro-batch of weight 0 counts for nothing, and
+            only where that of the whole batch is 0, the loss is NaN.
+
+    >>> (WeightedLoss(3.0, 2.0) + WeightedLoss(1.0, 2.0)).mean
+    1.0
+    """
+
+    total: Any
+    weight: Any
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
+        problems = Arguments("wh.WeightedLoss")
+        for name, value in (("total", self.total), ("weight", self.weight)):
+            number = isinstance(value, float) or is_number(value)
+            if not number and not is_array(value):
+                problems.refuse(name, value, "a scalar array or a number")
+        problems.raise_if_any()
+
+    def __add__(self, other: WeightedLoss) -> WeightedLoss:
+        if not isinstance(other, WeightedLoss):
+            return NotImplemented
+        return WeightedLoss(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def mean(self) -> Any:
+        """The loss itself: total over weight.
+
+        A weight of 0 gives what arrays give: NaN where the total is 0 too, else inf.
+
+        >>> WeightedLoss(0.0, 0).mean
+        nan
+        """
+        import numpy as np
+
+        numbers = int, float, np.number
+        if isinstance(self.total, numbers) and isinstance(self.weight, numbers):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return float(np.divide(self.total, self.weight))
+        return self.total / self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aux:
+    """What a loss function hands out beside the loss, as ``(loss, Aux(...))``.
+
+    Attributes:
+        metrics: values to report, by name. With several micro-batches those with a
+            batch dimension are put together in the order of the global batch; means
+            over the samples are averaged, sums and counts added up, of maxima and
+            minima the largest and the least is taken, and what depends on no sample
+            stays as it is. Other floating-point scalars are averaged, which the plan
+            notes, and all else is refused.
+        means: such values that are averaged, whatever their shape.
+        sums: such values that are added up over the micro-batches, whatever their type.
+        samples: such values with a row for each sample, which are put together in the
+            order of the global batch.
+        variables: updated Linen collections such as ``{"batch_stats": ...}``.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    means: Mapping[str, Any] = field(default_factory=dict)
+    sums: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
+        problems = Arguments("wh.Aux")
+        for name in ("metrics", "means", "sums", "samples", "variables"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(map(is_printable, value)):
+                problems.refuse(name, value, 'values by name, such as {"accuracy": x}')
+        problems.raise_if_any()
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What is reported of several micro-batches, and how it is put together.
+
+    Attributes:
+        value: of one, or of several.
+        how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
+            ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` of all; ``"concat"`` along the
+            samples, as the user says; or ``"rows"``, where the program shows it.
+        axis: the dimension with the samples.
+        outer: how often all samples are repeated in it.
+        inner: how many elements in a row are of one sample.
+        truths: of each leaf of the value, whether it has truth values, which executors
+            add up as numbers; empty where none has.
+    """
+
+    value: Any
+    how: str
+    axis: int = 0
+    outer: int = 1
+    inner: int = 1
+    truths: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
+
+
+def is_merged(value: Any) -> bool:
+    """Whether a value among metrics is a ``Merged``, to be taken as one leaf."""
+    return isinstance(value, Merged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossResult:
+    """A loss function's return value in its one normal shape.
+
+    Attributes:
+        total: real floating-point scalar.
+        weight: real scalar; 1.0 where the loss is a plain mean over samples.
+        weighted: the user gave the weight.
+        metrics: values to report, by name; ``Merged`` where they are no means.
+        variables: updated collections; empty where none were returned.
+        rest: the model's untrained leaves after the call; set by the adapter.
+    """
+
+    total: Any
+    weight: Any = 1.0
+    weighted: bool = False
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    rest: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that ``whalejax train file.py:function`` needs.
+
+    Attributes:
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        make_model: builds the model; takes a key or nothing.
+        batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
+            dimension 0 is walked through, over and over; shapes without values are
+            enough to plan. A run that is resumed with another size takes the function
+            to give samples ``step * size`` to ``(step + 1) * size - 1``.
+        optimizer: an optax gradient transformation.
+        batch_size: samples in a global batch, unless the command line says otherwise.
+        name: what reports call it.
+        group_size, per_micro_batch: as for ``wh.plan``, of every plan for this job.
+    """
+
+    loss_fn: Callable[..., Any]
+    make_model: Callable[..., Any]
+    batch: Any
+    optimizer: Any
+    batch_size: int | None = None
+    name: str = "job"
+    group_size: int | None = None
+    per_micro_batch: bool = False
+
+    def __post_init__(self) -> None:
+        problems = Arguments("wh.Job")
+        problems.function("loss_fn", self.loss_fn, "a function of model and batch")
+        problems.function(
+            "make_model", self.make_model, "a function of a random key, or of nothing"
+        )
+        if not callable(self.batch) and not _holds_arrays(self.batch):
+            problems.refuse(
+                "batch",
+                self.batch,
+                "a function batch(step, size), or arrays with samples along "
+                "dimension 0",
+            )
+        check_optimizer(problems, self.optimizer)
+        problems.whole("batch_size", self.batch_size, least=1, none=True)
+        problems.words("name", self.name)
+        problems.whole("group_size", self.group_size, least=1, none=True)
+        problems.switch("per_micro_batch", self.per_micro_batch)
+        problems.raise_if_any()
+        object.__setattr__(self, "batch_size", plain(self.batch_size))
+
+    def batch_at(self, step: int, size: int | None = None) -> Any:
+        """The global batch of one step.
+
+        Args:
+            step: counted from 0.
+            size: samples; ``batch_size`` where left out.
+
+        Raises:
+            WhaleError: no size is known, or an array holds no sample.
+
+        >>> import numpy as np
+        >>> job = Job(len, len, {"x": np.arange(3)}, None, batch_size=2)
+        >>> job.batch_at(1)["x"].tolist()
+        [2, 0]
+        """
+        size = self.batch_size if size is None else size
+        problems = Arguments(f"{self.name}: batch_at")
+        problems.whole("step", step, what="the number of a step")
+        problems.whole("size", size, least=1, none=True)
+        problems.raise_if_any()
+        if size is None:
+            raise WhaleError(
+                f"{self.name}: no batch size is known. Give Job(batch_size=...) or "
+                "--batch on the command line."
+            )
+        if callable(self.batch):
+            return self.batch(step, size)
+        import jax
+        import numpy as np
+
+        def rows(path: Any, leaf: Any) -> Any:
+            if not getattr(leaf, "shape", ()) or leaf.shape[0] == 0:
+                raise WhaleError(
+                    f"{self.name}: batch{jax.tree_util.keystr(path)} has shape "
+                    f"{np.shape(leaf)}; expected samples along dimension 0."
+                )
+            if isinstance(leaf, jax.ShapeDtypeStruct):  # enough to plan with
+                return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
+            return leaf[(np.arange(size) + step * size) % leaf.shape[0]]
+
+        return jax.tree_util.tree_map_with_path(rows, self.batch)
+
+
+def _holds_arrays(batch: Any) -> bool:
+    """Whether it is a tree of arrays or of their shapes."""
+    import jax
+
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(map(is_array, leaves))
+
+
+def normalise(result: Any) -> LossResult:
+    """Bring a loss function's return value into its normal shape.
+
+    Args:
+        result: a scalar, a ``WeightedLoss``, or a pair of one of these and an ``Aux``,
+            a mapping of metrics, or any other pytree (reported as ``aux``).
+
+    Returns:
+        The parts, unchanged in value.
+
+    Raises:
+        WhaleError: the loss is no real floating-point scalar, or the tuple is no pair.
+
+    >>> normalise(2.5).total
+    2.5
+    """
+    if isinstance(result, tuple):
+        if len(result) != 2:
+            raise WhaleError(
+                f"loss_fn returned a tuple of {len(result)} values; expected the loss "
+                "alone or a pair (loss, aux). Put what else there is into "
+                "wh.Aux(metrics={...})."
+            )
+        loss, aux = result
+    else:
+        loss, aux = result, None
+    metrics, variables = _aux_parts(aux)
+    if isinstance(loss, WeightedLoss):
+        _check_scalar("WeightedLoss.total", loss.total, must_be_inexact=True)
+        _check_scalar("WeightedLoss.weight", loss.weight, must_be_inexact=False)
+        return LossResult(
+            total=loss.total,
+            weight=loss.weight,
+            weighted=True,
+            metrics=metrics,
+            variables=variables,
+        )
+    _check_scalar("the loss", loss, must_be_inexact=True)
+    return LossResult(total=loss, metrics=metrics, variables=variables)
+
+
+def _aux_parts(aux: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    if aux is None:
+        return {}, {}
+    variables: Mapping[str, Any] = {}
+    if isinstance(aux, Aux):
+        metrics, variables = _reported(aux), aux.variables
+    elif isinstance(aux, Mapping):
+        metrics = aux
+    else:
+        metrics = {"aux": aux}
+    for name in metrics:
+        if name == "loss":
+            raise WhaleError(
+                "loss_fn returned a metric named 'loss'; that name is taken by the "
+                "loss itself. Give the metric another name."
+            )
+    return metrics, variables
+
+
+def _reported(aux: Aux) -> Mapping[str, Any]:
+    """All that is to be reported, each with how it is merged."""
+    import jax
+    import numpy as np
+
+    names = [*aux.metrics, *aux.means, *aux.sums, *aux.samples]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WhaleError(
+            f"wh.Aux has {', '.join(twice)} in several of metrics=, means=, sums= and "
+            "samples=. Give each one name of its own."
+        )
+    for name, value in aux.samples.items():
+        if any(not np.shape(leaf) for leaf in jax.tree.leaves(value)):
+            raise WhaleError(
+                f"wh.Aux(samples=) has the scalar {name!r}; expected a row for each "
+                "sample along dimension 0. Report a scalar in metrics= or sums=."
+            )
+    return {
+        **aux.metrics,
+        **{name: Merged(value, "mean") for name, value in aux.means.items()},
+        **{name: Merged(value, "sum") for name, value in aux.sums.items()},
+        **{name: Merged(value, "concat") for name, value in aux.samples.items()},
+    }
+
+
+def check_rows(metrics: Mapping[str, Any], size: int) -> None:
+    """Refuse ``samples=`` that have other rows than one for each sample.
+
+    Args:
+        metrics: what is reported of a micro-batch.
+        size: its samples.
+
+    Raises:
+        WhaleError: which have, and what to do.
+    """
+    import jax
+
+    for name, metric in metrics.items():
+        if not isinstance(metric, Merged) or metric.how != "concat":
+            continue
+        shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(metric.value)]
+        wrong = [shape for shape in shapes if shape[0] != size]
+        if wrong:
+            raise WhaleError(
+                f"wh.Aux(samples=) has {name!r} of shape {wrong[0]}; expected {size} "
+                "rows, one for each sample of a micro-batch, along dimension 0. Give "
+                "it the samples in front, as in `x.reshape(samples, -1)`."
+            )
+
+
+def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
+    import jax.numpy as jnp
+    import numpy as np
+
+    if value is None or isinstance(value, (str, Mapping, list, tuple, Aux)):
+        raise WhaleError(
+            f"loss_fn: {what} is {type(value).__name__}; expected a scalar array, a "
+            "wh.WeightedLoss, or a pair (loss, aux)."
+        )
+    shape = tuple(np.shape(value))
+    if shape:
+        raise WhaleError(
+            f"loss_fn: {what} has shape {shape}; expected a scalar of shape (). Take "
+            "the mean over samples, as in `losses.mean()`."
+        )
+    dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise WhaleError(
+            f"loss_fn: {what} has the complex dtype {dtype}; expected a real "
+            "floating-point scalar. Take its real part or its absolute value."
+        )
+    if must_be_inexact and not jnp.issubdtype(dtype, jnp.floating):
+        raise WhaleError(
+            f"loss_fn: {what} has dtype {dtype}; expected a floating-point scalar, "
+            "because gradients are taken of it."
+        )
+
+
+def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
+    """An instance around whatever JAX puts into trees, which nobody checks."""
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
+
+
+@functools.cache
+def _register_pytrees() -> None:
+    """Make what losses return pytrees, at the first instance of any."""
+    import jax
+
+    jax.tree_util.register_pytree_with_keys(
+        WeightedLoss,
+        lambda loss: (
+            (
+                (jax.tree_util.GetAttrKey("total"), loss.total),
+                (jax.tree_util.GetAttrKey("weight"), loss.weight),
+            ),
+            None,
+        ),
+        lambda _, parts: _rebuilt(WeightedLoss, ("total", "weight"), parts),
+    )
+    jax.tree_util.register_pytree_with_keys(
+        Aux,
+        lambda aux: (
+            (
+                (jax.tree_util.GetAttrKey("metrics"), aux.metrics),
+                (jax.tree_util.GetAttrKey("means"), aux.means),
+                (jax.tree_util.GetAttrKey("sums"), aux.sums),
+                (jax.tree_util.GetAttrKey("samples"), aux.samples),
+                (jax.tree_util.GetAttrKey("variables"), aux.variables),
+            ),
+            None,
+        ),
+        lambda _, parts: _rebuilt(
+            Aux, ("metrics", "means", "sums", "samples", "variables"), parts
+        ),
+    )
+    jax.tree_util.register_pytree_with_keys(
+        Merged,
+        lambda merged: (
+            ((jax.tree_util.GetAttrKey("value"), merged.value),),
+            (merged.how, merged.axis, merged.outer, merged.inner, merged.truths),
+        ),
+        lambda how, parts: Merged(next(iter(parts)), *how),
+    )
