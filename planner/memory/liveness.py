@@ -123,6 +123,7 @@ class Timeline:
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
         self.saved = self._saved()
+        self._last_readers = self._read_last()
 
     def _narrowed_operands(self) -> set[int]:
         """What products read that is narrower than what it is made from.
@@ -412,6 +413,30 @@ class Timeline:
             made = first if copy else self.maker.get(tensor, 0)
             if made < end:
                 found[Entry(tensor, nbytes, home)] += 1
+        return found
+
+    def gradients_before(self, span: Span) -> Counter[Entry]:
+        """Gradients that wait while the backward pass is in a span.
+
+        What is read before a span and behind it, as skip connections are, has a part of
+        its gradient from its last reader on, and waits with it for the others.
+        """
+        found: Counter[Entry] = Counter()
+        for t, last in self._last_readers.items():
+            if last >= span.end and self.maker.get(t, last) < span.first:
+                found[self._entry(t)] += 1
+        return found
+
+    def _read_last(self) -> dict[int, int]:
+        """The last reader of each value with a gradient, outside loops and regions."""
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            for t in op.operands:
+                made = self.graph.ops[self.maker[t]] if t in self.maker else None
+                if made is None or made.trip > 1 or made.remat is not None:
+                    continue
+                if self._value(t) and self.graph.tensors[t].differentiable:
+                    found[t] = i
         return found
 
     # What a span works with.
