@@ -23,6 +23,7 @@ from whalejax.planner.model.graph import (
     ATTENTION,
     CHOOSING_WINDOWS,
     CONVOLUTION,
+    LOOKUPS,
     LOOPS,
     Graph,
     Op,
@@ -112,6 +113,7 @@ class Timeline:
         self.halves = compiler.narrow_products
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
+        self.readers = Counter(t for op in graph.ops for t in {*op.operands})
         self.leaving = graph.leaving()
         self.masks: set[int] = set()
         self.data = self._data()
@@ -122,6 +124,7 @@ class Timeline:
         self.hard = self._hard()
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
+        self.fused = self._fused_gradients()
         self.saved = self._saved()
         self._last_readers = self._read_last()
 
@@ -439,6 +442,55 @@ class Timeline:
                     found[t] = i
         return found
 
+    def _fused_gradients(self) -> set[int]:
+        """Results of products whose gradients are not in memory.
+
+        All that is computed of logits ends in numbers of rows: from these and from the
+        logits, fusions make their gradient inside each product that reads it. Where it
+        is summed up besides, for a bias, they write it as they do that.
+        """
+        found: set[int] = set()
+        readers: dict[int, list[Op]] = {}
+        for op in reversed(self.graph.ops if self.compiler.fuses_products else ()):
+            for t in op.operands:
+                readers.setdefault(t, []).append(op)
+            if op.matmul is None or op.chunks > 1 or op.trip > 1:
+                continue
+            for t in op.results:
+                behind = self._until_rows(t, readers)
+                if behind and not any(map(self._adds_bias, behind)):
+                    found.add(t)
+        return found
+
+    def _until_rows(
+        self, tensor: int, readers: Mapping[int, list[Op]]
+    ) -> list[Op] | None:
+        """What fuses behind a value until rows are left; None if something else is."""
+        tensors, found, stack = self.graph.tensors, list[Op](), [tensor]
+        while stack:
+            t = stack.pop()
+            if t not in readers:
+                return None
+            for op in readers[t]:
+                if _hard(op) and op.kind not in LOOKUPS or op.matmul is not None:
+                    return None
+                found.append(op)
+                large = (
+                    r
+                    for r in op.results
+                    if tensors[r].size * SMALL > tensors[tensor].size
+                )
+                stack += large
+        return found
+
+    def _adds_bias(self, op: Op) -> bool:
+        """It adds something small that is trained."""
+        tensors = self.graph.tensors
+        small = [
+            t for t in op.operands if tensors[t].size < tensors[op.results[0]].size
+        ]
+        return op.kind == "add" and any(tensors[t].differentiable for t in small)
+
     # What a span works with.
 
     def ahead(self, span: Span) -> Iterator[dict[Entry, float]]:
@@ -447,9 +499,33 @@ class Timeline:
         rows = []
         for op in self.graph.ops[span.first : span.end]:
             if _hard(op):
-                there = [t for t in op.operands if self._value(t) and t not in kept]
+                there = [
+                    t
+                    for t in op.operands
+                    if self._value(t) and not self._written_as(t, kept)
+                ]
                 rows.append({self._entry(t): 1.0 for t in there})
         yield from _undominated(rows)
+
+    def _written_as(self, tensor: int, kept: set[int]) -> bool:
+        """It is kept, or is no wider than what is kept and read for its sake alone.
+
+        The product that makes what is kept writes this form of it then.
+        """
+        nbytes, t = self.graph.tensors[tensor].nbytes, tensor
+        while t not in kept or self.graph.tensors[t].nbytes < nbytes:
+            op = self.graph.ops[self.maker[t]] if t in self.maker else None
+            if op is None or not self._repeats(op):
+                return False
+            large = [
+                one
+                for one in op.operands
+                if self.graph.tensors[one].size == self.graph.tensors[t].size
+            ]
+            if len(large) != 1 or self.readers[large[0]] > 1:
+                return False
+            t = large[0]
+        return True
 
     def behind(self, span: Span) -> tuple[Works, Works]:
         """What the backward pass of each product holds beside what is kept.
@@ -495,7 +571,10 @@ class Timeline:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
                     times = _WORKING + (op.chunks > 1)
-                    made = times if op.chunks > 1 else 1.0
+                    if t in self.fused:
+                        first, _, _ = self.saved.get((t, 0), (span.end, 0, 0))
+                        times = 1.0 * (first >= span.end)
+                    made = times if op.chunks > 1 else min(times, 1.0)
                     _add(before, held, self._entry(t), times * self._share(t))
                     _add(making, held, self._entry(t), made * self._share(t))
             for t in op.operands[:2]:
