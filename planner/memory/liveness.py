@@ -124,7 +124,8 @@ class Timeline:
         self.hard = self._hard()
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
-        self.fused = self._fused_gradients()
+        # What goes into a checkpointed product, as its gradient, has to be in memory.
+        self.fused = set() if regathers else self._fused_gradients()
         self.saved = self._saved()
         self._last_readers = self._read_last()
 
@@ -446,50 +447,30 @@ class Timeline:
         """Results of products whose gradients are not in memory.
 
         All that is computed of logits ends in numbers of rows: from these and from the
-        logits, fusions make their gradient inside each product that reads it. Where it
-        is summed up besides, for a bias, they write it as they do that.
+        logits, fusions make their gradient inside each product that reads it.
         """
         found: set[int] = set()
         readers: dict[int, list[Op]] = {}
         for op in reversed(self.graph.ops if self.compiler.fuses_products else ()):
             for t in op.operands:
                 readers.setdefault(t, []).append(op)
-            if op.matmul is None or op.chunks > 1 or op.trip > 1:
-                continue
-            for t in op.results:
-                behind = self._until_rows(t, readers)
-                if behind and not any(map(self._adds_bias, behind)):
-                    found.add(t)
+            if op.matmul is not None and op.chunks == 1 and op.trip == 1:
+                found.update(t for t in op.results if self._ends_in_rows(t, readers))
         return found
 
-    def _until_rows(
-        self, tensor: int, readers: Mapping[int, list[Op]]
-    ) -> list[Op] | None:
-        """What fuses behind a value until rows are left; None if something else is."""
-        tensors, found, stack = self.graph.tensors, list[Op](), [tensor]
+    def _ends_in_rows(self, tensor: int, readers: Mapping[int, list[Op]]) -> bool:
+        """What reads a value fuses, until numbers of rows are left."""
+        tensors, stack = self.graph.tensors, [tensor]
+        least = tensors[tensor].size
         while stack:
-            t = stack.pop()
-            if t not in readers:
-                return None
-            for op in readers[t]:
-                if _hard(op) and op.kind not in LOOKUPS or op.matmul is not None:
-                    return None
-                found.append(op)
-                large = (
-                    r
-                    for r in op.results
-                    if tensors[r].size * SMALL > tensors[tensor].size
-                )
-                stack += large
-        return found
-
-    def _adds_bias(self, op: Op) -> bool:
-        """It adds something small that is trained."""
-        tensors = self.graph.tensors
-        small = [
-            t for t in op.operands if tensors[t].size < tensors[op.results[0]].size
-        ]
-        return op.kind == "add" and any(tensors[t].differentiable for t in small)
+            here = readers.get(stack.pop(), [])
+            if not here:
+                return False
+            for op in here:
+                if op.matmul is not None or (_hard(op) and op.kind not in LOOKUPS):
+                    return False
+                stack += (r for r in op.results if tensors[r].size * SMALL > least)
+        return True
 
     # What a span works with.
 
