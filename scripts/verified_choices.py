@@ -185,8 +185,8 @@ CHOICES = (
 """Sizes chosen to fill the devices; none was looked at with a compiler beforehand."""
 
 FOREIGN = (
-    *_each("U-Net", "unet", {"v5e:2x2": 256, "v5e:1x1": 32}),
-    *_each("3-D ResNet", "resnet3d", {"v5e:2x2": 768, "v5e:1x1": 64}),
+    *_each("U-Net", "unet", {"v5e:2x2": 256}),
+    *_each("3-D ResNet", "resnet3d", {"v5e:2x2": 768}),
     *_each("GPT in NNX", "nnx_gpt", {"v5e:2x4": 352, "v5p:2x2x1": 512}),
     *_each("ViT", "vit", {"v5e:2x2": 512, "v5p:2x2x1": 2048}),
     *_each("experts by products", "dense_experts", {"v5e:2x4": 192, "v5e:2x2": 64}),

@@ -66,10 +66,11 @@ def tables_of(
     groups = np.zeros(len(layouts), bool)
     taken = largest = gradients = updated = largest_update = 0.0
     lanes = s.cluster.compiler.lanes
+    looked_up = np.array([g.looked_up and g.trained for g, _ in facts.groups], bool)
     for place, ((group, _), layout) in enumerate(
         zip(facts.groups, layouts, strict=True)
     ):
-        if lanes == 1 or not group.looked_up or not group.trained:
+        if lanes == 1 or not looked_up[place]:
             continue
         sizes = _local_sizes(group.shape, layout.compute, s)
         padding = _padding(sizes, lanes)
@@ -80,7 +81,11 @@ def tables_of(
             groups[place] = True
             gradients += counts[place] * gradient
             if layout.optimizer == layout.compute and counts[place]:
+                alone = counts.sum(where=looked_up) == 1.0
                 there, passing = _updated(group, sizes, whole[place], lanes)
+                if alone and len(sizes) == 2 and not sizes[0] % lanes:
+                    # Rows are added up where they lie: no other form is needed.
+                    there = passing = 0.0
                 updated += counts[place] * there
                 largest_update = max(largest_update, passing)
         elif counts[place]:
