@@ -46,7 +46,8 @@ from typing import Any
 
 import checkout
 import numpy as np
-from verified_choices import CHOICES, Choice
+from foreign_programs import PROGRAMS
+from verified_choices import CHOICES, FOREIGN, Choice
 
 import whalejax as wh
 from whalejax import jobs, models
@@ -344,9 +345,16 @@ def planned(program: Program) -> wh.Plan:
     )
 
 
+def job_of(choice: Choice) -> wh.Job:
+    """What is planned."""
+    if choice.model in PROGRAMS:
+        return PROGRAMS[choice.model](**choice.options)
+    return models.job(choice.model, **choice.options)
+
+
 def chosen_plan(choice: Choice, **options: Any) -> wh.Plan:
     """The plan that the planner chooses."""
-    job = models.job(choice.model, **choice.options)
+    job = job_of(choice)
     return wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
@@ -421,14 +429,24 @@ class Line:
 KINDS = {
     "bert": "encoder",
     "cosmoflow": "3-D convolutions",
+    "dense_experts": "experts",
     "gnmt": "recurrent",
     "gpt": "decoder",
     "llama": "decoder",
+    "lstm": "recurrent",
     "moe": "experts",
+    "nnx_gpt": "decoder",
+    "ragged_experts": "experts",
+    "resnet3d": "3-D convolutions",
     "resnet50": "2-D convolutions",
+    "separate_tables": "tables",
+    "seq2seq": "recurrent",
+    "stacked_tables": "tables",
     "t5": "encoder and decoder",
+    "unet": "2-D convolutions",
     "unet3d": "3-D convolutions",
     "vgg16": "2-D convolutions",
+    "vit": "encoder",
 }
 """By the first part of a model's name, which kind of program it is."""
 
@@ -690,7 +708,7 @@ def main() -> None:
     kept = json.loads(FILE.read_text()) if FILE.exists() else {}
     kept_choices = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
     given = [p for p in (*TPU, *GPU) if arguments.only in p.name]
-    choices = [c for c in CHOICES if arguments.only in c.name]
+    choices = [c for c in (*CHOICES, *FOREIGN) if arguments.only in c.name]
     if arguments.refresh:
         refresh(given, kept, skip_known=not arguments.only)
         refresh_choices(choices if arguments.choices != "none" else (), kept_choices)

@@ -18,7 +18,7 @@ class Choice:
     Attributes:
         label: what it is called.
         topology: the cluster, as text.
-        model: the reference model.
+        model: a reference model, or one of ``foreign_programs``.
         batch: samples in the global batch.
         options: of the model.
         precision: as ``wh.plan`` takes it.
@@ -183,3 +183,23 @@ CHOICES = (
     *_each("cosmoflow", "cosmoflow", {"v5e:2x2": 64, "v6e:2x2": 256}),
 )
 """Sizes chosen to fill the devices; none was looked at with a compiler beforehand."""
+
+FOREIGN = (
+    *_each("U-Net", "unet", {"v5e:2x2": 256}),
+    *_each("3-D ResNet", "resnet3d", {"v5e:2x2": 768}),
+    *_each("GPT in NNX", "nnx_gpt", {"v5e:2x4": 352, "v5p:2x2x1": 512}),
+    *_each("ViT", "vit", {"v5e:2x2": 512, "v5p:2x2x1": 2048}),
+    *_each("experts by products", "dense_experts", {"v5e:2x4": 192, "v5e:2x2": 64}),
+    *_each("sorted experts", "ragged_experts", {"v5e:4x4": 128}),
+    *_each("LSTM", "lstm", {"v5e:2x4": 1152}),
+    *_each("translating LSTMs", "seq2seq", {"v5e:2x2": 1024, "v5e:1x1": 256}),
+    *_each("stacked tables", "stacked_tables", {"v5e:4x4": 32_768}),
+    *_each("separate tables", "separate_tables", {"v5e:4x4": 32_768}),
+    *_each(
+        "llama-0.8b of one sample",
+        "llama-test",
+        {"v5e:4x8": 1},
+        {**LLAMA_3B, "layers": 4, "sequence": 131_072},
+    ),
+)
+"""Programs as users write them; the last is longer than its heads can be dealt out."""

@@ -146,7 +146,10 @@ class Course:
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
-        saved += [timeline.saved_before(span.end) for span in spans]
+        saved += [
+            timeline.saved_before(span.end) + timeline.gradients_before(span)
+            for span in spans
+        ]
         works: list[tuple[Works, Works]]
         works = [([*timeline.ahead(span)], []) for span in spans]
         works += [timeline.behind(span) for span in spans]

@@ -23,6 +23,7 @@ from whalejax.planner.model.graph import (
     ATTENTION,
     CHOOSING_WINDOWS,
     CONVOLUTION,
+    LOOKUPS,
     LOOPS,
     Graph,
     Op,
@@ -112,6 +113,7 @@ class Timeline:
         self.halves = compiler.narrow_products
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
+        self.readers = Counter(t for op in graph.ops for t in {*op.operands})
         self.leaving = graph.leaving()
         self.masks: set[int] = set()
         self.data = self._data()
@@ -122,7 +124,10 @@ class Timeline:
         self.hard = self._hard()
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
+        # What goes into a checkpointed product, as its gradient, has to be in memory.
+        self.fused = set() if regathers else self._fused_gradients()
         self.saved = self._saved()
+        self._last_readers = self._read_last()
 
     def _narrowed_operands(self) -> set[int]:
         """What products read that is narrower than what it is made from.
@@ -414,6 +419,59 @@ class Timeline:
                 found[Entry(tensor, nbytes, home)] += 1
         return found
 
+    def gradients_before(self, span: Span) -> Counter[Entry]:
+        """Gradients that wait while the backward pass is in a span.
+
+        What is read before a span and behind it, as skip connections are, has a part of
+        its gradient from its last reader on, and waits with it for the others.
+        """
+        found: Counter[Entry] = Counter()
+        for t, last in self._last_readers.items():
+            if last >= span.end and self.maker.get(t, last) < span.first:
+                found[self._entry(t)] += 1
+        return found
+
+    def _read_last(self) -> dict[int, int]:
+        """The last reader of each value with a gradient, outside loops and regions."""
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            for t in op.operands:
+                made = self.graph.ops[self.maker[t]] if t in self.maker else None
+                if made is None or made.trip > 1 or made.remat is not None:
+                    continue
+                if self._value(t) and self.graph.tensors[t].differentiable:
+                    found[t] = i
+        return found
+
+    def _fused_gradients(self) -> set[int]:
+        """Results of products whose gradients are not in memory.
+
+        All that is computed of logits ends in numbers of rows: from these and from the
+        logits, fusions make their gradient inside each product that reads it.
+        """
+        found: set[int] = set()
+        readers: dict[int, list[Op]] = {}
+        for op in reversed(self.graph.ops if self.compiler.fuses_products else ()):
+            for t in op.operands:
+                readers.setdefault(t, []).append(op)
+            if op.matmul is not None and op.chunks == 1 and op.trip == 1:
+                found.update(t for t in op.results if self._ends_in_rows(t, readers))
+        return found
+
+    def _ends_in_rows(self, tensor: int, readers: Mapping[int, list[Op]]) -> bool:
+        """What reads a value fuses, until numbers of rows are left."""
+        tensors, stack = self.graph.tensors, [tensor]
+        least = tensors[tensor].size
+        while stack:
+            here = readers.get(stack.pop(), [])
+            if not here:
+                return False
+            for op in here:
+                if op.matmul is not None or (_hard(op) and op.kind not in LOOKUPS):
+                    return False
+                stack += (r for r in op.results if tensors[r].size * SMALL > least)
+        return True
+
     # What a span works with.
 
     def ahead(self, span: Span) -> Iterator[dict[Entry, float]]:
@@ -422,9 +480,33 @@ class Timeline:
         rows = []
         for op in self.graph.ops[span.first : span.end]:
             if _hard(op):
-                there = [t for t in op.operands if self._value(t) and t not in kept]
+                there = [
+                    t
+                    for t in op.operands
+                    if self._value(t) and not self._written_as(t, kept)
+                ]
                 rows.append({self._entry(t): 1.0 for t in there})
         yield from _undominated(rows)
+
+    def _written_as(self, tensor: int, kept: set[int]) -> bool:
+        """It is kept, or is no wider than what is kept and read for its sake alone.
+
+        The product that makes what is kept writes this form of it then.
+        """
+        nbytes, t = self.graph.tensors[tensor].nbytes, tensor
+        while t not in kept or self.graph.tensors[t].nbytes < nbytes:
+            op = self.graph.ops[self.maker[t]] if t in self.maker else None
+            if op is None or not self._repeats(op):
+                return False
+            large = [
+                one
+                for one in op.operands
+                if self.graph.tensors[one].size == self.graph.tensors[t].size
+            ]
+            if len(large) != 1 or self.readers[large[0]] > 1:
+                return False
+            t = large[0]
+        return True
 
     def behind(self, span: Span) -> tuple[Works, Works]:
         """What the backward pass of each product holds beside what is kept.
@@ -470,7 +552,10 @@ class Timeline:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
                     times = _WORKING + (op.chunks > 1)
-                    made = times if op.chunks > 1 else 1.0
+                    if t in self.fused:
+                        first, _, _ = self.saved.get((t, 0), (span.end, 0, 0))
+                        times = 1.0 * (first >= span.end)
+                    made = times if op.chunks > 1 else min(times, 1.0)
                     _add(before, held, self._entry(t), times * self._share(t))
                     _add(making, held, self._entry(t), made * self._share(t))
             for t in op.operands[:2]:

@@ -8,6 +8,7 @@ once. Tables as they are stored lie with their rows in lanes, and grow by nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 
 
 _SUBLANES = 8
@@ -33,12 +34,15 @@ class Tables:
             their columns in lanes.
         largest: of the largest gradient of those that storage shards, as it is made.
         gradients: of all gradients of the others.
+        updated: of the tables and their state while the optimizer updates them, where
+            it does that in the form of the gradients.
     """
 
     groups: np.ndarray
     gathered: float = 0.0
     largest: float = 0.0
     gradients: float = 0.0
+    updated: float = 0.0
 
 
 def tables_of(
@@ -60,12 +64,13 @@ def tables_of(
         s: mesh and compiler.
     """
     groups = np.zeros(len(layouts), bool)
-    taken = largest = gradients = 0.0
+    taken = largest = gradients = updated = largest_update = 0.0
     lanes = s.cluster.compiler.lanes
+    looked_up = np.array([g.looked_up and g.trained for g, _ in facts.groups], bool)
     for place, ((group, _), layout) in enumerate(
         zip(facts.groups, layouts, strict=True)
     ):
-        if lanes == 1 or not group.looked_up or not group.trained:
+        if lanes == 1 or not looked_up[place]:
             continue
         sizes = _local_sizes(group.shape, layout.compute, s)
         padding = _padding(sizes, lanes)
@@ -75,9 +80,54 @@ def tables_of(
         if unsharded:
             groups[place] = True
             gradients += counts[place] * gradient
+            if layout.optimizer == layout.compute and counts[place]:
+                alone = counts.sum(where=looked_up) == 1.0
+                there, passing = _updated(group, sizes, whole[place], lanes)
+                if alone and len(sizes) == 2 and not sizes[0] % lanes:
+                    # Rows are added up where they lie: no other form is needed.
+                    there = passing = 0.0
+                updated += counts[place] * there
+                largest_update = max(largest_update, passing)
         elif counts[place]:
             largest = max(largest, gradient)
-    return Tables(groups=groups, gathered=taken, largest=largest, gradients=gradients)
+    return Tables(
+        groups=groups,
+        gathered=taken,
+        largest=largest,
+        gradients=gradients,
+        updated=updated + largest_update,
+    )
+
+
+def _updated(
+    group: LeafGroup, sizes: Sequence[int], gradient: float, lanes: int
+) -> tuple[float, float]:
+    """What an update holds beside a table and its state as they are stored.
+
+    It is made in the form in which rows were added up, and copied back. Tables that lie
+    apart are updated one by one, and all wait to be copied; what stacked tables and
+    their state become takes the place of the gradient, if that is no narrower.
+
+    Args:
+        group: of equal parameters.
+        sizes: of one of them on a device.
+        gradient: bytes of its gradient there.
+        lanes: of the compiler.
+
+    Returns:
+        Bytes for each table, and bytes for one at a time.
+    """
+    part = math.prod(sizes) / math.prod(group.shape)
+    table, state = group.nbytes * part, group.optimizer_bytes * part
+    if len(sizes) == 2:
+        padding = _padding(sizes, lanes)
+        if padding == 1.0:
+            return 0.0, 0.0
+        return padding * table, padding * (state + gradient)
+    if not sizes[-2] % lanes:
+        return 0.0, 0.0
+    wide = group.gradient_bytes * part if gradient < table else 0.0
+    return _tiled(sizes[0]) * (table + state + wide), 0.0
 
 
 def _local_sizes(shape: Sequence[int], spec: Spec, s: Setting) -> list[int]:
@@ -102,6 +152,11 @@ def _forms(sizes: Sequence[int], lanes: int, *, copied: bool) -> float:
     padding = _padding(sizes, lanes)
     if len(sizes) == 2 or (padding == 1.0 and not copied):
         return padding
-    first = sizes[0]
-    tiled = -(-first // _SUBLANES) * _SUBLANES / first if first > _SUBLANES else 1.0
-    return tiled + (padding if sizes[-2] % lanes else 1.0)
+    return _tiled(sizes[0]) + (padding if sizes[-2] % lanes else 1.0)
+
+
+def _tiled(tables: int) -> float:
+    """By how much stacked tables grow in the other side of a tile."""
+    if tables <= _SUBLANES:
+        return 1.0
+    return -(-tables // _SUBLANES) * _SUBLANES / tables

@@ -222,6 +222,7 @@ def _lookups(
     return [
         (0.0, 0.0, tables.gathered),
         (0.0, born, tables.gradients + tables.largest),
+        (0.0, born, tables.updated),
     ]
 
 

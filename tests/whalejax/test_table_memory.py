@@ -91,6 +91,11 @@ FSDP, DATA = {"fsdp": 8}, {"data": 8}
         (_listed, (12, 262_160, 64), DATA, 2.653, 0.1),
         (_listed, (12, 262_160, 64), {"fsdp": 4, "tensor": 2}, 1.411, 0.05),
         (_listed, (26, 1_300_000, 64), {"fsdp": 8, "tensor": 2}, 12.232, 0.16),
+        # Updated with columns in lanes, and copied back.
+        (_listed, (1, 8_000_000, 64), {"tensor": 8}, 2.049, 0.05),
+        (_listed, (1, 8_192_000, 64), {"tensor": 8}, 1.050, 0.05),
+        (_listed, (8, 650_000, 64), {"tensor": 8}, 0.718, 0.05),
+        (_stacked, (12, 650_000, 64), {"tensor": 8}, 1.250, 0.07),
     ],
 )
 @pytest.mark.relaxed_promotion

@@ -496,16 +496,29 @@ class Walk:
         Args:
             flows: for every tensor, whether a gradient flows through it.
         """
-        return tuple(one for scan in self.kept for one in self._stacked(scan, flows))
+        data = self._data()
+        kept = (self._stacked(scan, flows, data) for scan in self.kept)
+        return tuple(one for several in kept for one in several)
 
-    def _stacked(self, scan: KeptScan, flows: Sequence[bool]) -> Iterator[Stacked]:
+    def _data(self) -> set[int]:
+        """The tensors that depend on the batch."""
+        found = {i for i, t in enumerate(self.tensors) if t.kind == "batch"}
+        for op in self.ops:
+            if not found.isdisjoint(op.operands):
+                found.update(op.results)
+        return found
+
+    def _stacked(
+        self, scan: KeptScan, flows: Sequence[bool], data: set[int]
+    ) -> Iterator[Stacked]:
         alike: dict[tuple[int, ...], int] = {}
         of_rows = {t for call in self.sorted_rows.values() for t in call.tensors}
         length = _compat.scan_parts(scan.equation).length
-        for index in scan.inside:
-            if index is not None and self.tensors[index].inexact:
-                shape = self.tensors[index].shape
-                alike.setdefault(_merged(shape) if index in of_rows else shape, index)
+        # A weight may have the shape of an activation by chance.
+        inside = [i for i in scan.inside if i is not None and self.tensors[i].inexact]
+        for index in sorted(inside, key=lambda i: i not in data):
+            shape = self.tensors[index].shape
+            alike.setdefault(_merged(shape) if index in of_rows else shape, index)
         run = keeping(scan.equation, self._ringed) if self._ringed else None
         flowing = [t is not None and flows[t] for t in scan.inputs]
         residuals = _compat.scan_residuals(scan.equation, run, flowing)

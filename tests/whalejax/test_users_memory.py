@@ -1,0 +1,129 @@
+"""Memory of small programs as users write them, beside what a compiler took.
+
+Figures are peaks in GB that libtpu 0.0.42.1 reports for training steps with Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import whalejax as wh
+from whalejax.adapters.base import adapt
+from whalejax.capture import capture
+from whalejax.meshes import cluster
+from whalejax.planner.memory.liveness import Timeline
+
+
+VOCAB: Final = 32_768
+WIDTH: Final = 512
+
+
+def _abstract(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _told(model: Any, batch: Any) -> Any:
+    """A language model without layers."""
+    x = jax.nn.relu(model["embed"][batch["x"]] @ model["hidden"])
+    logits = x @ model["head"] + model.get("bias", jnp.zeros((), x.dtype))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def _plan(
+    loss: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    machine: str,
+    mesh: Mapping[str, int],
+) -> wh.Plan:
+    return wh.plan(
+        loss,
+        model,
+        batch,
+        optimizer=optax.adam(1e-3),
+        cluster=machine,
+        mesh=mesh,
+        precision="bf16",
+        num_micro_batches=1,
+        remat="none",
+        offload=(),
+        loss_chunks=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "bias", "compiled"),
+    [
+        # The gradient of logits is made inside the products that read it, ...
+        ({"data": 4}, False, 2.454),
+        ({"data": 4}, True, 2.519),
+        # ... which a region that gathers a weight again is no part of.
+        ({"fsdp": 4}, False, 4.531),
+        ({"fsdp": 4}, True, 4.531),
+    ],
+)
+@pytest.mark.relaxed_promotion
+def test_logits_and_their_gradient(
+    mesh: dict[str, int], bias: bool, compiled: float
+) -> None:
+    model = {
+        "embed": _abstract(VOCAB, WIDTH),
+        "hidden": _abstract(WIDTH, WIDTH),
+        "head": _abstract(WIDTH, VOCAB),
+    }
+    if bias:
+        model["bias"] = _abstract(VOCAB)
+    tokens = _abstract(128, 1024, dtype=jnp.int32)
+    plan = _plan(_told, model, {"x": tokens, "y": tokens}, "v5e:2x2", mesh)
+    assert plan.memory.total_bytes / 1e9 == pytest.approx(compiled, rel=0.03)
+
+
+def _recurrent(model: Any, batch: Any) -> Any:
+    def turn(hidden: Any, x: Any) -> Any:
+        hidden = jnp.tanh(hidden @ model["kept"]) * jax.nn.sigmoid(x @ model["read"])
+        return hidden, hidden
+
+    start = jnp.zeros_like(batch["x"][:, 0])
+    _, found = lax.scan(turn, start, jnp.swapaxes(batch["x"], 0, 1))
+    return jnp.mean(found**2)
+
+
+def test_as_many_samples_as_channels_are_still_samples() -> None:
+    def kept(samples: int) -> int:
+        model = {"kept": _abstract(512, 512), "read": _abstract(512, 512)}
+        batch = {"x": _abstract(samples, 64, 512)}
+        plan = _plan(_recurrent, model, batch, "v5e:2x2", {"fsdp": 4})
+        return plan.memory.activations_bytes
+
+    assert kept(512) == pytest.approx(kept(1024) / 2, rel=0.01)
+
+
+def _skipping(model: Any, batch: Any) -> Any:
+    """Layers of which the last reads what the first gave."""
+    first = x = jnp.tanh(batch["x"] @ model["first"])
+    for kernel in model["between"]:
+        x = jnp.tanh(x @ kernel)
+    return jnp.mean((jnp.concatenate([first, x], 1) @ model["last"]) ** 2)
+
+
+def test_gradients_of_skip_connections_wait() -> None:
+    model = {
+        "first": _abstract(64, 96),
+        "between": [_abstract(96, 64), *([_abstract(64, 64)] * 22)],
+        "last": _abstract(96 + 64, 64),
+    }
+    captured = capture(adapt(model, _skipping), {"x": _abstract(8, 64)})
+    graph = captured.graph
+    profile = cluster("v5e:1x1").compiler
+    timeline = Timeline(graph, graph.weight_tensors(), profile)
+    waiting = [timeline.gradients_before(span) for span in timeline.spans]
+    shapes = [{graph.tensors[e.tensor].shape for e in found} for found in waiting]
+    assert shapes[0] == set() == shapes[-1]
+    assert all((8, 96) in found for found in shapes[2:-2])
