@@ -25,6 +25,7 @@ from whalejax.planner.model.graph import (
     CONVOLUTION,
     LOOKUPS,
     LOOPS,
+    RAGGED,
     Graph,
     Op,
     Stacked,
@@ -486,6 +487,7 @@ class Timeline:
                     if self._value(t) and not self._written_as(t, kept)
                 ]
                 rows.append({self._entry(t): 1.0 for t in there})
+            rows.append({self._entry(t): n for t, n in self._masked(op)[:1]})
         yield from _undominated(rows)
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
@@ -548,6 +550,8 @@ class Timeline:
                     row[self._entry(t)] = row.get(self._entry(t), 0.0) + count
                 before[tuple(sorted(row.items()))] = row
                 continue
+            for t, times in self._masked(op):
+                held[self._entry(t)] += int(times)
             for t in op.results:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
@@ -562,6 +566,17 @@ class Timeline:
                 if self._value(t):
                     _add(making, held, self._entry(t), _WORKING * self._share(t))
         return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
+
+    def _masked(self, op: Op) -> list[tuple[int, float]]:
+        """What is masked for each group of a product by group, and how often.
+
+        What multiplies all rows by the matrices of all groups has the rows once for
+        each, with others' set to zero; backward, their gradients too.
+        """
+        if op.kind not in RAGGED or self.compiler.groups_rows:
+            return []
+        groups = float(self.graph.tensors[op.operands[2]].shape[-1])
+        return [(t, groups) for t in (op.operands[0], *op.results) if self._value(t)]
 
     def _attended(self, at: int, span: Span) -> Iterator[tuple[int, float]]:
         """What the backward pass of attention in blocks holds, and how often.

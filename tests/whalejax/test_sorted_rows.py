@@ -14,6 +14,7 @@ from jax import lax
 
 import whalejax as wh
 from tests.compilations import count_compilations
+from tests.equality import peak_bytes
 from whalejax import hlo
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
@@ -306,3 +307,34 @@ def test_sixteen_bits_are_added_up_as_any_others() -> None:
         jax.tree.leaves(changes), jax.tree.leaves(expected), strict=True
     ):
         assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+
+
+def _one_product(p: Any, x: Any) -> Any:
+    tokens = x.reshape(-1, x.shape[-1])
+    ids = (tokens @ p["router"]).argmax(-1)
+    order = jnp.argsort(ids)
+    sizes = jnp.bincount(ids, length=p["up"].shape[0])
+    out = lax.ragged_dot(tokens[order], p["up"], sizes)
+    return jnp.mean(jnp.tanh(out[jnp.argsort(order)]) ** 2)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 8}], ids=str)
+def test_masked_copies_of_each_group_are_counted(mesh: dict[str, int]) -> None:
+    # This compiler multiplies all rows by all groups' matrices.
+    params = {"router": jnp.ones((128, 8)), "up": jnp.ones((8, 128, 256))}
+    optimizer = optax.sgd(RATE)
+    plan = wh.plan(
+        _one_product,
+        params,
+        jax.ShapeDtypeStruct((16, 512, 128), jnp.float32),
+        optimizer=optimizer,
+        cluster="cpu:8",
+        mesh=mesh,
+        num_micro_batches=1,
+        remat="none",
+    )
+    step = wh.compile(plan, _one_product, params, optimizer=optimizer)
+    compiled = peak_bytes(step.lower().compile())
+    masked = 16 * 512 // 8 * 8 * (128 + 256) * 4
+    assert masked < compiled
+    assert plan.memory.total_bytes == pytest.approx(compiled, rel=0.15)
