@@ -59,8 +59,9 @@ def waiting_values(graph: Graph) -> dict[int, int]:
     maker: dict[int, Op] = {}
     readers: dict[int, set[int]] = {}
     found: dict[int, int] = {}
-    # What is in branches is run as it is, checkpointed regions among it.
-    whole = {op.position for op in graph.ops if op.kind in ("while", "cond")}
+    # What is in branches is run as it is, checkpointed regions among it; and so are
+    # calls that sort rows, which reshape what they are given and give.
+    whole = {op.position for op in graph.ops if op.kind in ("while", "cond", "reshape")}
     for op in graph.ops:
         if any(op.position[:n] in whole for n in range(1, len(op.position), 2)):
             continue

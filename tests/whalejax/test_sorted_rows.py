@@ -18,6 +18,7 @@ from tests.equality import peak_bytes
 from whalejax import hlo
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
+from whalejax.planner.sharding.offload_candidates import waiting_values
 
 
 SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, CHOICES = 16, 6, 24, 40, 4, 2
@@ -338,3 +339,12 @@ def test_masked_copies_of_each_group_are_counted(mesh: dict[str, int]) -> None:
     masked = 16 * 512 // 8 * 8 * (128 + 256) * 4
     assert masked < compiled
     assert plan.memory.total_bytes == pytest.approx(compiled, rel=0.15)
+
+
+def test_what_devices_sort_for_themselves_stays_there() -> None:
+    captured = capture(adapt(_params(), _loss()), _batch())
+    found = captured.with_remat((("*", "dots"),))
+    (call,) = found.sorted_rows.values()
+    kept = {t for op in found.graph.ops if op.kept for t in op.results}
+    assert kept & call.tensors
+    assert not waiting_values(found.graph).keys() & call.tensors
