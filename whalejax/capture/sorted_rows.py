@@ -68,6 +68,8 @@ def with_sorted_rows(
     follower = Interpreter(share=sizes[0] / sizes[1], seen=seen)
     follower.run(jaxpr, other, inputs)
     builder = _Builder(seen, sizes[0])
+    if not builder.sorts_inside(()):
+        return jaxpr, {}
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
     program = _compat.trace(lambda *xs: builder.run(jaxpr, xs, ()), avals)
     return (program, builder.found) if builder.found else (jaxpr, {})
@@ -134,7 +136,7 @@ class _Builder:
 
         def each(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
             inside = (*at, number[id(equation)], 0)
-            if not self._sorts_inside(inside):
+            if not self.sorts_inside(inside):
                 return _compat.bind(equation, operands)
             inner = _compat.inner_jaxprs(equation)[0]
             if _compat.recursion(equation) == "inline":
@@ -148,7 +150,8 @@ class _Builder:
         items = rebuild.arranged(body, calls)
         return rebuild.run(jaxpr, values, each, items=items)
 
-    def _sorts_inside(self, at: Position) -> bool:
+    def sorts_inside(self, at: Position) -> bool:
+        """Whether rows are handled in another order in a jaxpr at a position."""
         return any(
             place[: len(at)] == at and any(map(_is_bound, known.values()))
             for place, known in self.seen.items()
