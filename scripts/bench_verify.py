@@ -20,8 +20,9 @@ it takes hours, can be interrupted, and needs the extra tpu-compile and, for GPU
 whalejax verify --setup-gpu. The last line is one JSON object:
 judge_mean_memory_error, judge_p95_memory_error and judge_max_memory_error (relative, of
 peak memory), false_fits (predicted to fit, and do not), band_coverage and band_width
-(part of the programs whose memory lies between edges made from all other kinds of
-programs, and how far those are apart, relative to the prediction), refused (predicted
+(part of the programs for TPUs, under given and chosen layouts, whose memory lies
+between edges made from all other kinds of programs, and how far those are apart,
+relative to the prediction), refused (predicted
 to fit with the margin that plans leave, and do not), traffic_within (part of all pairs
 of a program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind
 of collective, too), the same for GPUs, and of choices: how many were compiled, refused
@@ -450,7 +451,7 @@ KINDS = {
 }
 """By the first part of a model's name, which kind of program it is."""
 
-TAIL = 4.0
+TAIL = 5.0
 """Percent of the programs of other kinds that lie beyond each edge of a band."""
 
 
@@ -485,6 +486,11 @@ def left_out(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
         "band_coverage": round(statistics.fmean(inside), 4),
         "band_width": round(statistics.fmean(widths), 4),
     }
+
+
+def ratios_of(lines: Sequence[Line]) -> list[tuple[str, float]]:
+    """Kinds of the programs that fit, and their compiled over their predicted memory."""
+    return [(x.program.kind, x.measured / x.predicted) for x in lines if x.fits]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -567,7 +573,7 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
         if others
         else None,
         "other_max_memory_error": round(max(others), 4) if others else None,
-        **left_out([(x.program.kind, x.measured / x.predicted) for x in measured]),
+        **left_out(ratios_of(lines)),
         "refused": sum(x.within_margin and not x.fits for x in lines),
         "false_fits": sum(x.predicted_fits and not x.fits for x in lines),
         "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
@@ -637,6 +643,7 @@ def summary_of_choices(
     choices: Sequence[Choice],
     kept: Mapping[str, Any],
     anew: Mapping[str, Mapping[str, Any]],
+    others: Sequence[tuple[str, float]],
 ) -> dict[str, Any]:
     """Print what compilers made of the planner's choices; the figures of all of them.
 
@@ -644,6 +651,7 @@ def summary_of_choices(
         choices: those that are judged.
         kept: by name, what the compiler said.
         anew: by name, facts of the plan of today, for those that are planned again.
+        others: from ``ratios_of``, of programs whose layout is given.
     """
     known = [c for c in choices if c.name in kept]
     changed = {n for n, facts in anew.items() if not alike(facts, kept[n]["plan"])}
@@ -686,6 +694,7 @@ def summary_of_choices(
         "choices_p95_memory_error": percentile(errors, 95),
         "choices_max_memory_error": round(errors[-1], 4),
         **{f"choices_{key}": value for key, value in left_out(ratios).items()},
+        **left_out([*others, *ratios]),
         "choices_full": len(slower),
         "choices_full_mean_slower": round(statistics.fmean(slower or [0.0]), 4),
         "choices_full_max_slower": round(max(slower, default=0.0), 4),
@@ -713,7 +722,8 @@ def main() -> None:
         refresh(given, kept, skip_known=not arguments.only)
         refresh_choices(choices if arguments.choices != "none" else (), kept_choices)
     lines = {p: line_of(p, kept[p.name]) for p in given if p.name in kept}
-    tpu = summary([lines[p] for p in TPU if p in lines], arguments.verbose)
+    fixed = [lines[p] for p in TPU if p in lines]
+    tpu = summary(fixed, arguments.verbose)
     print()
     gpu = summary([lines[p] for p in GPU if p in lines], arguments.verbose)
     print()
@@ -723,7 +733,7 @@ def main() -> None:
     count = {"all": len(known), "sample": min(SAMPLE, len(known)), "none": 0}
     anew = random.Random(seed).sample(known, count[arguments.choices])
     facts = {choice.name: facts_of(choice, chosen_plan(choice)) for choice in anew}
-    chosen = summary_of_choices(choices, kept_choices, facts)
+    chosen = summary_of_choices(choices, kept_choices, facts, ratios_of(fixed))
     gpu = {f"gpu_{key}": value for key, value in gpu.items()}
     print(json.dumps({**tpu, **gpu, **chosen, "seed": seed}))
 
