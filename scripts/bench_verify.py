@@ -489,7 +489,7 @@ def left_out(ratios: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def ratios_of(lines: Sequence[Line]) -> list[tuple[str, float]]:
-    """Kinds of the programs that fit, and their compiled over their predicted memory."""
+    """Kinds of programs that fit, and their compiled over their predicted memory."""
     return [(x.program.kind, x.measured / x.predicted) for x in lines if x.fits]
 
 
