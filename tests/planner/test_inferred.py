@@ -37,12 +37,12 @@ def test_a_smaller_micro_batch_comes_before_computing_again() -> None:
     assert found.notes[-1] == size
 
 
-def test_a_policy_by_a_name_of_its_own_keeps_what_fits() -> None:
-    fits = one(remat="save_qkv_proj")
+def test_a_policy_by_an_unknown_name_keeps_what_fits() -> None:
+    fits = one(remat="save_my_dots")
     assert fits.run is not None
     assert fits.run.remat == "dots"
     assert not any("least that fits" in note for note in fits.notes)
-    wide = one(remat="save_qkv_proj", **LARGE, micro_batch="16", global_batch="512")
+    wide = one(remat="save_my_dots", **LARGE, micro_batch="16", global_batch="512")
     assert wide.run is not None
     assert wide.run.remat == "full"
     assert "remat full (dots does not fit)" in wide.notes

@@ -142,9 +142,10 @@ def test_the_vocabulary_is_padded_for_the_ranks_that_share_it() -> None:
 
 def test_words_for_rematerialization_are_mapped_to_the_nearest() -> None:
     assert read(remat="selective_attn").remat == "selective"
-    assert read(remat="save_qkv_proj").remat == "dots"
-    assert "remat dots (the nearest to 'save_qkv_proj')" in note(remat="save_qkv_proj")
-    assert read(remat="selective op", source="torchtitan").remat == "dots"
+    assert read(remat="selective op", source="torchtitan").remat == "alternate_dots"
+    assert read(remat="minimal_offloaded", source="maxtext").remat == "dots"
+    assert read(remat="minimal_offloaded", source="maxtext").offloaded
+    assert read(remat="flash+dots_saveable").remat == "dots"
     assert read(remat="", source="vtrain").remat == "full"
     assert "remat full (Megatron-DeepSpeed's default)" in note(
         remat="", source="vtrain"
@@ -438,15 +439,29 @@ def test_fewer_flops_than_training_means_frozen_parameters() -> None:
         ("activation checkpointing", "full"),
         ("selective_attn", "selective"),
         ("minimal", "dots"),
+        ("save_dot_except_mlpwi", "save_dot_except_mlpwi"),
+        ("save_out_proj", "save_out_proj"),
     ],
 )
 def test_words_for_and_against_computing_again(words: str, policy: str) -> None:
     found = read_row({**ROW, "remat": words})
     assert found.run is not None
     assert found.run.remat == policy
-    # Only a name of its own may mean more than it says.
-    own = words == "minimal"
-    assert found.policies == (("dots", "full") if own else (policy,))
+    assert not found.unknown_policy
+    assert found.policies == (policy,)
+
+
+@pytest.mark.parametrize(
+    "words", ["save_my_dots", "minimal_and_more", "dots but mlp", "selective 2"]
+)
+def test_an_unknown_policy_is_said_with_those_that_are_known(words: str) -> None:
+    found = read_row({**ROW, "remat": words, "source": "torchtitan"})
+    assert found.run is not None and found.unknown_policy and not found.confirmed
+    assert found.policies == ("dots", "full")
+    (said,) = [note for note in found.notes if note.startswith("remat dots")]
+    assert said.startswith(f"remat dots (column remat: '{words}' is unknown, and its")
+    assert "known are none, selective, full, " in said
+    assert "save_dot_except_mlpwi" in said and "minimal" in said
 
 
 def test_heads_are_padded_until_tensor_ranks_divide_them() -> None:

@@ -107,6 +107,35 @@ def test_what_is_taken_to_fit_fits(tmp_path: Path) -> None:
     assert {row["fits"] for row in taken} == {"yes"}
 
 
+MAXTEXT = "source,layers,hidden,heads,ffn,seq,global_batch,device,num_devices,remat"
+
+
+@pytest.mark.parametrize(
+    ("remat", "device", "fits"),
+    [
+        ("minimal", "TPU v5p", "yes"),
+        ("save_dot_except_mlpwi", "TPU v5p", "unknown"),
+        ("my_own_names", "TPU v5p", "unknown"),
+        ("save_dot_except_mlpwi", "TPU v5e", "no"),
+        ("my_own_names", "T4", "no"),
+    ],
+)
+def test_what_no_run_confirmed_is_not_said_to_fit(
+    tmp_path: Path, remat: str, device: str, fits: str
+) -> None:
+    """A run with save_dot_except_mlpwi had too little memory where 34 GiB and yes were
+    answered: only policies whose memory was held against runs are said to fit.
+    """
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    row = f"maxtext,32,4096,32,14336,8192,32,{device},8,{remat}"
+    source.write_text(f"{MAXTEXT}\n{row}\n")
+    estimate_file(source, target)
+    with target.open() as file:
+        (found,) = csv.DictReader(file)
+    assert found["fits"] == fits
+    assert ("from remat none to full: " in found["note"]) == (remat == "my_own_names")
+
+
 def test_the_table_is_not_written_over(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_text(TABLE)

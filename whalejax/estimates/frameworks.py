@@ -10,15 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from whalejax.estimates.rematerialization import Remat
+
 
 Convention = Literal["model", "hardware", "causal"]
 """How FLOP/s are counted: ``model`` counts forward and backward with whole attention
 scores; ``hardware`` adds what rematerialization computes again; ``causal`` is ``model``
 with half of the scores."""
-
-Remat = Literal["none", "selective", "dots", "full"]
-"""What the backward pass computes again: nothing, the scores of attention, all but
-matrix products, or everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +196,8 @@ FRAMEWORKS = (
         compiled=True,
         sequence_parallel=True,
         zero=3,
-        remat="dots",
-        selective="dots",
+        remat="alternate_dots",
+        selective="alternate_dots",
         gradient_bytes=4,
     ),
     Framework(

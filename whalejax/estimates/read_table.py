@@ -17,8 +17,9 @@ from whalejax.estimates.csv_table import NEEDED
 from whalejax.estimates.csv_table import CsvTable as CsvTable
 from whalejax.estimates.csv_table import read_table as read_table
 from whalejax.estimates.decoder import DecoderSizes
-from whalejax.estimates.frameworks import Framework, Remat, framework
+from whalejax.estimates.frameworks import Framework, framework
 from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
+from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
 from whalejax.estimates.run import Run, StageOf
 from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import Entry
@@ -26,6 +27,7 @@ from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import AliasedDevice, read_device
+from whalejax.meshes.texts import quoted
 from whalejax.planner.sharding.layout import largest_divisor
 
 
@@ -50,7 +52,9 @@ class RowReading:
         run: what it describes, or None where something needed is missing.
         notes: what was inferred or mapped, or why there is no run.
         policies: what may be computed again, the likeliest first; several where
-            neither the row nor the framework says it, or the row has a name of its own.
+            neither the row nor the framework says it, or the row's name for it is
+            unknown.
+        unknown_policy: the row's name for it is unknown.
         open_micro_batch, open_zero: the row does not give the micro-batch, or what is
             sharded.
         taken: to fit, though the estimate of its memory is a little too large.
@@ -62,6 +66,13 @@ class RowReading:
     open_micro_batch: bool = False
     open_zero: bool = False
     taken: bool = False
+    unknown_policy: bool = False
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether memory under its policy was ever held against a measured run."""
+        run = self.run
+        return run is None or not (self.unknown_policy or run.remat in UNCONFIRMED)
 
 
 def read_row(row: Mapping[str, str]) -> RowReading:
@@ -77,13 +88,13 @@ def read_row(row: Mapping[str, str]) -> RowReading:
             run=None, notes=(f"no {', '.join(missing)}: nothing predicted",)
         )
     try:
-        run, own_name = _run(cells)
+        run, unknown = _run(cells)
     except WhaleError as error:
         return RowReading(run=None, notes=(str(error), *cells.notes))
     policies: tuple[Remat, ...] = (run.remat,)
     if not cells.text("remat") and run.framework.remat is None:
         policies = ("none", "selective", "full")
-    elif own_name and not run.offloaded:
+    elif unknown and not run.offloaded:
         # A policy by a name of its own keeps something, at most what fits.
         policies = ("dots", "full")
     return RowReading(
@@ -92,11 +103,12 @@ def read_row(row: Mapping[str, str]) -> RowReading:
         policies=policies,
         open_micro_batch=cells.whole("micro_batch") is None,
         open_zero=cells.whole("zero_stage") is None and cells.whole("fsdp") is None,
+        unknown_policy=unknown,
     )
 
 
 def _run(cells: Cells) -> tuple[Run, bool]:
-    """The run, and whether what it computes again has a name of the row's own."""
+    """The run, and whether its name for what it computes again is unknown."""
     source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
@@ -125,7 +137,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         per_rank += 1
     micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
     per_rank = math.ceil(per_rank / micro) * micro
-    remat, own_name = _remat(cells, source, sizes)
+    remat, unknown = _remat(cells, source, sizes)
     found = Run(
         sizes=sizes,
         framework=source,
@@ -151,7 +163,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         autocast=vocabulary.has(cells.text("precision").lower(), "autocast"),
     )
     cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
-    return found, own_name
+    return found, unknown
 
 
 def _data(
@@ -485,7 +497,7 @@ def _context(cells: Cells, tensor: int) -> int:
 
 
 def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
-    """What is computed again, and whether the row has a name of its own for it."""
+    """What is computed again, and whether the row's name for it is unknown."""
     text = cells.text("remat").lower()
     if not text:
         if source.remat is None:
@@ -495,7 +507,11 @@ def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat,
     found = vocabulary.remat(text, source.selective)
     policy: Remat = found or "dots"
     if found is None:
-        cells.notes.append(f"remat dots (the nearest to {text!r})")
+        known = ", ".join(vocabulary.KNOWN_REMATS)
+        cells.notes.append(
+            f"remat dots (column remat: {quoted(text)} is unknown, and its memory with "
+            f"it; known are {known})"
+        )
     elif text not in (policy, source.selective):
         cells.notes.append(f"remat {policy} (for {text!r})")
     return policy, found is None

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from whalejax.estimates.decoder import DecoderSizes
-from whalejax.estimates.frameworks import Framework, Remat
+from whalejax.estimates.frameworks import Framework
+from whalejax.estimates.rematerialization import Remat
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted_constants import TUNED, width_of
 from whalejax.planner.pipeline.schedules import most_in_flight

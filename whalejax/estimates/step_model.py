@@ -26,6 +26,7 @@ from whalejax.estimates.held_parameters import (
     HeldParameters,
     link_waits,
 )
+from whalejax.estimates.rematerialization import recomputed_shares
 from whalejax.estimates.run import Run
 from whalejax.estimates.workload import (
     EMBED,
@@ -249,7 +250,11 @@ class Runs:
         self.layers = self._column(r.layers_per_stage for r in self.runs)
         self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
         self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
-        self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
+        self.remat = np.array([r.remat for r in self.runs])
+        # The last entry is that of products which are none of a layer's.
+        self.recomputed = np.array(
+            [(*recomputed_shares(r.remat, r.sizes), 0.0) for r in self.runs]
+        )
 
     def _levels(
         self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: Axes
@@ -347,10 +352,7 @@ class Runs:
         """Forward and backward seconds of one micro-batch: (place, run)."""
         k, run = self.kernels, self.kernels["run"]
         forward, backward = self._kernel_seconds(constants)
-        remat = self.remat[run]
-        unfused = k["scores"] & ~k["attention"]
-        again = (remat == 3) | ((remat == 2) & ~k["product"]) | ((remat == 1) & unfused)
-        again = again & (k["place"] == LAYER)
+        again = self._recomputed_shares()
         backward = backward + forward * again
         count = len(self.runs)
         ahead, behind = np.zeros((3, count)), np.zeros((3, count))
@@ -368,6 +370,18 @@ class Runs:
         sent = self._wires(constants)
         return ahead + sent[0], behind + sent[1]
 
+    def _recomputed_shares(self) -> Array:
+        """Part of each kernel that the backward pass computes again."""
+        k, run = self.kernels, self.kernels["run"]
+        remat = self.remat[run]
+        scores = (k["scores"] & ~k["attention"]).astype(float)
+        products = self.recomputed[run, k["part"]]
+        products = np.where(remat == "full", 1.0, products)
+        shares = np.where(k["product"], products, 1.0)
+        shares = np.where(remat == "selective", scores, shares)
+        found: Array = np.where((remat == "none") | (k["place"] != LAYER), 0.0, shares)
+        return found
+
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward seconds of collectives inside a micro-batch."""
         network = self.network * self.shares(constants, "network")
@@ -377,7 +391,7 @@ class Runs:
         seconds = wire[:, :, 0] / links[0] + wire[:, :, 1] / links[1] + self.latency
         seconds = seconds + self.begun * self.shares(constants, "node_seconds")
         ahead, behind = seconds[:, 1], seconds[:, 0].copy()
-        whole = self.remat == _REMATS.index("full")
+        whole = self.remat == "full"
         behind[LAYER] += whole * ahead[LAYER]
         return ahead[:, self.like], behind[:, self.like]
 
@@ -550,9 +564,6 @@ class Runs:
             head = work.head_bytes if run.stages == 1 else 0.0
             found.append(static + saved + max(working, head))
         return np.array(found)
-
-
-_REMATS = ("none", "selective", "dots", "full")
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,12 @@ from whalejax.estimates.decoder import (
     SOFTMAX,
     DecoderSizes,
     decoder_graph,
+)
+from whalejax.estimates.rematerialization import (
+    PRODUCTS,
+    SAVED_BY_NAME,
+    Remat,
+    saved_shares,
 )
 from whalejax.estimates.run import Run
 from whalejax.meshes.cluster import Cluster, cluster
@@ -70,6 +76,7 @@ class Kernel:
         attention: it is in a fused attention kernel.
         scores: it belongs to attention's scores, without weights.
         weight: it reads a parameter.
+        part: index of the layer's product in ``PRODUCTS``, or -1.
     """
 
     place: int
@@ -86,6 +93,7 @@ class Kernel:
     attention: bool
     scores: bool
     weight: bool
+    part: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +120,7 @@ class Work:
 
     kernels: tuple[Kernel, ...]
     traffic: tuple[Traffic, ...]
-    saved_bytes: dict[str, float]
+    saved_bytes: dict[Remat, float]
     head_bytes: float
 
 
@@ -181,8 +189,10 @@ def _work(
     tables = _tables(found, sizes, sequence_parallel)
     places = [_PLACE_OF[name] for name in REGIONS]
     kernels = tuple(
-        _kernel(row, tables[row.task_graph], places[row.task_graph], sizes.layers, s)
-        for row in found.rows.ops
+        _kernel(
+            row, part, tables[row.task_graph], places[row.task_graph], sizes.layers, s
+        )
+        for row, part in _with_parts(found.rows.ops)
         if row.product is not None or row.reads or row.writes
     )
     traffic = []
@@ -263,7 +273,23 @@ def _tables(
     return {index: by_region[name] for index, name in enumerate(REGIONS)}
 
 
-def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kernel:
+def _with_parts(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
+    """Rows, and which of ``PRODUCTS`` each is; -1 where it is none of them."""
+    inner = [REGIONS.index(name) for name in ("inner", "experts")]
+    # Products of a layer with weights stand in their order; attention has none.
+    names = iter(name for name in PRODUCTS if name != "attention")
+    for row in rows:
+        if row.product is None or row.task_graph not in inner:
+            yield row, -1
+        elif any(slot.weight for slot in row.slots):
+            yield row, PRODUCTS.index(next(names))
+        else:
+            yield row, PRODUCTS.index("attention")
+
+
+def _kernel(
+    row: Row, part: int, table: Table, place: int, layers: int, s: Setting
+) -> Kernel:
     hits = row_hits(row, table, s)
     forward, backward = memory_traffic(row, hits, s)
     if row.kind == IN_PLACE:
@@ -297,6 +323,7 @@ def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kern
         attention=row.fused and product is not None,
         scores=not weighed and any(_is_scores(slot.sizes) for slot in row.slots),
         weight=weighed,
+        part=part,
     )
 
 
@@ -306,7 +333,7 @@ def _saved(
     s: Setting,
     sizes: DecoderSizes,
     sample_bytes: int,
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[Remat, float], float]:
     """Activations that a layer keeps under each policy, and the loss's temporaries."""
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
@@ -324,23 +351,34 @@ def _saved(
     scores = math.fsum(b for e, b in layer if _is_scores(e.sizes))
     parts = s.mesh["context"] * (s.mesh["tensor"] if tables[1].get("tensor") else 1)
     stream = 1.0 * sample_bytes * sizes.seq * sizes.hidden / parts
-    dots = math.fsum(
-        b
-        for e, b in layer
-        if e.task_graph in inner
-        and not _is_scores(e.sizes)
-        and (e.made == "product" or e.sizes[-1] != (sizes.ffn,))
-    )
-    saved = {
+    saved: dict[Remat, float] = {
         "none": everything,
         "selective": everything - scores,
-        "dots": dots + stream,
         "full": stream,
     }
+    results = _result_bytes(s, sizes, sample_bytes, stream)
+    for remat in ("alternate_dots", *SAVED_BY_NAME):
+        shares = saved_shares(remat, sizes)
+        saved[remat] = stream + math.fsum(shares[n] * results[n] for n in PRODUCTS)
     # The logits, in float32 for the loss, and their cotangent.
     parts = s.mesh["tensor"] * s.mesh["context"]
     logits = (sample_bytes + 2 * sample_bytes) * sizes.seq * sizes.vocab / parts
     return saved, logits + sample_bytes * sizes.seq * sizes.vocab / parts
+
+
+def _result_bytes(
+    s: Setting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
+) -> dict[str, float]:
+    """Bytes of what each of ``PRODUCTS`` gives, on one device."""
+    each = sample_bytes * sizes.seq / (s.mesh["tensor"] * s.mesh["context"])
+    heads = each * sizes.head_dim
+    return {
+        "qkv": heads * (sizes.heads + 2 * sizes.kv_heads),
+        "attention": heads * sizes.heads,
+        "out": stream_bytes,
+        "up": each * sizes.ffn * (1 + sizes.gated) * max(1, sizes.topk),
+        "down": stream_bytes,
+    }
 
 
 def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
