@@ -616,3 +616,43 @@ def test_unlike_stages_hold_their_parameters_whole() -> None:
     usual = read_row({**ROW, **given})
     assert usual.run is not None and (usual.run.fsdp, usual.run.zero) == (1, 1)
     assert "zero_stage 1 (TorchTitan's default)" in usual.notes
+
+
+def test_a_step_is_compiled_as_the_framework_does_unless_the_row_says() -> None:
+    titan = read(source="torchtitan").framework
+    assert (titan.compiled, titan.eager, titan.fused_loss) == (True, False, True)
+    assert "compile compiled (TorchTitan's default)" in note(source="torchtitan")
+    run = read(source="torchtitan", compile="eager", model="llama")
+    launched = run.framework
+    assert (launched.compiled, launched.eager) == (False, True)
+    assert (run.sizes.eager, run.sizes.fused_loss) == (True, False)
+    assert "compile eager (Megatron-LM and NeMo's default)" in note()
+    assert not read().sizes.eager
+    fused = read(source="hf", compile="torch.compile").framework
+    assert (fused.compiled, fused.eager, fused.fused_loss) == (True, False, True)
+    assert "compile" not in note(source="maxtext", tp="1", pp="1")
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (
+            {"compile": "eager", "source": "maxtext"},
+            "column compile: 'eager'; MaxText compiles every step. Leave the",
+        ),
+        ({"compile": "maybe"}, "column compile: 'maybe'; expected compiled or eager"),
+        (
+            {"loss_chunks": "5000"},
+            "column loss_chunks: 5000; a device has 4096 tokens of a micro-batch. Give",
+        ),
+    ],
+)
+def test_what_no_run_can_be_is_refused(cells: dict[str, str], words: str) -> None:
+    found = read_row({**ROW, **cells})
+    assert found.run is None
+    assert found.notes[0].startswith(words)
+
+
+def test_loss_chunks_are_one_where_the_row_says_none() -> None:
+    assert read().loss_chunks == 1
+    assert read(loss_chunks="8").loss_chunks == 8

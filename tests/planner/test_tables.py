@@ -178,6 +178,30 @@ def test_a_strict_table_is_refused_with_every_row(
     assert not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("column", "cell", "words"),
+    [
+        ("compile", "perhaps", "'perhaps'; expected compiled or eager, or nothing"),
+        ("loss_chunks", "0", "0; expected a whole number of at least 1"),
+        ("loss_chunks", "2.5", "2.5; expected a whole number of at least 1"),
+        ("loss_chunks", "auto", "'auto' is no number"),
+    ],
+)
+def test_optional_columns_are_refused_by_name(
+    tmp_path: Path, column: str, cell: str, words: str
+) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(
+        f"layers,hidden,seq,global_batch,device,num_devices,{column}\n"
+        f"8,1024,2048,64,H100,8,{cell}\n8,1024,2048,64,H100,8,\n"
+    )
+    assert write_estimates(source, target).unread == 1
+    with target.open() as file:
+        bad, good = csv.DictReader(file)
+    assert bad["note"] == f"not read: column {column}: {words}"
+    assert good["fits"] == "yes"
+
+
 LARGE = {
     "layers": "1e308",
     "hidden": "1e26",

@@ -17,7 +17,7 @@ from whalejax.estimates.csv_table import NEEDED
 from whalejax.estimates.csv_table import CsvTable as CsvTable
 from whalejax.estimates.csv_table import read_table as read_table
 from whalejax.estimates.decoder import DecoderSizes
-from whalejax.estimates.frameworks import Framework, framework
+from whalejax.estimates.frameworks import Framework, framework, with_compilation
 from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
 from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
 from whalejax.estimates.run import Run, StageOf
@@ -127,6 +127,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         ranks = count // (tensor * stages * context)
         zero, fsdp = _sharding(cells, source, ranks, stages)
         data = _data(cells, count, fsdp, tensor, stages, context)
+    source = _with_compilation(cells, source)
     sizes = _sizes(cells, source, tensor, context, device.entry)
     per_rank, over = divmod(cells.whole("global_batch") or 1, data * fsdp)
     if over or not per_rank:
@@ -161,9 +162,42 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
         autocast=vocabulary.has(cells.text("precision").lower(), "autocast"),
+        loss_chunks=_loss_chunks(cells, micro * sizes.seq // context),
     )
     cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
     return found, unknown
+
+
+def _with_compilation(cells: Cells, source: Framework) -> Framework:
+    """The framework with its step compiled or not, as the row says."""
+    text = cells.text("compile")
+    if not text:
+        if not source.xla:
+            word = "compiled" if source.compiled else "eager"
+            cells.notes.append(f"compile {word} ({source.name}'s default)")
+        return with_compilation(source, source.compiled)
+    compiled = vocabulary.compiled(text)
+    if compiled is None:
+        raise WhaleError(
+            f"column compile: {quoted(text)}; expected compiled or eager, or nothing"
+        )
+    if source.xla and not compiled:
+        raise WhaleError(
+            f"column compile: {quoted(text)}; {source.name} compiles every step. Leave "
+            "the cell empty: nothing predicted"
+        )
+    return with_compilation(source, compiled)
+
+
+def _loss_chunks(cells: Cells, tokens: int) -> int:
+    """Parts in which a device makes the logits of its tokens of a micro-batch."""
+    given = cells.whole("loss_chunks") or 1
+    if given > tokens:
+        raise WhaleError(
+            f"column loss_chunks: {given}; a device has {tokens} tokens of a "
+            "micro-batch. Give at most as many: nothing predicted"
+        )
+    return given
 
 
 def _data(

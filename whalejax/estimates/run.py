@@ -64,7 +64,9 @@ class Run:
         unlike: the stages where devices are mixed, or empty.
         offloaded: what the backward pass does not compute again waits in host memory.
         frozen: parameters stay as they are, and small adapters beside them are trained.
-        autocast: parameters are float32, and every micro-batch brings them to 16 bits.
+        autocast: parameters are float32, and every micro-batch brings them to 16 bits;
+            the residual stream stays in float32.
+        loss_chunks: parts of a micro-batch whose logits are in memory one at a time.
     """
 
     sizes: DecoderSizes
@@ -89,6 +91,7 @@ class Run:
     offloaded: bool = False
     frozen: bool = False
     autocast: bool = False
+    loss_chunks: int = 1
 
     @property
     def multiplied(self) -> str:

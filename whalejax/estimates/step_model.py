@@ -65,6 +65,9 @@ CAST_BYTES = 2
 WEIGHT_BYTES = 2
 """Of a parameter as computed with, and as gathered."""
 
+MASTER_BYTES = 4
+"""Of a parameter that every micro-batch brings to 16 bits by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -121,6 +124,7 @@ class Runs:
             sizes = replace(run.sizes, layers=1)
             alike = replace(run, sizes=sizes, num_devices=1, data=1, stages=1)
             alike = replace(alike, chunks=1, zero=0, global_batch=1, unlike=())
+            alike = replace(alike, loss_chunks=1)
             first.append(found.setdefault(alike, i))
         return np.array(first, dtype=int)
 
@@ -219,7 +223,8 @@ class Runs:
             head = s.head_params or (s.hidden * s.vocab if run.stages > 1 else 0)
             both = (s.embedding_params, head)
             ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
-        self.dense = self._column(dense) + self._column(ends)
+        self.ends = self._column(ends)
+        self.dense = self._column(dense) + self.ends
         self.expert = self._column(expert)
         self.ranks = self._column(r.weight_ranks for r in self.runs)
         self.shards = self._column(r.shards for r in self.runs)
@@ -544,8 +549,8 @@ class Runs:
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
-            # Compiled programs bring gradients to the type of the masters, float32.
-            least = 4 if run.framework.compiled else WEIGHT_BYTES
+            # XLA's programs bring gradients to the type of the masters, float32.
+            least = 4 if run.framework.xla else WEIGHT_BYTES
             gradient = max(least, run.framework.gradient_bytes)
             trained = not run.frozen
             static = 0.0
@@ -559,9 +564,13 @@ class Runs:
             layers = run.layers_per_stage * run.in_flight
             saved = work.saved_bytes[kept] * layers
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
+            head = work.head_bytes / run.loss_chunks if run.stages == 1 else 0.0
             if run.zero >= 3:
-                working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
-            head = work.head_bytes if run.stages == 1 else 0.0
+                width = MASTER_BYTES if run.autocast else WEIGHT_BYTES
+                working += 2 * width * params / run.layers_per_stage
+                if run.stages == 1 and not run.framework.xla:
+                    # What no layer owns stays gathered, and gets its gradient whole.
+                    head += (1 + trained) * width * self.ends[i]
             found.append(static + saved + max(working, head))
         return np.array(found)
 

@@ -46,6 +46,9 @@ _BESIDE = frozenset("flash remat policy offload offloaded with".split()) | {""}
 
 _BY_LAYER = re.compile(r"selective\W*(layer\W*)?\d")
 
+_COMPILED = frozenset("compiled compile torch.compile inductor xla jit".split())
+"""Words for a step that is one program on the device."""
+
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
 """Words of a precision in 8 bits; scales of blocks, as MXFP8 has, cost no time."""
 
@@ -116,6 +119,18 @@ def remat(text: str, selective: Remat) -> Remat | None:
     if text in YES or has(text, "full") or "checkpointing" in text:
         return "full"
     return None
+
+
+def compiled(text: str) -> bool | None:
+    """Whether a step is compiled, or None where the words say neither.
+
+    >>> [compiled(text) for text in ("compiled", "torch.compile", "eager", "no", "x")]
+    [True, True, False, False, None]
+    """
+    lowered = text.strip().lower()
+    if lowered in NO or lowered == "eager":
+        return False
+    return True if lowered in YES or lowered in _COMPILED else None
 
 
 def precision(text: str) -> str:

@@ -57,6 +57,11 @@ VIEW_PASSES = 5
 copied to the base's layout, the view's part cloned, filled in a copy of its own (two),
 and copied back."""
 
+UNFUSED_LOGIT_BYTES = 20
+"""Held of a logit where the loss is no kernel of its own, in float32: the logits, a
+copy that is shifted by a token, their logarithms of probabilities, the cotangent of
+these, and that of the copy."""
+
 _PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
 _PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
 
@@ -168,6 +173,7 @@ def work_of(run: Run) -> Work:
         run.expert,
         run.framework.compiled,
         run.itemsize_bytes,
+        4 if run.autocast else run.itemsize_bytes,
     )
 
 
@@ -181,6 +187,7 @@ def _work(
     expert: int,
     compiled: bool,
     itemsize: int,
+    stream_itemsize: int,
 ) -> Work:
     found = _analysed(sizes, micro_batch * expert, compiled, itemsize)
     mesh = {"expert": expert, "context": context, "tensor": tensor}
@@ -211,9 +218,17 @@ def _work(
                     count=c.count / (sizes.layers if place == LAYER else 1),
                 )
             )
-    saved, head = _saved(found, tables, s, sizes, micro_batch * itemsize)
+    saved = _saved(
+        found, tables, s, sizes, micro_batch * itemsize, stream_itemsize // itemsize
+    )
+    beside = _eager_bytes(s, sizes, micro_batch, itemsize, sequence_parallel)
+    saved["none"] += beside
+    saved["selective"] += beside
     return Work(
-        kernels=kernels, traffic=tuple(traffic), saved_bytes=saved, head_bytes=head
+        kernels=kernels,
+        traffic=tuple(traffic),
+        saved_bytes=saved,
+        head_bytes=_logit_bytes(s, sizes, micro_batch, itemsize),
     )
 
 
@@ -333,8 +348,15 @@ def _saved(
     s: Setting,
     sizes: DecoderSizes,
     sample_bytes: int,
-) -> tuple[dict[Remat, float], float]:
-    """Activations that a layer keeps under each policy, and the loss's temporaries."""
+    widened: int,
+) -> dict[Remat, float]:
+    """Activations that a layer keeps under each policy.
+
+    Args:
+        found, tables, s, sizes: the decoder and its layout.
+        sample_bytes: of one element of all samples of a micro-batch.
+        widened: by how much elements of the residual stream are wider.
+    """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
     # What products read of the stream is kept as it lies there, and gathered again.
@@ -345,12 +367,20 @@ def _saved(
         for e in found.residents.saved
         if e.task_graph in (residual, *inner)
     ]
-    nbytes = kept_bytes(kept, tables, s)
-    layer = [(e, b / sizes.layers) for e, b in zip(kept, nbytes, strict=True)]
+    # What the stream's own operations read of it is as wide as it is.
+    wide = [
+        widened
+        if e.task_graph == residual and _as_single(e.sizes) == stream_like
+        else 1
+        for e in found.residents.saved
+        if e.task_graph in (residual, *inner)
+    ]
+    nbytes = np.multiply(kept_bytes(kept, tables, s), wide) / sizes.layers
+    layer = list(zip(kept, nbytes.tolist(), strict=True))
     everything = math.fsum(b for _, b in layer)
     scores = math.fsum(b for e, b in layer if _is_scores(e.sizes))
     parts = s.mesh["context"] * (s.mesh["tensor"] if tables[1].get("tensor") else 1)
-    stream = 1.0 * sample_bytes * sizes.seq * sizes.hidden / parts
+    stream = 1.0 * sample_bytes * widened * sizes.seq * sizes.hidden / parts
     saved: dict[Remat, float] = {
         "none": everything,
         "selective": everything - scores,
@@ -360,10 +390,39 @@ def _saved(
     for remat in ("alternate_dots", *SAVED_BY_NAME):
         shares = saved_shares(remat, sizes)
         saved[remat] = stream + math.fsum(shares[n] * results[n] for n in PRODUCTS)
-    # The logits, in float32 for the loss, and their cotangent.
-    parts = s.mesh["tensor"] * s.mesh["context"]
-    logits = (sample_bytes + 2 * sample_bytes) * sizes.seq * sizes.vocab / parts
-    return saved, logits + sample_bytes * sizes.seq * sizes.vocab / parts
+    return saved
+
+
+def _logit_bytes(
+    s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int
+) -> float:
+    """The largest temporaries around the loss, on one device."""
+    shards = s.mesh["tensor"] * s.mesh["context"]
+    logits = micro_batch * sizes.seq * sizes.vocab / shards
+    # One kernel has the logits, twice their bytes, and their cotangent.
+    each = 4 * itemsize if sizes.fused_loss else UNFUSED_LOGIT_BYTES
+    return float(logits * each)
+
+
+def _eager_bytes(
+    s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
+) -> float:
+    """What a gated layer keeps beside, on one device, where no kernel fuses it.
+
+    Two RMSNorms keep four bytes more of each element (their input in float32 instead of
+    16 bits, and the input divided by its size), and a gate two of its four values,
+    which a kernel makes again.
+
+    Args:
+        s, sizes, micro_batch, itemsize: the decoder and its layout.
+        shared: tensor ranks share the sequence between products.
+    """
+    if not (sizes.eager and sizes.gated):
+        return 0.0
+    tokens = micro_batch * sizes.seq / s.mesh["context"]
+    norms = 2 * 4 * sizes.hidden / (s.mesh["tensor"] if shared else 1)
+    gates = 2 * itemsize * sizes.ffn * max(1, sizes.topk) / s.mesh["tensor"]
+    return float(tokens * (norms + gates))
 
 
 def _result_bytes(
