@@ -269,7 +269,7 @@ def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
     said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
     if said:
-        cells.notes.append(f"parameters frozen ({said[0]!r})")
+        cells.notes.append(f"parameters frozen ({said[0]!r}); adapters are not priced")
         return True
     rate, tokens = (
         float(cells.text(name) or 0)
