@@ -118,6 +118,8 @@ MAXTEXT = "source,layers,hidden,heads,ffn,seq,global_batch,device,num_devices,re
         ("my_own_names", "TPU v5p", "unknown"),
         ("save_dot_except_mlpwi", "TPU v5e", "no"),
         ("my_own_names", "T4", "no"),
+        ("full", "Foo9", "unknown"),
+        ("full", "Foo9 80GB", "yes"),
     ],
 )
 def test_what_no_run_confirmed_is_not_said_to_fit(

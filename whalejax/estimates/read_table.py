@@ -55,6 +55,7 @@ class RowReading:
             neither the row nor the framework says it, or the row's name for it is
             unknown.
         unknown_policy: the row's name for it is unknown.
+        unknown_memory: nothing says how much memory the row's device has.
         open_micro_batch, open_zero: the row does not give the micro-batch, or what is
             sharded.
         taken: to fit, though the estimate of its memory is a little too large.
@@ -67,12 +68,13 @@ class RowReading:
     open_zero: bool = False
     taken: bool = False
     unknown_policy: bool = False
+    unknown_memory: bool = False
 
     @property
     def confirmed(self) -> bool:
-        """Whether memory under its policy was ever held against a measured run."""
-        run = self.run
-        return run is None or not (self.unknown_policy or run.remat in UNCONFIRMED)
+        """Whether a measured run confirmed memory under its policy, on its device."""
+        guessed = self.unknown_policy or self.unknown_memory
+        return self.run is None or not (guessed or self.run.remat in UNCONFIRMED)
 
 
 def read_row(row: Mapping[str, str]) -> RowReading:
@@ -104,6 +106,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
         open_micro_batch=cells.whole("micro_batch") is None,
         open_zero=cells.whole("zero_stage") is None and cells.whole("fsdp") is None,
         unknown_policy=unknown,
+        unknown_memory=not read_device(cells.text("device"), guess=True).knows_memory,
     )
 
 
