@@ -118,7 +118,7 @@ def _used(found: Cluster) -> str:
 def tables() -> Target:
     """Tables for estimates."""
     from tests.planner.test_tables import TABLE
-    from whalejax.estimates.read_table import COLUMNS
+    from whalejax.estimates.csv_table import COLUMNS, OPTIONAL
     from whalejax.estimates.table import estimate_file
 
     cells = ("", "0", "1", "-1", "7", "1e26", "1e308", "1e309", "nan", "9" * 400, "x")
@@ -129,13 +129,14 @@ def tables() -> Target:
         if chance.random() < 0.4:
             path.write_bytes(damaged(TABLE.encode(), chance))
         else:
-            header, row = f"{first},cp,ep,experts,vpp,fsdp,micro_batch", rows[0]
+            header = f"{first},cp,ep,experts,vpp,fsdp,micro_batch,compile,loss_chunks"
+            row = rows[0]
             given: dict[str, str] = dict(
                 zip(header.split(","), row.split(","), strict=False)
             )
             given |= {c: "" for c in header.split(",") if c not in given}
             for _ in range(chance.choice((1, 1, 2, 3))):
-                name = chance.choice([c for c in given if c in COLUMNS])
+                name = chance.choice([c for c in given if c in (*COLUMNS, *OPTIONAL)])
                 given[name] = chance.choice(cells)
             path.write_text(f"{header}\n{','.join(given.values())}\n")
         estimate_file(path, path.with_suffix(".out"))

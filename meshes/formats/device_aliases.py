@@ -31,12 +31,14 @@ class AliasedDevice:
         count: how many, where the name says.
         notes: what was mapped.
         others: the name has devices of other kinds, too.
+        knows_memory: the catalogue or the name says how much memory it has.
     """
 
     entry: Entry
     count: int | None = None
     notes: tuple[str, ...] = ()
     others: bool = False
+    knows_memory: bool = True
 
 
 _FAMILIES = (
@@ -195,7 +197,9 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDev
     memory = _memory_of(name)
     if memory is not None:
         found = _with_memory([found], found, memory, notes)
-    return AliasedDevice(entry=found, count=count, notes=tuple(notes))
+    return AliasedDevice(
+        entry=found, count=count, notes=tuple(notes), knows_memory=memory is not None
+    )
 
 
 def _by_datasheet(

@@ -142,9 +142,10 @@ def test_the_vocabulary_is_padded_for_the_ranks_that_share_it() -> None:
 
 def test_words_for_rematerialization_are_mapped_to_the_nearest() -> None:
     assert read(remat="selective_attn").remat == "selective"
-    assert read(remat="save_qkv_proj").remat == "dots"
-    assert "remat dots (the nearest to 'save_qkv_proj')" in note(remat="save_qkv_proj")
-    assert read(remat="selective op", source="torchtitan").remat == "dots"
+    assert read(remat="selective op", source="torchtitan").remat == "alternate_dots"
+    assert read(remat="minimal_offloaded", source="maxtext").remat == "dots"
+    assert read(remat="minimal_offloaded", source="maxtext").offloaded
+    assert read(remat="flash+dots_saveable").remat == "dots"
     assert read(remat="", source="vtrain").remat == "full"
     assert "remat full (Megatron-DeepSpeed's default)" in note(
         remat="", source="vtrain"
@@ -438,15 +439,29 @@ def test_fewer_flops_than_training_means_frozen_parameters() -> None:
         ("activation checkpointing", "full"),
         ("selective_attn", "selective"),
         ("minimal", "dots"),
+        ("save_dot_except_mlpwi", "save_dot_except_mlpwi"),
+        ("save_out_proj", "save_out_proj"),
     ],
 )
 def test_words_for_and_against_computing_again(words: str, policy: str) -> None:
     found = read_row({**ROW, "remat": words})
     assert found.run is not None
     assert found.run.remat == policy
-    # Only a name of its own may mean more than it says.
-    own = words == "minimal"
-    assert found.policies == (("dots", "full") if own else (policy,))
+    assert not found.unknown_policy
+    assert found.policies == (policy,)
+
+
+@pytest.mark.parametrize(
+    "words", ["save_my_dots", "minimal_and_more", "dots but mlp", "selective 2"]
+)
+def test_an_unknown_policy_is_said_with_those_that_are_known(words: str) -> None:
+    found = read_row({**ROW, "remat": words, "source": "torchtitan"})
+    assert found.run is not None and found.unknown_policy and not found.confirmed
+    assert found.policies == ("dots", "full")
+    (said,) = [note for note in found.notes if note.startswith("remat dots")]
+    assert said.startswith(f"remat dots (column remat: '{words}' is unknown, and its")
+    assert "known are none, selective, full, " in said
+    assert "save_dot_except_mlpwi" in said and "minimal" in said
 
 
 def test_heads_are_padded_until_tensor_ranks_divide_them() -> None:
@@ -601,3 +616,43 @@ def test_unlike_stages_hold_their_parameters_whole() -> None:
     usual = read_row({**ROW, **given})
     assert usual.run is not None and (usual.run.fsdp, usual.run.zero) == (1, 1)
     assert "zero_stage 1 (TorchTitan's default)" in usual.notes
+
+
+def test_a_step_is_compiled_as_the_framework_does_unless_the_row_says() -> None:
+    titan = read(source="torchtitan").framework
+    assert (titan.compiled, titan.eager, titan.fused_loss) == (True, False, True)
+    assert "compile compiled (TorchTitan's default)" in note(source="torchtitan")
+    run = read(source="torchtitan", compile="eager", model="llama")
+    launched = run.framework
+    assert (launched.compiled, launched.eager) == (False, True)
+    assert (run.sizes.eager, run.sizes.fused_loss) == (True, False)
+    assert "compile eager (Megatron-LM and NeMo's default)" in note()
+    assert not read().sizes.eager
+    fused = read(source="hf", compile="torch.compile").framework
+    assert (fused.compiled, fused.eager, fused.fused_loss) == (True, False, True)
+    assert "compile" not in note(source="maxtext", tp="1", pp="1")
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (
+            {"compile": "eager", "source": "maxtext"},
+            "column compile: 'eager'; MaxText compiles every step. Leave the",
+        ),
+        ({"compile": "maybe"}, "column compile: 'maybe'; expected compiled or eager"),
+        (
+            {"loss_chunks": "5000"},
+            "column loss_chunks: 5000; a device has 4096 tokens of a micro-batch. Give",
+        ),
+    ],
+)
+def test_what_no_run_can_be_is_refused(cells: dict[str, str], words: str) -> None:
+    found = read_row({**ROW, **cells})
+    assert found.run is None
+    assert found.notes[0].startswith(words)
+
+
+def test_loss_chunks_are_one_where_the_row_says_none() -> None:
+    assert read().loss_chunks == 1
+    assert read(loss_chunks="8").loss_chunks == 8

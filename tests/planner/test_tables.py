@@ -107,6 +107,37 @@ def test_what_is_taken_to_fit_fits(tmp_path: Path) -> None:
     assert {row["fits"] for row in taken} == {"yes"}
 
 
+MAXTEXT = "source,layers,hidden,heads,ffn,seq,global_batch,device,num_devices,remat"
+
+
+@pytest.mark.parametrize(
+    ("remat", "device", "fits"),
+    [
+        ("minimal", "TPU v5p", "yes"),
+        ("save_dot_except_mlpwi", "TPU v5p", "unknown"),
+        ("my_own_names", "TPU v5p", "unknown"),
+        ("save_dot_except_mlpwi", "TPU v5e", "no"),
+        ("my_own_names", "T4", "no"),
+        ("full", "Foo9", "unknown"),
+        ("full", "Foo9 80GB", "yes"),
+    ],
+)
+def test_what_no_run_confirmed_is_not_said_to_fit(
+    tmp_path: Path, remat: str, device: str, fits: str
+) -> None:
+    """A run with save_dot_except_mlpwi had too little memory where 34 GiB and yes were
+    answered: only policies whose memory was held against runs are said to fit.
+    """
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    row = f"maxtext,32,4096,32,14336,8192,32,{device},8,{remat}"
+    source.write_text(f"{MAXTEXT}\n{row}\n")
+    estimate_file(source, target)
+    with target.open() as file:
+        (found,) = csv.DictReader(file)
+    assert found["fits"] == fits
+    assert ("from remat none to full: " in found["note"]) == (remat == "my_own_names")
+
+
 def test_the_table_is_not_written_over(tmp_path: Path) -> None:
     source = tmp_path / "in.csv"
     source.write_text(TABLE)
@@ -147,6 +178,30 @@ def test_a_strict_table_is_refused_with_every_row(
     assert "line 6, column hidden: 'wide' is no number" in said
     assert "line 7: 1 cells, the header has 13" in said
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "words"),
+    [
+        ("compile", "perhaps", "'perhaps'; expected compiled or eager, or nothing"),
+        ("loss_chunks", "0", "0; expected a whole number of at least 1"),
+        ("loss_chunks", "2.5", "2.5; expected a whole number of at least 1"),
+        ("loss_chunks", "auto", "'auto' is no number"),
+    ],
+)
+def test_optional_columns_are_refused_by_name(
+    tmp_path: Path, column: str, cell: str, words: str
+) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(
+        f"layers,hidden,seq,global_batch,device,num_devices,{column}\n"
+        f"8,1024,2048,64,H100,8,{cell}\n8,1024,2048,64,H100,8,\n"
+    )
+    assert write_estimates(source, target).unread == 1
+    with target.open() as file:
+        bad, good = csv.DictReader(file)
+    assert bad["note"] == f"not read: column {column}: {words}"
+    assert good["fits"] == "yes"
 
 
 LARGE = {

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from whalejax.estimates import vocabulary
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES
 from whalejax.meshes.read_file import Unreadable, read_text
@@ -24,8 +25,12 @@ COLUMNS = (
     "cp ep micro_batch global_batch remat precision step_time_s tflops_per_device mfu "
     "tokens_per_s_per_device peak_mem_gib"
 ).split()
-"""Columns that are read; others pass through. ``notes`` may give a mixed pipeline, and
-``head_dim`` the width of a head where it is not ``hidden / heads``."""
+"""Columns that are read; others pass through, but for those of ``OPTIONAL``."""
+
+OPTIONAL = ("notes", "head_dim", "compile", "loss_chunks")
+"""Columns that few tables have: ``notes`` may give a mixed pipeline, ``head_dim`` is
+the width of a head where it is not ``hidden / heads``, ``compile`` says whether the
+step is compiled, and ``loss_chunks`` in how many parts logits are made."""
 
 NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
 """Without one of these nothing can be predicted."""
@@ -33,7 +38,7 @@ NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
 _POSITIVE = frozenset(
     (
         "layers hidden heads kv_heads ffn vocab seq num_devices devices_per_node dp "
-        "fsdp tp pp vpp cp ep micro_batch global_batch head_dim"
+        "fsdp tp pp vpp cp ep micro_batch global_batch head_dim loss_chunks"
     ).split()
 )
 _NUMBERS = _POSITIVE | {
@@ -51,7 +56,7 @@ _NUMBERS = _POSITIVE | {
 REST = frozenset(("dp", "fsdp"))
 """Columns in which -1 is what the other axes leave, as MaxText writes it."""
 
-_READ = frozenset((*COLUMNS, "notes", "head_dim"))
+_READ = frozenset((*COLUMNS, *OPTIONAL))
 
 _MOST: Mapping[str, int] = {
     **{"layers": 10**4, "hidden": 2**20, "heads": 2**16, "kv_heads": 2**16},
@@ -60,7 +65,7 @@ _MOST: Mapping[str, int] = {
     **{"num_devices": MAX_DEVICES, "devices_per_node": MAX_DEVICES},
     **{"dp": MAX_DEVICES, "fsdp": MAX_DEVICES, "tp": 2**12, "pp": 2**8, "vpp": 2**10},
     **{"cp": MAX_DEVICES, "ep": MAX_DEVICES, "micro_batch": 2**24},
-    "global_batch": 2**36,
+    **{"global_batch": 2**36, "loss_chunks": 2**26},
 }
 """Largest numbers of columns, more than any run has; of others ``_MEASURED``."""
 
@@ -154,6 +159,8 @@ def _wrong(column: str, cell: str) -> str:
     at = f"column {column}"
     if column in _READ and len(cell) > _LONGEST_CELL:
         return f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"
+    if column == "compile" and cell and vocabulary.compiled(cell) is None:
+        return f"{at}: {quoted(cell)}; expected compiled or eager, or nothing"
     if column not in _NUMBERS or not cell:
         return ""
     try:

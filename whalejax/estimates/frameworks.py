@@ -7,18 +7,16 @@ defaults; they are properties of a framework and never of one table, model or ro
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from whalejax.estimates.rematerialization import Remat
 
 
 Convention = Literal["model", "hardware", "causal"]
 """How FLOP/s are counted: ``model`` counts forward and backward with whole attention
 scores; ``hardware`` adds what rematerialization computes again; ``causal`` is ``model``
 with half of the scores."""
-
-Remat = Literal["none", "selective", "dots", "full"]
-"""What the backward pass computes again: nothing, the scores of attention, all but
-matrix products, or everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +27,8 @@ class Framework:
         name: for reports.
         words: that mean it where a table says them; see ``framework``.
         compiled: one program on the device; otherwise a host launches every operation.
+            Where the row does not say, under ``compile``.
+        xla: its programs are XLA's, which are compiled whatever a row says.
         flash: attention is one kernel that keeps its scores on chip.
         overlaps_gradients: their reduction runs beside the backward pass.
         overlaps_layers: tensor- and context-parallel collectives run beside products,
@@ -46,13 +46,14 @@ class Framework:
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
         eager: masks of attention without a kernel, RMSNorm, rotary embeddings and gates
-            are written operation by operation.
+            are written operation by operation, and launched so unless compiled.
         tuned: its products have an efficiency of their own, fitted apart: Megatron-LM's
             layers before attention kernels, which multiplied faster than others'
             for what no other term says.
         grouped: its attention has fewer heads of keys than of queries where the model
             has.
-        fused_loss: the loss is one kernel that reads logits in their own type.
+        fused_loss: the loss is one kernel that reads logits in their own type; where
+            it is compiled, it always is.
         pads_vocabulary: to a multiple of 128 for every rank that shares it; otherwise
             ranks have what is left of it by division.
         dropout: its models drop attention weights and what joins the residual stream.
@@ -67,6 +68,7 @@ class Framework:
     name: str
     words: tuple[str, ...]
     compiled: bool = False
+    xla: bool = False
     flash: bool = True
     overlaps_gradients: bool = True
     overlaps_layers: bool = False
@@ -196,16 +198,19 @@ FRAMEWORKS = (
         name="TorchTitan",
         words=("torch-titan", "pytorch-fsdp"),
         compiled=True,
+        eager=True,
+        fused_loss=False,
         sequence_parallel=True,
         zero=3,
-        remat="dots",
-        selective="dots",
+        remat="alternate_dots",
+        selective="alternate_dots",
         gradient_bytes=4,
     ),
     Framework(
         name="PaxML and T5X",
         words=("jax-toolbox", "pax", "paxml", "t5x"),
         compiled=True,
+        xla=True,
         flash=False,
         overlaps_gradients=False,
         remat="full",
@@ -214,6 +219,7 @@ FRAMEWORKS = (
         name="AXLearn",
         words=("ax-learn",),
         compiled=True,
+        xla=True,
         flash=False,
         zero=3,
         remat="full",
@@ -223,6 +229,7 @@ FRAMEWORKS = (
         name="MaxText",
         words=("max-text",),
         compiled=True,
+        xla=True,
         zero=3,
         remat="full",
         flops="causal",
@@ -257,6 +264,7 @@ FRAMEWORKS = (
     Framework(
         name="Hugging Face Transformers",
         words=("huggingface", "hugging-face", "hf", "transformers", "accelerate"),
+        eager=True,
         fused_loss=False,
         pads_vocabulary=False,
     ),
@@ -264,6 +272,7 @@ FRAMEWORKS = (
         name="Levanter",
         words=("levanter",),
         compiled=True,
+        xla=True,
         zero=3,
         remat="full",
     ),
@@ -271,6 +280,7 @@ FRAMEWORKS = (
         name="Alpa",
         words=("alpa",),
         compiled=True,
+        xla=True,
         flash=False,
         overlaps_gradients=False,
         remat="full",
@@ -284,6 +294,24 @@ UNKNOWN = Framework(
     name="an unnamed framework", words=(), sequence_parallel=True, zero=1
 )
 """Where the row names none: what today's frameworks have in common."""
+
+
+def with_compilation(found: Framework, compiled: bool) -> Framework:
+    """The habits of a framework whose step is compiled, or launched by a host.
+
+    Args:
+        found: the framework.
+        compiled: one program on the device.
+
+    >>> with_compilation(framework("torchtitan"), False).eager
+    True
+    """
+    return replace(
+        found,
+        compiled=compiled,
+        eager=found.eager and not compiled,
+        fused_loss=found.fused_loss or compiled,
+    )
 
 
 def framework(source: str, place: str = "") -> Framework:

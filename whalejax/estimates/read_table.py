@@ -17,8 +17,9 @@ from whalejax.estimates.csv_table import NEEDED
 from whalejax.estimates.csv_table import CsvTable as CsvTable
 from whalejax.estimates.csv_table import read_table as read_table
 from whalejax.estimates.decoder import DecoderSizes
-from whalejax.estimates.frameworks import Framework, Remat, framework
+from whalejax.estimates.frameworks import Framework, framework, with_compilation
 from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
+from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
 from whalejax.estimates.run import Run, StageOf
 from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import Entry
@@ -26,6 +27,7 @@ from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import AliasedDevice, read_device
+from whalejax.meshes.texts import quoted
 from whalejax.planner.sharding.layout import largest_divisor
 
 
@@ -50,7 +52,10 @@ class RowReading:
         run: what it describes, or None where something needed is missing.
         notes: what was inferred or mapped, or why there is no run.
         policies: what may be computed again, the likeliest first; several where
-            neither the row nor the framework says it, or the row has a name of its own.
+            neither the row nor the framework says it, or the row's name for it is
+            unknown.
+        unknown_policy: the row's name for it is unknown.
+        unknown_memory: nothing says how much memory the row's device has.
         open_micro_batch, open_zero: the row does not give the micro-batch, or what is
             sharded.
         taken: to fit, though the estimate of its memory is a little too large.
@@ -62,6 +67,14 @@ class RowReading:
     open_micro_batch: bool = False
     open_zero: bool = False
     taken: bool = False
+    unknown_policy: bool = False
+    unknown_memory: bool = False
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether a measured run confirmed memory under its policy, on its device."""
+        guessed = self.unknown_policy or self.unknown_memory
+        return self.run is None or not (guessed or self.run.remat in UNCONFIRMED)
 
 
 def read_row(row: Mapping[str, str]) -> RowReading:
@@ -77,13 +90,13 @@ def read_row(row: Mapping[str, str]) -> RowReading:
             run=None, notes=(f"no {', '.join(missing)}: nothing predicted",)
         )
     try:
-        run, own_name = _run(cells)
+        run, unknown = _run(cells)
     except WhaleError as error:
         return RowReading(run=None, notes=(str(error), *cells.notes))
     policies: tuple[Remat, ...] = (run.remat,)
     if not cells.text("remat") and run.framework.remat is None:
         policies = ("none", "selective", "full")
-    elif own_name and not run.offloaded:
+    elif unknown and not run.offloaded:
         # A policy by a name of its own keeps something, at most what fits.
         policies = ("dots", "full")
     return RowReading(
@@ -92,11 +105,13 @@ def read_row(row: Mapping[str, str]) -> RowReading:
         policies=policies,
         open_micro_batch=cells.whole("micro_batch") is None,
         open_zero=cells.whole("zero_stage") is None and cells.whole("fsdp") is None,
+        unknown_policy=unknown,
+        unknown_memory=not read_device(cells.text("device"), guess=True).knows_memory,
     )
 
 
 def _run(cells: Cells) -> tuple[Run, bool]:
-    """The run, and whether what it computes again has a name of the row's own."""
+    """The run, and whether its name for what it computes again is unknown."""
     source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
@@ -115,6 +130,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         ranks = count // (tensor * stages * context)
         zero, fsdp = _sharding(cells, source, ranks, stages)
         data = _data(cells, count, fsdp, tensor, stages, context)
+    source = _with_compilation(cells, source)
     sizes = _sizes(cells, source, tensor, context, device.entry)
     per_rank, over = divmod(cells.whole("global_batch") or 1, data * fsdp)
     if over or not per_rank:
@@ -125,7 +141,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         per_rank += 1
     micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
     per_rank = math.ceil(per_rank / micro) * micro
-    remat, own_name = _remat(cells, source, sizes)
+    remat, unknown = _remat(cells, source, sizes)
     found = Run(
         sizes=sizes,
         framework=source,
@@ -149,9 +165,42 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
         autocast=vocabulary.has(cells.text("precision").lower(), "autocast"),
+        loss_chunks=_loss_chunks(cells, micro * sizes.seq // context),
     )
     cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
-    return found, own_name
+    return found, unknown
+
+
+def _with_compilation(cells: Cells, source: Framework) -> Framework:
+    """The framework with its step compiled or not, as the row says."""
+    text = cells.text("compile")
+    if not text:
+        if not source.xla:
+            word = "compiled" if source.compiled else "eager"
+            cells.notes.append(f"compile {word} ({source.name}'s default)")
+        return with_compilation(source, source.compiled)
+    compiled = vocabulary.compiled(text)
+    if compiled is None:
+        raise WhaleError(
+            f"column compile: {quoted(text)}; expected compiled or eager, or nothing"
+        )
+    if source.xla and not compiled:
+        raise WhaleError(
+            f"column compile: {quoted(text)}; {source.name} compiles every step. Leave "
+            "the cell empty: nothing predicted"
+        )
+    return with_compilation(source, compiled)
+
+
+def _loss_chunks(cells: Cells, tokens: int) -> int:
+    """Parts in which a device makes the logits of its tokens of a micro-batch."""
+    given = cells.whole("loss_chunks") or 1
+    if given > tokens:
+        raise WhaleError(
+            f"column loss_chunks: {given}; a device has {tokens} tokens of a "
+            "micro-batch. Give at most as many: nothing predicted"
+        )
+    return given
 
 
 def _data(
@@ -223,7 +272,7 @@ def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
     said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
     if said:
-        cells.notes.append(f"parameters frozen ({said[0]!r})")
+        cells.notes.append(f"parameters frozen ({said[0]!r}); adapters are not priced")
         return True
     rate, tokens = (
         float(cells.text(name) or 0)
@@ -485,7 +534,7 @@ def _context(cells: Cells, tensor: int) -> int:
 
 
 def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
-    """What is computed again, and whether the row has a name of its own for it."""
+    """What is computed again, and whether the row's name for it is unknown."""
     text = cells.text("remat").lower()
     if not text:
         if source.remat is None:
@@ -495,7 +544,11 @@ def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat,
     found = vocabulary.remat(text, source.selective)
     policy: Remat = found or "dots"
     if found is None:
-        cells.notes.append(f"remat dots (the nearest to {text!r})")
+        known = ", ".join(vocabulary.KNOWN_REMATS)
+        cells.notes.append(
+            f"remat dots (column remat: {quoted(text)} is unknown, and its memory with "
+            f"it; known are {known})"
+        )
     elif text not in (policy, source.selective):
         cells.notes.append(f"remat {policy} (for {text!r})")
     return policy, found is None

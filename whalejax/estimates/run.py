@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from whalejax.estimates.decoder import DecoderSizes
-from whalejax.estimates.frameworks import Framework, Remat
+from whalejax.estimates.frameworks import Framework
+from whalejax.estimates.rematerialization import Remat
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted_constants import TUNED, width_of
 from whalejax.planner.pipeline.schedules import most_in_flight
@@ -63,7 +64,9 @@ class Run:
         unlike: the stages where devices are mixed, or empty.
         offloaded: what the backward pass does not compute again waits in host memory.
         frozen: parameters stay as they are, and small adapters beside them are trained.
-        autocast: parameters are float32, and every micro-batch brings them to 16 bits.
+        autocast: parameters are float32, and every micro-batch brings them to 16 bits;
+            the residual stream stays in float32.
+        loss_chunks: parts of a micro-batch whose logits are in memory one at a time.
     """
 
     sizes: DecoderSizes
@@ -88,6 +91,7 @@ class Run:
     offloaded: bool = False
     frozen: bool = False
     autocast: bool = False
+    loss_chunks: int = 1
 
     @property
     def multiplied(self) -> str:

@@ -26,6 +26,7 @@ from whalejax.estimates.held_parameters import (
     HeldParameters,
     link_waits,
 )
+from whalejax.estimates.rematerialization import recomputed_shares
 from whalejax.estimates.run import Run
 from whalejax.estimates.workload import (
     EMBED,
@@ -63,6 +64,9 @@ CAST_BYTES = 2
 
 WEIGHT_BYTES = 2
 """Of a parameter as computed with, and as gathered."""
+
+MASTER_BYTES = 4
+"""Of a parameter that every micro-batch brings to 16 bits by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,7 @@ class Runs:
             sizes = replace(run.sizes, layers=1)
             alike = replace(run, sizes=sizes, num_devices=1, data=1, stages=1)
             alike = replace(alike, chunks=1, zero=0, global_batch=1, unlike=())
+            alike = replace(alike, loss_chunks=1)
             first.append(found.setdefault(alike, i))
         return np.array(first, dtype=int)
 
@@ -218,7 +223,8 @@ class Runs:
             head = s.head_params or (s.hidden * s.vocab if run.stages > 1 else 0)
             both = (s.embedding_params, head)
             ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
-        self.dense = self._column(dense) + self._column(ends)
+        self.ends = self._column(ends)
+        self.dense = self._column(dense) + self.ends
         self.expert = self._column(expert)
         self.ranks = self._column(r.weight_ranks for r in self.runs)
         self.shards = self._column(r.shards for r in self.runs)
@@ -249,7 +255,11 @@ class Runs:
         self.layers = self._column(r.layers_per_stage for r in self.runs)
         self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
         self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
-        self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
+        self.remat = np.array([r.remat for r in self.runs])
+        # The last entry is that of products which are none of a layer's.
+        self.recomputed = np.array(
+            [(*recomputed_shares(r.remat, r.sizes), 0.0) for r in self.runs]
+        )
 
     def _levels(
         self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: Axes
@@ -347,10 +357,7 @@ class Runs:
         """Forward and backward seconds of one micro-batch: (place, run)."""
         k, run = self.kernels, self.kernels["run"]
         forward, backward = self._kernel_seconds(constants)
-        remat = self.remat[run]
-        unfused = k["scores"] & ~k["attention"]
-        again = (remat == 3) | ((remat == 2) & ~k["product"]) | ((remat == 1) & unfused)
-        again = again & (k["place"] == LAYER)
+        again = self._recomputed_shares()
         backward = backward + forward * again
         count = len(self.runs)
         ahead, behind = np.zeros((3, count)), np.zeros((3, count))
@@ -368,6 +375,18 @@ class Runs:
         sent = self._wires(constants)
         return ahead + sent[0], behind + sent[1]
 
+    def _recomputed_shares(self) -> Array:
+        """Part of each kernel that the backward pass computes again."""
+        k, run = self.kernels, self.kernels["run"]
+        remat = self.remat[run]
+        scores = (k["scores"] & ~k["attention"]).astype(float)
+        products = self.recomputed[run, k["part"]]
+        products = np.where(remat == "full", 1.0, products)
+        shares = np.where(k["product"], products, 1.0)
+        shares = np.where(remat == "selective", scores, shares)
+        found: Array = np.where((remat == "none") | (k["place"] != LAYER), 0.0, shares)
+        return found
+
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward seconds of collectives inside a micro-batch."""
         network = self.network * self.shares(constants, "network")
@@ -377,7 +396,7 @@ class Runs:
         seconds = wire[:, :, 0] / links[0] + wire[:, :, 1] / links[1] + self.latency
         seconds = seconds + self.begun * self.shares(constants, "node_seconds")
         ahead, behind = seconds[:, 1], seconds[:, 0].copy()
-        whole = self.remat == _REMATS.index("full")
+        whole = self.remat == "full"
         behind[LAYER] += whole * ahead[LAYER]
         return ahead[:, self.like], behind[:, self.like]
 
@@ -530,8 +549,8 @@ class Runs:
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
-            # Compiled programs bring gradients to the type of the masters, float32.
-            least = 4 if run.framework.compiled else WEIGHT_BYTES
+            # XLA's programs bring gradients to the type of the masters, float32.
+            least = 4 if run.framework.xla else WEIGHT_BYTES
             gradient = max(least, run.framework.gradient_bytes)
             trained = not run.frozen
             static = 0.0
@@ -545,14 +564,15 @@ class Runs:
             layers = run.layers_per_stage * run.in_flight
             saved = work.saved_bytes[kept] * layers
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
+            head = work.head_bytes / run.loss_chunks if run.stages == 1 else 0.0
             if run.zero >= 3:
-                working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
-            head = work.head_bytes if run.stages == 1 else 0.0
+                width = MASTER_BYTES if run.autocast else WEIGHT_BYTES
+                working += 2 * width * params / run.layers_per_stage
+                if run.stages == 1 and not run.framework.xla:
+                    # What no layer owns stays gathered, and gets its gradient whole.
+                    head += (1 + trained) * width * self.ends[i]
             found.append(static + saved + max(working, head))
         return np.array(found)
-
-
-_REMATS = ("none", "selective", "dots", "full")
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:

@@ -6,15 +6,16 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whalejax.estimates.fill_missing import readings
 from whalejax.estimates.heterogeneous import price_unlike
 from whalejax.estimates.read_table import CsvTable, RowReading, read_table
+from whalejax.estimates.rematerialization import Remat
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.fitted_constants import Constants, constants
 from whalejax.meshes.texts import visible
 
 
@@ -50,7 +51,7 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
     alike = [
         (i, r.run) for i, r in enumerate(read) if r.run is not None and not r.run.unlike
     ]
-    found: dict[int, tuple[float, float, bool]] = {}
+    found: dict[int, Prediction] = {}
     known = constants()
     if alike:
         runs = Runs([run for _, run in alike])
@@ -58,26 +59,67 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
         for place, (index, run) in enumerate(alike):
             peak = float(prices.peak_bytes[place])
             fits = read[index].taken or peak <= run.device.kind.memory_bytes
-            found[index] = float(prices.step_seconds[place]), peak, fits
+            found[index] = Prediction(
+                step_seconds=float(prices.step_seconds[place]),
+                peak_bytes=peak,
+                fits=fits,
+            )
     for index, one in enumerate(read):
         if one.run is not None and one.run.unlike:
             price = price_unlike(one.run, known)
-            found[index] = (price.step_seconds, price.peak_bytes, price.fits)
+            found[index] = Prediction(
+                step_seconds=price.step_seconds,
+                peak_bytes=price.peak_bytes,
+                fits=price.fits,
+            )
+    read = _with_bounds(read, known)
     return [_cells(one, found.get(index)) for index, one in enumerate(read)]
 
 
-def _cells(one: RowReading, found: tuple[float, float, bool] | None) -> dict[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a row is predicted to take.
+
+    Attributes:
+        step_seconds: time of the step.
+        peak_bytes: memory of the fullest device.
+        fits: that is no more than the device has.
+    """
+
+    step_seconds: float
+    peak_bytes: float
+    fits: bool
+
+
+def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReading]:
+    """Rows with an unknown policy, with the times and memory that any policy has."""
+    found = list(read)
+    bounds: tuple[Remat, Remat] = ("none", "full")
+    for index, one in enumerate(read):
+        if one.run is None or one.run.unlike or not one.unknown_policy:
+            continue
+        prices = Runs([replace(one.run, remat=remat) for remat in bounds]).price(known)
+        (fast, slow), (most, least) = prices.step_seconds, prices.peak_bytes / GIB
+        note = (
+            f"from remat none to full: {fast:.4g} to {slow:.4g} s and {most:.4g} to "
+            f"{least:.4g} GiB"
+        )
+        found[index] = replace(one, notes=(*one.notes, note))
+    return found
+
+
+def _cells(one: RowReading, found: Prediction | None) -> dict[str, str]:
     cells: dict[str, str] = dict.fromkeys(ADDED, "")
     cells["note"] = visible("; ".join(one.notes))
     if one.run is None or found is None:
         return cells
-    step, peak, fits = found
-    rate = 1.0 / (step * one.run.num_devices)
-    cells["predicted_step_time_s"] = f"{step:.6g}"
+    rate = 1.0 / (found.step_seconds * one.run.num_devices)
+    cells["predicted_step_time_s"] = f"{found.step_seconds:.6g}"
     cells["predicted_tflops_per_device"] = f"{one.run.model_flops() * rate / 1e12:.4g}"
     cells["predicted_tokens_per_s_per_device"] = f"{one.run.tokens * rate:.5g}"
-    cells["predicted_peak_mem_gib"] = f"{peak / GIB:.4g}"
-    cells["fits"] = "yes" if fits else "no"
+    cells["predicted_peak_mem_gib"] = f"{found.peak_bytes / GIB:.4g}"
+    likely = "yes" if one.confirmed else "unknown"
+    cells["fits"] = likely if found.fits else "no"
     return cells
 
 

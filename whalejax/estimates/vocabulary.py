@@ -6,8 +6,9 @@ People write the same in many ways; what none of these is stays the table's own 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from whalejax.estimates.frameworks import Remat
+from whalejax.estimates.rematerialization import SAVED_BY_NAME, Remat
 
 
 NO = frozenset("none no false off 0 0.0 disabled n/a - na".split())
@@ -24,6 +25,29 @@ GATED = (
 
 ADAPTERS = ("lora", "qlora", "peft", "adapter")
 """Words of a row that mean that the model's own parameters are not trained."""
+
+DOTS = (
+    "dots minimal minimal_with_context minimal_flash minimal_offloaded dots_saveable "
+    "checkpoint_dots offload_dots_saveable offload_dots"
+).split()
+"""Names under which JAX and MaxText keep the results of matrix products."""
+
+POLICIES: Mapping[str, Remat] = {
+    **{name: name for name in (*SAVED_BY_NAME, "alternate_dots")},
+    **dict.fromkeys(DOTS, "dots"),
+}
+"""Names of policies that say which products are kept."""
+
+KNOWN_REMATS = ("none", "selective", "full", *POLICIES)
+"""Names of policies, for whoever wrote another."""
+
+_BESIDE = frozenset("flash remat policy offload offloaded with".split()) | {""}
+"""Words that may stand beside the name of a policy."""
+
+_BY_LAYER = re.compile(r"selective\W*(layer\W*)?\d")
+
+_COMPILED = frozenset("compiled compile torch.compile inductor xla jit".split())
+"""Words for a step that is one program on the device."""
 
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
 """Words of a precision in 8 bits; scales of blocks, as MXFP8 has, cost no time."""
@@ -73,24 +97,40 @@ def known(text: str) -> bool:
 
 
 def remat(text: str, selective: Remat) -> Remat | None:
-    """What is computed again, or None where a table has a name of its own for it.
+    """What is computed again, or None where the name says nothing that is known.
 
     Args:
         text: of the cell, in small letters.
         selective: what the framework means by that word.
 
     >>> remat("full recompute", "selective"), remat("save_qkv_proj", "selective")
-    ('full', None)
+    ('full', 'save_qkv_proj')
+    >>> remat("minimal", "selective"), remat("my_own_names", "selective")
+    ('dots', None)
     """
     if text in NO:
         return "none"
-    if text == "dots":
-        return "dots"
+    words = {*re.split(r"[\s+,;:/()]+", text)} - _BESIDE
+    if len(words) == 1 and (policy := POLICIES.get(*words)) is not None:
+        return policy
     if "selective" in text:
-        return selective
+        # A number beside it is TorchTitan's: of the layers, every second or third.
+        return None if _BY_LAYER.search(text) else selective
     if text in YES or has(text, "full") or "checkpointing" in text:
         return "full"
     return None
+
+
+def compiled(text: str) -> bool | None:
+    """Whether a step is compiled, or None where the words say neither.
+
+    >>> [compiled(text) for text in ("compiled", "torch.compile", "eager", "no", "x")]
+    [True, True, False, False, None]
+    """
+    lowered = text.strip().lower()
+    if lowered in NO or lowered == "eager":
+        return False
+    return True if lowered in YES or lowered in _COMPILED else None
 
 
 def precision(text: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,12 @@ from whalejax.estimates.decoder import (
     SOFTMAX,
     DecoderSizes,
     decoder_graph,
+)
+from whalejax.estimates.rematerialization import (
+    PRODUCTS,
+    SAVED_BY_NAME,
+    Remat,
+    saved_shares,
 )
 from whalejax.estimates.run import Run
 from whalejax.meshes.cluster import Cluster, cluster
@@ -51,6 +57,11 @@ VIEW_PASSES = 5
 copied to the base's layout, the view's part cloned, filled in a copy of its own (two),
 and copied back."""
 
+UNFUSED_LOGIT_BYTES = 20
+"""Held of a logit where the loss is no kernel of its own, in float32: the logits, a
+copy that is shifted by a token, their logarithms of probabilities, the cotangent of
+these, and that of the copy."""
+
 _PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
 _PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
 
@@ -70,6 +81,7 @@ class Kernel:
         attention: it is in a fused attention kernel.
         scores: it belongs to attention's scores, without weights.
         weight: it reads a parameter.
+        part: index of the layer's product in ``PRODUCTS``, or -1.
     """
 
     place: int
@@ -86,6 +98,7 @@ class Kernel:
     attention: bool
     scores: bool
     weight: bool
+    part: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +125,7 @@ class Work:
 
     kernels: tuple[Kernel, ...]
     traffic: tuple[Traffic, ...]
-    saved_bytes: dict[str, float]
+    saved_bytes: dict[Remat, float]
     head_bytes: float
 
 
@@ -160,6 +173,7 @@ def work_of(run: Run) -> Work:
         run.expert,
         run.framework.compiled,
         run.itemsize_bytes,
+        4 if run.autocast else run.itemsize_bytes,
     )
 
 
@@ -173,6 +187,7 @@ def _work(
     expert: int,
     compiled: bool,
     itemsize: int,
+    stream_itemsize: int,
 ) -> Work:
     found = _analysed(sizes, micro_batch * expert, compiled, itemsize)
     mesh = {"expert": expert, "context": context, "tensor": tensor}
@@ -181,8 +196,10 @@ def _work(
     tables = _tables(found, sizes, sequence_parallel)
     places = [_PLACE_OF[name] for name in REGIONS]
     kernels = tuple(
-        _kernel(row, tables[row.task_graph], places[row.task_graph], sizes.layers, s)
-        for row in found.rows.ops
+        _kernel(
+            row, part, tables[row.task_graph], places[row.task_graph], sizes.layers, s
+        )
+        for row, part in _with_parts(found.rows.ops)
         if row.product is not None or row.reads or row.writes
     )
     traffic = []
@@ -201,9 +218,17 @@ def _work(
                     count=c.count / (sizes.layers if place == LAYER else 1),
                 )
             )
-    saved, head = _saved(found, tables, s, sizes, micro_batch * itemsize)
+    saved = _saved(
+        found, tables, s, sizes, micro_batch * itemsize, stream_itemsize // itemsize
+    )
+    beside = _eager_bytes(s, sizes, micro_batch, itemsize, sequence_parallel)
+    saved["none"] += beside
+    saved["selective"] += beside
     return Work(
-        kernels=kernels, traffic=tuple(traffic), saved_bytes=saved, head_bytes=head
+        kernels=kernels,
+        traffic=tuple(traffic),
+        saved_bytes=saved,
+        head_bytes=_logit_bytes(s, sizes, micro_batch, itemsize),
     )
 
 
@@ -263,7 +288,23 @@ def _tables(
     return {index: by_region[name] for index, name in enumerate(REGIONS)}
 
 
-def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kernel:
+def _with_parts(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
+    """Rows, and which of ``PRODUCTS`` each is; -1 where it is none of them."""
+    inner = [REGIONS.index(name) for name in ("inner", "experts")]
+    # Products of a layer with weights stand in their order; attention has none.
+    names = iter(name for name in PRODUCTS if name != "attention")
+    for row in rows:
+        if row.product is None or row.task_graph not in inner:
+            yield row, -1
+        elif any(slot.weight for slot in row.slots):
+            yield row, PRODUCTS.index(next(names))
+        else:
+            yield row, PRODUCTS.index("attention")
+
+
+def _kernel(
+    row: Row, part: int, table: Table, place: int, layers: int, s: Setting
+) -> Kernel:
     hits = row_hits(row, table, s)
     forward, backward = memory_traffic(row, hits, s)
     if row.kind == IN_PLACE:
@@ -297,6 +338,7 @@ def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kern
         attention=row.fused and product is not None,
         scores=not weighed and any(_is_scores(slot.sizes) for slot in row.slots),
         weight=weighed,
+        part=part,
     )
 
 
@@ -306,8 +348,15 @@ def _saved(
     s: Setting,
     sizes: DecoderSizes,
     sample_bytes: int,
-) -> tuple[dict[str, float], float]:
-    """Activations that a layer keeps under each policy, and the loss's temporaries."""
+    widened: int,
+) -> dict[Remat, float]:
+    """Activations that a layer keeps under each policy.
+
+    Args:
+        found, tables, s, sizes: the decoder and its layout.
+        sample_bytes: of one element of all samples of a micro-batch.
+        widened: by how much elements of the residual stream are wider.
+    """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))
     # What products read of the stream is kept as it lies there, and gathered again.
@@ -318,29 +367,77 @@ def _saved(
         for e in found.residents.saved
         if e.task_graph in (residual, *inner)
     ]
-    nbytes = kept_bytes(kept, tables, s)
-    layer = [(e, b / sizes.layers) for e, b in zip(kept, nbytes, strict=True)]
+    # What the stream's own operations read of it is as wide as it is.
+    wide = [
+        widened
+        if e.task_graph == residual and _as_single(e.sizes) == stream_like
+        else 1
+        for e in found.residents.saved
+        if e.task_graph in (residual, *inner)
+    ]
+    nbytes = np.multiply(kept_bytes(kept, tables, s), wide) / sizes.layers
+    layer = list(zip(kept, nbytes.tolist(), strict=True))
     everything = math.fsum(b for _, b in layer)
     scores = math.fsum(b for e, b in layer if _is_scores(e.sizes))
     parts = s.mesh["context"] * (s.mesh["tensor"] if tables[1].get("tensor") else 1)
-    stream = 1.0 * sample_bytes * sizes.seq * sizes.hidden / parts
-    dots = math.fsum(
-        b
-        for e, b in layer
-        if e.task_graph in inner
-        and not _is_scores(e.sizes)
-        and (e.made == "product" or e.sizes[-1] != (sizes.ffn,))
-    )
-    saved = {
+    stream = 1.0 * sample_bytes * widened * sizes.seq * sizes.hidden / parts
+    saved: dict[Remat, float] = {
         "none": everything,
         "selective": everything - scores,
-        "dots": dots + stream,
         "full": stream,
     }
-    # The logits, in float32 for the loss, and their cotangent.
-    parts = s.mesh["tensor"] * s.mesh["context"]
-    logits = (sample_bytes + 2 * sample_bytes) * sizes.seq * sizes.vocab / parts
-    return saved, logits + sample_bytes * sizes.seq * sizes.vocab / parts
+    results = _result_bytes(s, sizes, sample_bytes, stream)
+    for remat in ("alternate_dots", *SAVED_BY_NAME):
+        shares = saved_shares(remat, sizes)
+        saved[remat] = stream + math.fsum(shares[n] * results[n] for n in PRODUCTS)
+    return saved
+
+
+def _logit_bytes(
+    s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int
+) -> float:
+    """The largest temporaries around the loss, on one device."""
+    shards = s.mesh["tensor"] * s.mesh["context"]
+    logits = micro_batch * sizes.seq * sizes.vocab / shards
+    # One kernel has the logits, twice their bytes, and their cotangent.
+    each = 4 * itemsize if sizes.fused_loss else UNFUSED_LOGIT_BYTES
+    return float(logits * each)
+
+
+def _eager_bytes(
+    s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
+) -> float:
+    """What a gated layer keeps beside, on one device, where no kernel fuses it.
+
+    Two RMSNorms keep four bytes more of each element (their input in float32 instead of
+    16 bits, and the input divided by its size), and a gate two of its four values,
+    which a kernel makes again.
+
+    Args:
+        s, sizes, micro_batch, itemsize: the decoder and its layout.
+        shared: tensor ranks share the sequence between products.
+    """
+    if not (sizes.eager and sizes.gated):
+        return 0.0
+    tokens = micro_batch * sizes.seq / s.mesh["context"]
+    norms = 2 * 4 * sizes.hidden / (s.mesh["tensor"] if shared else 1)
+    gates = 2 * itemsize * sizes.ffn * max(1, sizes.topk) / s.mesh["tensor"]
+    return float(tokens * (norms + gates))
+
+
+def _result_bytes(
+    s: Setting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
+) -> dict[str, float]:
+    """Bytes of what each of ``PRODUCTS`` gives, on one device."""
+    each = sample_bytes * sizes.seq / (s.mesh["tensor"] * s.mesh["context"])
+    heads = each * sizes.head_dim
+    return {
+        "qkv": heads * (sizes.heads + 2 * sizes.kv_heads),
+        "attention": heads * sizes.heads,
+        "out": stream_bytes,
+        "up": each * sizes.ffn * (1 + sizes.gated) * max(1, sizes.topk),
+        "down": stream_bytes,
+    }
 
 
 def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
