@@ -151,6 +151,10 @@ class CompilerProfile:
         gathers_whole_torus: all-gathers over all chips of a torus at once. If not, it
             puts together by an all-reduce where the torus has three lengths of 4 or
             more, and what is smaller than 32 MiB where it has two of 8 or more.
+        hides_updates: gathers parameters that replicas updated in shards inside
+            products, on the kinds in ``HIDES_UPDATES_ON``. Products of weights'
+            gradients, outside loops and of one micro-batch, wait for that to the end
+            of the backward pass, as long as memory holds what they read.
         scatters_odd_tiles: reduce-scatters 16-bit values whose last dimension is left
             with an odd number of tiles. If not, it reduces the whole and cuts it.
     """
@@ -173,6 +177,9 @@ class CompilerProfile:
         default=False, metadata={"unless_default": True}
     )
     groups_rows: bool = dataclasses.field(
+        default=False, metadata={"unless_default": True}
+    )
+    hides_updates: bool = dataclasses.field(
         default=False, metadata={"unless_default": True}
     )
     lanes: int = 1
@@ -223,8 +230,13 @@ In the same fifteen, 2.7 ms a megabyte of both."""
 KEEPS_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
 """Option under which reduce-scatters over all chips of a torus stay what they are."""
 
+HIDES_UPDATES_ON = frozenset({"v5e"})
+"""Kinds on which libtpu 0.0.42.1 does so; v5p and v6e wait for each gather."""
+
 _OPTIONS: Mapping[str, tuple[bool, Mapping[str, bool]]] = {
     KEEPS_SCATTERS: (True, {"scatters_whole_torus": True}),
+    "xla_tpu_enable_async_collective_fusion": (False, {"hides_updates": False}),
+    "xla_tpu_enable_latency_hiding_scheduler": (False, {"hides_updates": False}),
     "xla_tpu_enable_all_reduce_scatter_fusion": (False, {"reduce_scatter": False}),
 }
 """Options that change facts: the value that does, and what becomes of them.
@@ -252,6 +264,7 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         fuses_products=True,
         narrow_products=True,
         groups_rows=True,
+        hides_updates=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,

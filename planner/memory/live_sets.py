@@ -6,6 +6,7 @@ Found once for a program; ``peak`` gives them bytes under a layout.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class Moments:
     Attributes:
         kinds: the different tensors.
         saved: for each span, how many of each kind are kept.
+        postponed: what is kept beside that where products of weights' gradients are
+            put off to the end of the backward pass.
         working: for each span, what it may work with, how many of each kind: one of
             the rows at a time, before the gradients that the span itself makes.
         making: the same while it makes them.
@@ -55,6 +58,7 @@ class Moments:
 
     kinds: tuple[Kept, ...]
     saved: np.ndarray
+    postponed: np.ndarray
     working: tuple[np.ndarray, ...]
     making: tuple[np.ndarray, ...]
     gradients: np.ndarray
@@ -81,6 +85,7 @@ class Moments:
         return dataclasses.replace(
             self,
             saved=self.saved * tensors,
+            postponed=self.postponed * tensors,
             working=tuple(rows * here for rows in self.working),
             making=tuple(rows * here for rows in self.making),
             gradients=self.gradients * params,
@@ -108,6 +113,8 @@ class Course:
         entries: the different tensors, with the operation whose TaskGraph lays each
             out, in order of appearance.
         saved: for each span, forward and then backward, how many of each are kept.
+        postponed: for each, how many more are kept where products of weights'
+            gradients are put off.
         works: for each, what it may work with, before and while it makes gradients.
         waits: how many of each wait in host memory.
         used: for each span of the forward pass and each parameter, whether a product
@@ -158,6 +165,9 @@ class Course:
             self._numbered(row + also)
             for row, also in zip(saved, [*beside, *beside], strict=True)
         ]
+        postponed = [timeline.postponed_behind(span) for span in spans]
+        nothing = [Counter[Entry]() for _ in spans]
+        self.postponed = [self._numbered(row) for row in (*nothing, *postponed)]
         self.works = [
             tuple([self._numbered(row) for row in rows] for rows in pair)
             for pair in works
@@ -238,6 +248,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     return Moments(
         kinds=tuple(kinds.kinds),
         saved=np.array([kinds.full(row) for row in course.saved]),
+        postponed=np.array([kinds.full(row) for row in course.postponed]),
         working=tuple(kinds.table(before) for before, _ in course.works),
         making=tuple(kinds.table(making) for _, making in course.works),
         gradients=np.concatenate([none, course.waited @ groups]),

@@ -53,6 +53,8 @@ class Span:
     loop: bool
 
 
+_SUMS = ("add", "add_any")
+
 NOWHERE = -1
 """Stands for that operation where there is none."""
 
@@ -115,6 +117,7 @@ class Timeline:
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
         self.readers = Counter(t for op in graph.ops for t in {*op.operands})
+        self.reader = {t: op for op in graph.ops for t in op.operands}
         self.leaving = graph.leaving()
         self.masks: set[int] = set()
         self.data = self._data()
@@ -255,7 +258,7 @@ class Timeline:
         found = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
         size = self.graph.tensors[tensor].nbytes
         large = [t for t in found if self.graph.tensors[t].nbytes * SMALL > size]
-        adds = self.graph.ops[self.maker[tensor]].kind in ("add", "add_any")
+        adds = self.graph.ops[self.maker[tensor]].kind in _SUMS
         return frozenset({tensor}) if adds and len(large) > 1 else found
 
     def _hard(self) -> set[int]:
@@ -431,6 +434,47 @@ class Timeline:
             if last >= span.end and self.maker.get(t, last) < span.first:
                 found[self._entry(t)] += 1
         return found
+
+    def postponed_behind(self, span: Span) -> Counter[Entry]:
+        """What waits for products of weights' gradients that are put off to the end.
+
+        While the backward pass is in a span: what was kept for those behind it, and the
+        gradients that they read, but for what is made inside them, from gradients
+        behind it and the result that was kept. Products in loops and in checkpointed
+        regions are not put off.
+        """
+        kept: dict[int, Entry] = {}
+        gradients: dict[int, Entry] = {}
+        for i, op in enumerate(self.graph.ops):
+            data = [t for t in op.operands[:2] if not self.weight[t]]
+            here = op.trip == 1 and op.remat is None and op.matmul is not None
+            if i < span.end or not here or len(data) != 1:
+                continue
+            values = {self._part_of(t) for t in op.results if self._value(t)}
+            fused = values & self.fused
+            gradients.update((t, self._entry(t)) for t in values - fused)
+            read = {t for t in op.results if t in self.reader}
+            inside = {t for t in read if self.reader[t].elementwise}
+            for t in self.sources(data[0]) | fused | inside:
+                first, nbytes, home = self.saved.get((t, 0), (0, 0, NOWHERE))
+                if first >= span.end:
+                    kept[t] = Entry(t, nbytes, home)
+        return Counter(kept.values()) + Counter(gradients.values())
+
+    def _part_of(self, tensor: int) -> int:
+        """The sum of values that a value is a part of, as of a residual, or itself.
+
+        The gradient of the sum is that of its parts, whatever type they have.
+        """
+        t = tensor
+        while self.readers[t] == 1:
+            op = self.reader[t]
+            if op.kind in _SUMS and all(self._value(one) for one in op.operands):
+                return op.results[0]
+            if not (op.reshape or op.kind in (*_SUMS, "convert_element_type")):
+                break
+            t = op.results[0]
+        return tensor
 
     def _read_last(self) -> dict[int, int]:
         """The last reader of each value with a gradient, outside loops and regions."""

@@ -8,6 +8,7 @@ span they are not told apart.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -168,6 +169,28 @@ def _reduced(
     return before, whole + largest
 
 
+def _kept(
+    found: Moments,
+    leaves: _Leaves,
+    kinds: np.ndarray,
+    in_flight: float,
+    postpones: bool,
+) -> tuple[np.ndarray, _Leaves]:
+    """Bytes of what is kept in each span, and parameters with gradients as they wait.
+
+    Gradients whose products are put off are made when nothing else is left.
+    """
+    if not found.kinds:
+        return np.zeros(len(found.saved)), leaves
+    saved: np.ndarray = found.saved @ kinds
+    saved += (in_flight - 1.0) * saved.max(initial=0.0)
+    if not postpones:
+        return saved, leaves
+    there = leaves.gradients * (found.turns > 1)
+    waiting = dataclasses.replace(leaves, gradients=there)
+    return saved + found.postponed @ kinds, waiting
+
+
 def _fuller(
     found: Moments, leaves: _Leaves, working: np.ndarray, making: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -272,6 +295,7 @@ def peak_of(
     away: Sequence[int],
     in_flight: float = 1.0,
     gathered: float = 0.0,
+    postpones: bool = False,
 ) -> MemoryTerms:
     """Memory on one device at the fullest moment of a step.
 
@@ -287,11 +311,11 @@ def peak_of(
         away: of each group, how many lie in host memory.
         in_flight: micro-batches whose activations are kept at once.
         gathered: bytes of the largest value that is gathered along the sequence.
+        postpones: products of weights' gradients are put off, loops' excepted.
     """
     leaves = _leaves(facts, layouts, found, tables, s, cast_bytes, away)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
-    saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
-    saved = saved + (in_flight - 1.0) * saved.max(initial=0.0)
+    saved, leaves = _kept(found, leaves, kinds, in_flight, postpones)
     working, making = (
         np.array([(rows @ kinds).max() if found.kinds else 0.0 for rows in several])
         for several in (found.working, found.making)

@@ -61,7 +61,9 @@ def written(
         precision: noted in the plan.
         batch: leaves of the global batch.
     """
-    best = weighed[0]
+    chosen = weighed[0]
+    best = dataclasses.replace(chosen, memory=search.reported(chosen))
+    weighed = [best, *weighed[1:]]
     graph, dims = analysed.graph, analysed.dims
     there = search.hosting.there(best.layouts, best.offload)
     leaves = tuple(

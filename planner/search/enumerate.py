@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.topology import HIDES_UPDATES_ON
 from whalejax.planner.cost.operation_cost import RowCost, Setting, row_flops, row_hits
 from whalejax.planner.cost.row_cost_cache import Prices
 from whalejax.planner.cost.step_time import step_time
@@ -662,13 +663,17 @@ class Search:
         count: int,
         offload: tuple[str, ...],
         collectives: Sequence[Collective],
+        *,
+        postpones: bool = False,
     ) -> MemoryTerms:
         s = self.setting(case.mesh, count)
+        accumulates = s.num_micro_batches * self.graph.num_micro_batches > 1
         laid = Laid(
             tables=case.tables,
             layouts=case.layouts,
             offload=offload,
-            accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
+            accumulates=accumulates,
+            postpones=postpones and not accumulates,
             in_flight=self.request.in_flight,
             gathered=largest_gather(collectives),
         )
@@ -690,6 +695,30 @@ class Search:
         found = self._memory(*given)
         self.request = asked
         return found
+
+    def reported(self, scored: Scored) -> MemoryTerms:
+        """What the compiled program of a plan takes.
+
+        It takes more than it has to where its compiler puts products of weights'
+        gradients off: it does so while memory holds what they read, and else for none.
+
+        Args:
+            scored: one of this search.
+        """
+        cluster, found = self.cluster, scored.memory
+        hides = cluster.compiler.hides_updates and scored.fits
+        if not hides or not {k.name for k in cluster.kinds} <= HIDES_UPDATES_ON:
+            return found
+        others = any(n > 1 for axis, n in scored.mesh.items() if axis != "data")
+        # Vectors of all layers are gathered at once, behind the last gradient.
+        pairs = zip(self.facts.groups, scored.layouts, strict=True)
+        vectors = [one for (group, _), one in pairs if len(group.shape) == 1]
+        if others or all(one.optimizer == one.param for one in vectors):
+            return found
+        given = scored, scored.num_micro_batches, scored.offload, scored.collectives
+        more = self._memory(*given, postpones=True)
+        fuller = more.total_bytes > found.total_bytes
+        return more if fuller and self._fits(more) else found
 
     def setting(self, mesh: Mapping[str, int], count: int) -> Setting:
         """What rows are priced under, on a mesh with so many micro-batches."""

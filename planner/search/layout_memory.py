@@ -37,6 +37,7 @@ class Laid:
         accumulates: gradients of several micro-batches are summed.
         in_flight: micro-batches whose activations are kept at once.
         gathered: bytes of the largest value that is gathered along the sequence.
+        postpones: the compiler puts off products of weights' gradients.
     """
 
     tables: Mapping[int, Table]
@@ -45,6 +46,7 @@ class Laid:
     accumulates: bool = False
     in_flight: float = 1.0
     gathered: float = 0.0
+    postpones: bool = False
 
 
 class MomentsByLayout:
@@ -111,6 +113,7 @@ class LayoutMemory:
             away=self.hosting.away(layouts, one.offload),
             in_flight=one.in_flight,
             gathered=one.gathered,
+            postpones=one.postpones,
         )
         moved = self.hosting.state_bytes(layouts, s.mesh, one.offload)
         return dataclasses.replace(

@@ -71,6 +71,8 @@ def test_compilers_by_platform() -> None:
         reduces_in_parts=False,
         fuses_products=True,
         narrow_products=True,
+        groups_rows=True,
+        hides_updates=True,
         lanes=128,
         scatters_whole_torus=False,
         scatters_beyond_torus=False,
