@@ -200,10 +200,10 @@ class _Searches:
         request = self.request
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
-        _, plain = self.found[0]
         if self.again is None:
             return self.found
-        if request.attention is None and plain.options.sequence:
+        if request.attention is None:
+            # In blocks it moves less even where nothing can share the sequence.
             self.policies(((ALL, "ring"),), asked)
         if request.loss_chunks is None and any(self.gains(s) for _, s in self.found):
             self.policies(self.best_attention(), LOSS_CHUNKS)

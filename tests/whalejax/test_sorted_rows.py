@@ -348,3 +348,43 @@ def test_what_devices_sort_for_themselves_stays_there() -> None:
     kept = {t for op in found.graph.ops if op.kept for t in op.results}
     assert kept & call.tensors
     assert not waiting_values(found.graph).keys() & call.tensors
+
+
+def _attending(p: Any, x: Any) -> Any:
+    """Attention before experts: their sort needs the sequence whole."""
+    q, k, v = (x @ p[name] for name in ("q", "k", "v"))
+    heads = (*x.shape[:2], 8, -1)
+    q, k, v = (y.reshape(heads) for y in (q, k, v))
+    h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+    return jnp.mean((x + _experts(p, x + h)) ** 2)
+
+
+def test_attention_in_blocks_needs_no_sequence_to_share() -> None:
+    shapes = {
+        **{name: (1024, 1024) for name in ("q", "k", "v")},
+        "router": (1024, EXPERTS),
+        "gate": (EXPERTS, 1024, 1024),
+        "up": (EXPERTS, 1024, 1024),
+        "down": (EXPERTS, 1024, 1024),
+    }
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+
+    def seconds(**options: Any) -> float:
+        plan = wh.plan(
+            _attending,
+            params,
+            jax.ShapeDtypeStruct((16, 4096, 1024), jnp.float32),
+            optimizer=optax.adam(RATE),
+            cluster="v5e:4x4",
+            precision="bf16",
+            **options,
+        )
+        assert plan.axis_sizes.get("context", 1) == 1
+        return plan.time.step_seconds
+
+    free, ring, gathered = (
+        seconds(**options)
+        for options in ({}, {"attention": "ring"}, {"attention": "gather"})
+    )
+    assert ring < 0.9 * gathered
+    assert free <= 1.01 * ring
