@@ -37,3 +37,24 @@ class NothingFits(PlanError):
         self.of_bytes = of_bytes
         self.nearest = nearest
         self.what = what
+
+    def saying(
+        self,
+        more: str,
+        *,
+        lacks_bytes: int | None = None,
+        of_bytes: int | None = None,
+    ) -> NothingFits:
+        """The same error, with a sentence after its text.
+
+        Args:
+            more: the sentence.
+            lacks_bytes, of_bytes: what is counted otherwise; None keeps it.
+        """
+        return NothingFits(
+            f"{self}. {more}",
+            lacks_bytes=self.lacks_bytes if lacks_bytes is None else lacks_bytes,
+            of_bytes=self.of_bytes if of_bytes is None else of_bytes,
+            nearest=self.nearest,
+            what=self.what,
+        )

@@ -6,48 +6,38 @@ does is read off the scans around it and the slices that its weights are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from whalejax.planner.model.graph import LOOPS, Graph
+from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
     """For each operation, how many executions in a row read the same weights.
 
-    Scans of which neither operands nor results are stacked have no known length, and
-    count as one turn.
-
     Args:
         graph: the captured loss.
         weight: for every tensor, whether it depends on parameters alone.
     """
-    lengths = _lengths(graph)
-    if not lengths:
-        return (1,) * len(graph.ops)
     slices: dict[int, int] = {}
     found = []
     for op in graph.ops:
         known = [slices.get(t, 1) for t in op.operands if weight[t]]
         if op.results and all(weight[t] for t in op.results):
-            before, after = (
-                graph.tensors[ids[0]].shape if ids else ()
-                for ids in (op.operands, op.results)
-            )
-            sliced = op.kind in LOOPS and before[1:] == after and len(before) > 0
-            times = before[0] if sliced else 1
+            times = _slices(graph, op)
             for t in op.results:
                 slices[t] = times * max(known, default=1)
-        turns = 1
-        for place in range(1, len(op.position)):
-            turns *= lengths.get(op.position[:place], 1)
-        found.append(max((turns // n for n in known), default=1) or 1)
+        found.append(max((op.trip // n for n in known), default=1) or 1)
     return tuple(found)
 
 
-def _lengths(graph: Graph) -> dict[tuple[int, ...], int]:
-    """Turns of each scan, by its position."""
-    found: dict[tuple[int, ...], int] = {}
-    for op in graph.ops:
-        if op.kind == "scan" and op.operands and not op.results:
-            found[op.position] = graph.tensors[op.operands[0]].shape[0]
-    return found
+def _slices(graph: Graph, op: Op) -> int:
+    """Of how many slices an operation takes another one in each turn; 1 if of none."""
+    if not op.operands:
+        return 1
+    before, after = (graph.tensors[t].shape for t in (op.operands[0], op.results[0]))
+    if op.kind in LOOPS and before[1:] == after and before:
+        return before[0]
+    if op.kind in ("dynamic_slice", "gather") and op.trip > 1:
+        return max(1, min(op.trip, math.prod(before) // max(1, math.prod(after))))
+    return 1

@@ -335,8 +335,8 @@ def _torus_notes(search: Search, best: Scored) -> list[str]:
         also = " and gathers parameters by all-reduces too" if gathers else ""
         found.append(
             f"{axis} {best.mesh[axis]} spans all chips of a torus, over which this "
-            f"compiler reduces gradients whole{also}, with twice the traffic: a tensor "
-            "or expert axis beside it avoids that"
+            f"compiler reduces gradients whole{also}: twice the traffic, which the "
+            "predicted step counts"
         )
     return found
 

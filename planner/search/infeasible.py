@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator
 
 from whalejax.meshes.errors import Problems
-from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import counted, gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
-from whalejax.planner.model.graph import Tensor
+from whalejax.planner.model.graph import RAGGED, Tensor
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     HALO_IS_WIDER,
@@ -59,10 +59,8 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
         return _nothing_fits(search, more=not (open_remat or full))
-    problems = Problems(
-        f"no layout of {_devices(search.request.num_devices)} serves this model",
-        PlanError,
-    )
+    devices = counted(search.request.num_devices, "device")
+    problems = Problems(f"no layout of {devices} serves this model", PlanError)
     for text in (*_unobeyed_pins(search), *_indivisible(search)):
         problems.add(text)
     if BATCH_DOES_NOT_DIVIDE in search.refused:
@@ -88,8 +86,9 @@ def _reason(search: Search, why: str) -> str:
     outside = " outside replicate" if replicated else ""
     remedies = {
         NO_SEQUENCE: (
-            "No dimension that can be sharded meets itself in a product, as "
-            "attention's sequence does: leave context out"
+            f"{_sorted_rows(search, 'tokens of a sample stay together')}No dimension "
+            "that can be sharded meets itself in a product, as attention's sequence "
+            "does: leave context out"
         ),
         SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
         NO_SPACE: _no_space(search),
@@ -102,11 +101,22 @@ def _reason(search: Search, why: str) -> str:
         NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
         NO_TENSOR: f"No weights{outside} can be sharded: leave tensor out",
         NO_EXPERTS: (
-            f"No product of values with weights has a batch dimension{outside}: leave "
-            "expert out"
+            f"{_sorted_rows(search, 'all experts stand where they are multiplied')}No "
+            f"product of values with weights has a batch dimension{outside}, as an "
+            "einsum over experts has: leave expert out"
         ),
     }
     return f"{why}; {given}. {remedies.get(why, 'Change one of the two')}"
+
+
+def _sorted_rows(search: Search, means: str) -> str:
+    """What rows that are sorted by expert mean for an axis, where there are any."""
+    if all(op.kind not in RAGGED for op in search.graph.ops):
+        return ""
+    return (
+        "Rows sorted by expert (jax.lax.ragged_dot) are sorted and multiplied by each "
+        f"device for its own samples, which data and fsdp share: {means}. "
+    )
 
 
 def _padding(search: Search) -> str:
@@ -189,10 +199,6 @@ def _wide_halos(search: Search) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
-
-
 def _nothing_waits(search: Search, *, open_remat: bool) -> str:
     policies = ", ".join(f'"{name}"' for name in search.request.policies[1:])
     if open_remat or search.request.remat:
@@ -273,7 +279,7 @@ def _batch(search: Search) -> str:
         remedies.append("fewer micro-batches")
     each = f", {micro} in each of {count} micro-batches" if count > 1 else ""
     return (
-        f"the global batch has {size} sample{'s' if size > 1 else ''}{each}; at least "
+        f"the global batch has {counted(size, 'sample')}{each}; at least "
         f"{least} devices would share them, and {least} does not divide {micro}. "
         f"{', or '.join(remedies)}"
     )

@@ -385,7 +385,7 @@ def test_flops_follow_the_convention_of_the_framework() -> None:
         ),
         (
             "layers,hidden,seq,global_batch,num_devices,device\n8,64,-1,1,1,T4\n",
-            "line 2, column seq: -1; expected a number of at least 0",
+            "line 2, column seq: -1; expected a whole number of at least 1",
         ),
         (
             "layers,hidden,seq,global_batch,num_devices,device\n8,64,1.5,1,1,T4\n",

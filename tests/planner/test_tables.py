@@ -159,11 +159,15 @@ def test_rows_that_cannot_be_read_say_why_and_count(
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("3 of 6 runs predicted")
     assert out[1] == "2 rows could not be read; the column note says why"
+    assert out[2] == "1 row could not be predicted; the column note says why"
     with target.open() as file:
         rows = list(csv.DictReader(file))
     assert rows[4]["hidden"] == "wide"
     assert rows[4]["predicted_step_time_s"] == rows[5]["fits"] == ""
-    assert rows[4]["note"] == "not read: column hidden: 'wide' is no number"
+    assert rows[4]["note"] == (
+        "not read: column hidden: 'wide' is no number; expected a whole number of at "
+        "least 1"
+    )
     assert rows[5]["note"] == "not read: 3 cells, the header has 13"
     assert rows[:4] == estimated(tmp_path)
 
@@ -186,7 +190,12 @@ def test_a_strict_table_is_refused_with_every_row(
         ("compile", "perhaps", "'perhaps'; expected compiled or eager, or nothing"),
         ("loss_chunks", "0", "0; expected a whole number of at least 1"),
         ("loss_chunks", "2.5", "2.5; expected a whole number of at least 1"),
-        ("loss_chunks", "auto", "'auto' is no number"),
+        (
+            "loss_chunks",
+            "auto",
+            "'auto' is no number; expected a whole number of at least 1",
+        ),
+        ("loss_chunks", "-4", "-4; expected a whole number of at least 1"),
     ],
 )
 def test_optional_columns_are_refused_by_name(

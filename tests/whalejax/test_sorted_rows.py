@@ -388,3 +388,14 @@ def test_attention_in_blocks_needs_no_sequence_to_share() -> None:
     )
     assert ring < 0.9 * gathered
     assert free <= 1.01 * ring
+
+
+@pytest.mark.parametrize(("axis", "why"), [("expert", "all experts"), ("context", "")])
+def test_axes_that_sorted_rows_cannot_share_are_refused_in_words(
+    axis: str, why: str
+) -> None:
+    with pytest.raises(wh.WhaleError) as refused:
+        _step(_loss(), {axis: 2})
+    said = str(refused.value)
+    assert "Rows sorted by expert (jax.lax.ragged_dot)" in said
+    assert why in said and f"leave {axis} out" in said

@@ -11,21 +11,31 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from whalejax.api.plan_settings import MOST_MARGIN
+from whalejax.api.plan_settings import PlanSettings
 from whalejax.meshes import Cluster, DeviceKind
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.prediction_band import MemoryBand
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.step_options import UserOptions
 from whalejax.verification.targets import NoCompiler, VerifyError
 
+
+MOST_MARGIN: Final = 10.0
+"""Largest margin by which a refused plan is made again."""
 
 MOST_COMPILED: Final = 6
 """Plans that are compiled, one after the other, before planning gives up."""
 
 NEARLY_FULL: Final = 0.8
 """Part of a device's memory from which on a plan's notes give the band."""
+
+_CHOICES: Final = (
+    *"mesh num_micro_batches zero shares".split(),
+    *(f.name for f in dataclasses.fields(UserOptions) if f.default is None),
+)
+"""Settings that fix what a search would choose."""
 
 COMPILE_SECONDS: Final = 3600.0
 """How long a compiler may take for one plan."""
@@ -63,13 +73,32 @@ def with_margin_said(
     whole = {_left(kind, margin): kind.memory_bytes for kind in cluster.kinds}
     room = whole.get(error.of_bytes, error.of_bytes)
     needed = int((error.of_bytes + error.lacks_bytes) * (1 + margin))
-    return NothingFits(
-        f"{error}. margin={margin:.2g} keeps {gigabytes(room - error.of_bytes)} of "
-        "each device free; a smaller one leaves more to the plan",
+    return error.saying(
+        f"margin={margin:.2g} keeps {gigabytes(room - error.of_bytes)} of each device "
+        "free; a smaller one leaves more to the plan",
         lacks_bytes=needed - room,
         of_bytes=room,
-        nearest=error.nearest,
-        what=error.what,
+    )
+
+
+def with_fixed_said(error: NothingFits, settings: PlanSettings) -> NothingFits:
+    """An error that names the choices that were not left to the planner.
+
+    Args:
+        error: of a search that kept to them.
+        settings: that fix them.
+    """
+    fixed = [
+        f"{name}={given!r:.80}"
+        for name in _CHOICES
+        if (given := getattr(settings, name)) is not None
+    ]
+    if not fixed:
+        return error
+    one = "it" if len(fixed) == 1 else "one of them"
+    return error.saying(
+        f"{' and '.join(fixed)} {'is' if len(fixed) == 1 else 'are'} fixed; without "
+        f"{one} there is more to choose from"
     )
 
 
@@ -86,8 +115,8 @@ def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
     if band.unmeasured:
         patterns = " and ".join(band.unmeasured)
         return (
-            f"memory: no program with {patterns} was compiled to hold predictions "
-            f"against it. {gigabytes(predicted)} is predicted, and {gigabytes(low)} to "
+            f"memory: few programs with {patterns} were compiled to hold predictions "
+            f"against. {gigabytes(predicted)} is predicted, and {gigabytes(low)} to "
             f"{gigabytes(high)} is allowed for: margin={margin:g} was kept free. "
             "whalejax verify compiles the plan",
         )

@@ -35,6 +35,7 @@ from whalejax.api.memory_margin import (
     accepted,
     band_note,
     with_devices,
+    with_fixed_said,
     with_margin_said,
     without_margin,
 )
@@ -107,7 +108,7 @@ class PlanRequest(PlanSettings):
         group_size, per_micro_batch, sync_batch_stats: how the batch may be split.
         axis_names, trainable, batch_axes: how the model and its batch are read.
         compiler_options: options of XLA that the step is compiled with.
-        margin: part of the predicted memory that plans leave free.
+        margin: part of the predicted memory that plans leave free, below 1.
         verified: the compiler has accepted the plan.
 
     Raises:
@@ -151,6 +152,7 @@ class PlanQuestion:
         request: the settings.
         traced: captures of the model by what they depend on.
         beside_swarm: plans over slow links say what a swarm would take.
+        least_margin: part of the predicted memory that plans leave free at least.
     """
 
     adapter: Adapter
@@ -159,6 +161,7 @@ class PlanQuestion:
     request: PlanRequest
     traced: Traces = field(default_factory=Traces)
     beside_swarm: bool = True
+    least_margin: float = 0.0
 
     @collections_paused()
     @without_mesh
@@ -215,8 +218,7 @@ class PlanQuestion:
             )
 
         def again(margin: float) -> Plan:
-            least = max(margin, self.request.margin or 0.0)
-            return self.again(verified=False, margin=least)
+            return dataclasses.replace(self, least_margin=margin).again(verified=False)
 
         # What is asked later is asked of the request, not of the margin that was found.
         return dataclasses.replace(accepted(plan, verify, again), question=self)
@@ -457,13 +459,15 @@ class PlanQuestion:
         try:
             found = (_with_fewest_idle if idle else _at_once)(decided, wanted)
         except NothingFits as error:
-            raise with_margin_said(error, self.cluster, margin) from error
+            said = with_margin_said(error, self.cluster, margin)
+            raise with_fixed_said(said, self.request) from error
         return with_devices(found, self.cluster) if margin else found
 
     def _margin(self, programs: Programs) -> float:
         """Part of the predicted memory that plans leave free."""
         given = self.request.margin
-        return self._band(programs).high - 1 if given is None else given
+        own = self._band(programs).high - 1 if given is None else given
+        return max(own, self.least_margin)
 
     def _band(self, programs: Programs) -> MemoryBand:
         """Where the memory of the compiled program lies beside the predicted."""

@@ -27,8 +27,6 @@ from whalejax.runtime.compiler_options import checked_options
 from whalejax.user_code.argument_checks import check_optimizer
 
 
-MOST_MARGIN: Final = 10.0
-
 _NUMBERS: Final = (
     *(f.name for f in fields(UserOptions)),
     "num_micro_batches",
@@ -239,12 +237,12 @@ def _is_word(value: object) -> bool:
 
 def _check_margin(settings: PlanSettings, problems: Arguments) -> None:
     margin = settings.margin
-    if margin is not None and not (is_number(margin) and 0 <= margin <= MOST_MARGIN):
+    if margin is not None and not (is_number(margin) and 0 <= margin < 1):
         problems.refuse(
             "margin",
             margin,
-            f"a part of the predicted memory that stays free, 0 to {MOST_MARGIN:g}, or "
-            "None",
+            "the part of the predicted memory that stays free on top of it, from 0 to "
+            "below 1, such as 0.1, or None",
         )
     if settings.verified is True and settings.runnable is False:
         problems.add(

@@ -15,6 +15,7 @@ from whalejax import _compat
 from whalejax.adapters.leaves import dotted
 from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, shown
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +207,9 @@ def _check_sizes(
     if size == 0 or size % num_micro_batches:
         lower = size - size % num_micro_batches
         near = f"{lower} or " if lower else ""
+        do = "does" if size == 1 else "do"
         problems.add(
-            f"{size} samples do not divide into {num_micro_batches} micro-batches. Use "
-            f"a batch of {near}{lower + num_micro_batches}, or another "
-            "num_micro_batches."
+            f"{counted(size, 'sample')} {do} not divide into "
+            f"{num_micro_batches} micro-batches. Use a batch of {near}"
+            f"{lower + num_micro_batches}, or another num_micro_batches."
         )

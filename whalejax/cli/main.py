@@ -413,9 +413,11 @@ def _estimate(command: EstimateCommand) -> int:
             f"{found.predicted} of {found.runs} runs predicted, written to "
             f"{command.output}"
         )
-    if found.unread and not command.json:
-        rows = "1 row" if found.unread == 1 else f"{found.unread} rows"
-        print(f"{rows} could not be read; the column note says why")
+        refused = found.runs - found.predicted - found.unread
+        for count, what in ((found.unread, "read"), (refused, "predicted")):
+            if count:
+                rows = f"{count} row{'s' if count > 1 else ''}"
+                print(f"{rows} could not be {what}; the column note says why")
     return min(found.unread, MOST_STATUS)
 
 

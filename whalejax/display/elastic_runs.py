@@ -20,6 +20,7 @@ from whalejax.journals.status import (
 )
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import counted
 
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 20.0, 4.0, 20.0, 20.0
@@ -121,9 +122,9 @@ class RunTimeline(Picture):
         goodput = "" if run.goodput is None else f", goodput {run.goodput:.3f}"
         found = [
             f"Elastic run: {run.state}, {run.seconds:g} s, {run.steps_done} steps, "
-            f"{_counted(len(run.generations), 'generation')}, "
+            f"{counted(len(run.generations), 'generation')}, "
             f"{len(run.lost)} lost or failed{goodput}",
-            f"{_counted(self.steps_again, 'step')} done again; "
+            f"{counted(self.steps_again, 'step')} done again; "
             f"{self.waited_seconds:.1f} s of waits for the next step",
         ]
         for one in run.generations:
@@ -169,10 +170,6 @@ def run_timeline(
             f"1 to {len(journals)}, or leave it out for the newest"
         )
     return RunTimeline(journals[-1 if run is None else run - 1])
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _spans(events: Events, end: float) -> Iterable[MemberSpan]:

@@ -163,22 +163,31 @@ def _wrong(column: str, cell: str) -> str:
         return f"{at}: {quoted(cell)}; expected compiled or eager, or nothing"
     if column not in _NUMBERS or not cell:
         return ""
+    wanted = _expected(column)
     try:
         value = float(cell)
     except ValueError:
-        return f"{at}: {quoted(cell)} is no number"
+        return f"{at}: {quoted(cell)} is no number; expected {wanted}"
     if column in REST and value == -1:
         return ""
-    most = _MOST.get(column, _MEASURED)
     if not math.isfinite(value):
-        return f"{at}: {quoted(cell, str)} is no number"
-    if value < 0:
-        return f"{at}: {quoted(cell, str)}; expected a number of at least 0"
-    if column == "micro_batch" and value <= 0:
-        return f"{at}: {quoted(cell, str)}; expected a number above 0"
-    whole = value >= 1 and value == int(value)
-    if column in _POSITIVE and column != "micro_batch" and not whole:
-        return f"{at}: {quoted(cell, str)}; expected a whole number of at least 1"
+        return f"{at}: {quoted(cell, str)} is no number; expected {wanted}"
+    most = _MOST.get(column, _MEASURED)
     if value > most:
         return f"{at}: {quoted(cell, str)}; expected at most {most:.15g}"
-    return ""
+    if column == "micro_batch":
+        good = value > 0
+    elif column in _POSITIVE:
+        good = value >= 1 and value == int(value)
+    else:
+        good = value >= 0
+    return "" if good else f"{at}: {quoted(cell, str)}; expected {wanted}"
+
+
+def _expected(column: str) -> str:
+    """What a column of numbers holds, in words."""
+    if column == "micro_batch":
+        return "a number above 0"
+    if column in _POSITIVE:
+        return "a whole number of at least 1"
+    return "a number of at least 0"
