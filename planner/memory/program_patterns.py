@@ -48,7 +48,7 @@ def patterns(graph: Graph) -> frozenset[str]:
         if op.kind == CONVOLUTION:
             rank = len(graph.tensors[op.operands[0]].shape) - 2
             found.add(f"{rank}-D convolutions")
-    found |= {f"{name}, which has no rule" for name in graph.unknown_primitives}
+    found |= {f"{name} (which has no rule)" for name in graph.unknown_primitives}
     times = rereads(graph, graph.weight_tensors())
     products = (n for op, n in zip(graph.ops, times, strict=True) if op.matmul)
     if any(n > 1 for n in products):

@@ -74,6 +74,7 @@ def test_one_precision_has_one_meaning(of: Any, model: Any) -> None:
     assert half.hash == each.hash
     (said,) = (x for x in half.notes if x.startswith("precision='bf16' is taken as"))
     assert "product by product" in said
+    assert ("the largest at test_one_precision.py:" in said) == (of is not carried)
     assert "bf16" in str(half).splitlines()[0]
 
 

@@ -93,9 +93,10 @@ def taken_precision(
     free = wide.pop("", 0)
     if free and part > SMALL_PART:
         are = "product is" if free == 1 else "products are"
+        where = f", the largest at {captured.float32_line}"
         return by_product, [
             f"{start}{free} {are} of float32 whatever parameters and batch are, as in "
-            "modules with a dtype of their own"
+            f"modules with a dtype of their own{where}"
         ]
     if free:
         wide[f"({part:.2%} of the work), whose operands the model casts,"] = free

@@ -61,9 +61,10 @@ from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_row
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import SortedRows, Walk
 from whalejax.jaxpr.fewer_rows import Rows
+from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.model.graph import ATTENTION, Graph, Mark
+from whalejax.planner.model.graph import ATTENTION, Graph, Mark, Op
 from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
 from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.fused_parameters import (
@@ -168,9 +169,20 @@ class Captured:
     @property
     def float32_part(self) -> float:
         """Of all products' work, the part that is of float32 and need not be."""
+        every = sum(op.flops * op.trip for op in self.graph.ops)
+        return sum(op.flops * op.trip for op in self._free_float32) / max(1, every)
+
+    @property
+    def float32_line(self) -> str:
+        """The user's line of the product that does most of that work, or no line."""
+        widest = max(self._free_float32, key=lambda op: op.flops * op.trip)
+        return _compat.line_text(equation_at(self.jaxpr, widest.position))
+
+    @property
+    def _free_float32(self) -> list[Op]:
+        """Products of float32 that could compute in 16 bits."""
         free = {at for at, why in wide_products(self.jaxpr) if not why}
-        work = [(op.flops * op.trip, op.position in free) for op in self.graph.ops]
-        return sum(w for w, wide in work if wide) / max(1, sum(w for w, _ in work))
+        return [op for op in self.graph.ops if op.position in free]
 
     def with_precisions(self, precisions: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, some TaskGraphs of which compute in 16 bits.

@@ -14,9 +14,8 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat
+from whalejax.jaxpr.positions import Position
 
-
-Position = tuple[int, ...]
 
 RowDims = tuple[int | None, ...]
 """Of several values the dimension along which rows of the batch lie; None for none."""

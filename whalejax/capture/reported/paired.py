@@ -18,6 +18,7 @@ import numpy as np
 from whalejax import _compat
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.walk import Walk
+from whalejax.jaxpr.positions import program_at
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
@@ -225,7 +226,7 @@ def decides(trace: Trace, op: Op) -> Value:
     """
     if op.kind not in ("while", "cond"):
         return None
-    body, prefix = _around(trace.program, op.position)
+    body, prefix = program_at(trace.program, op.position), op.position[:-1]
     equation = body.eqns[op.position[-1]]
     atom = equation.invars[0]
     if op.kind == "while":
@@ -239,7 +240,7 @@ def decides(trace: Trace, op: Op) -> Value:
         if not prefix:
             inputs = list(body.invars)
             return inputs.index(atom) if atom in inputs else UNKNOWN
-        outer, around = _around(trace.program, prefix[:-1])
+        outer, around = program_at(trace.program, prefix[:-1]), prefix[:-2]
         call = outer.eqns[prefix[-2]]
         if _compat.recursion(call) not in ("inline", "remat", "opaque"):
             return UNKNOWN
@@ -248,14 +249,6 @@ def decides(trace: Trace, op: Op) -> Value:
             return UNKNOWN
         atom, body, prefix = call.invars[inputs.index(atom)], outer, around
     return None
-
-
-def _around(program: Any, position: Position) -> tuple[Any, Position]:
-    """The jaxpr in which an equation stands, and where that stands."""
-    body, _ = _compat.open_jaxpr(program)
-    for number, place in zip(position[:-1:2], position[1::2], strict=False):
-        body, _ = _compat.open_jaxpr(_compat.inner_jaxprs(body.eqns[number])[place])
-    return body, position[:-1]
 
 
 def _scalars_of(
