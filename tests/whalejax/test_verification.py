@@ -28,6 +28,7 @@ from whalejax.jobs import abstract_model
 from whalejax.verification import checking, gpu
 from whalejax.verification.comparison import Verification, rematerializations
 from whalejax.verification.processes import VerifyError, _by_value
+from whalejax.verification.quantities import Quantity
 from whalejax.verification.targets import target_of
 
 
@@ -144,6 +145,14 @@ def test_a_tpu_compiles_what_was_planned(
     assert set(found.document()["versions"]) == {"jax", "libtpu"}
     json.dumps(found.document())
     assert "memory: peak" in str(found)
+    # What compilers run as another collective of the same traffic shows in the sum.
+    moved = (
+        Quantity(name="reduce-scatter over data", predicted=3e7, compiled=None),
+        Quantity(name="all-reduce over data", predicted=1e7, compiled=4e7),
+    )
+    said = str(dataclasses.replace(found, collectives=moved)).splitlines()
+    (line,) = (one for one in said if one.startswith("all collectives"))
+    assert line.split()[2:] == ["40", "MB", "40", "MB", "+0.0%"]
 
 
 @needs_tpu_compiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -68,12 +68,28 @@ def table(found: VerificationData) -> RenderableType:
     for q in found.memory:
         rows.add_row(f"memory: {q.name}", *_cells(q))
     total = sum(q.compiled or 0 for q in found.collectives) or 1.0
-    for q in found.collectives:
-        if max(q.predicted or 0, q.compiled or 0) >= _LEAST * total:
-            rows.add_row(q.name, *_cells(q))
+    shown = [
+        q
+        for q in found.collectives
+        if max(q.predicted or 0, q.compiled or 0) >= _LEAST * total
+    ]
+    for q in shown:
+        rows.add_row(q.name, *_cells(q))
+    if len(shown) > 1:
+        # Compilers run some as others of the same traffic.
+        both = _together(found.collectives)
+        rows.add_row(both.name, *_cells(both))
     if found.product_flops is not None and not found.refused:
         rows.add_row("matrix products", *_cells(found.product_flops))
     return Group(_head(found), "", rows, *_words(found))
+
+
+def _together(every: Sequence[Quantity]) -> Quantity:
+    return Quantity(
+        name="all collectives",
+        predicted=sum(q.predicted or 0.0 for q in every),
+        compiled=sum(q.compiled or 0.0 for q in every),
+    )
 
 
 def _head(found: VerificationData) -> Text:
