@@ -1,0 +1,29 @@
+"""Equations of a program by their position, through the programs inside others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whalejax import _compat
+
+
+Position = tuple[int, ...]
+"""Numbers of an equation, of a program inside it, of an equation in that, and so on."""
+
+
+def program_at(program: Any, position: Position) -> Any:
+    """The open jaxpr in which an equation stands.
+
+    Args:
+        program: the whole, closed or open.
+        position: of the equation.
+    """
+    body, _ = _compat.open_jaxpr(program)
+    for number, place in zip(position[:-1:2], position[1::2], strict=False):
+        body, _ = _compat.open_jaxpr(_compat.inner_jaxprs(body.eqns[number])[place])
+    return body
+
+
+def equation_at(program: Any, position: Position) -> Any:
+    """The equation at a position of a program."""
+    return program_at(program, position).eqns[position[-1]]
