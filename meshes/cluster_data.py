@@ -279,8 +279,9 @@ class ClusterData:
             sources = tuple(s for s in kind.sources if s.field != "memory_bytes")
             return dataclasses.replace(kind, memory_bytes=size, sources=sources)
 
+        kinds = {kind.name: changed(kind) for kind in self.kinds}
         nodes = tuple(
-            dataclasses.replace(node, kind=changed(node.kind)) for node in self.nodes
+            dataclasses.replace(node, kind=kinds[node.kind.name]) for node in self.nodes
         )
         return dataclasses.replace(self, nodes=nodes)
 

@@ -245,6 +245,33 @@ def spans_of(
     return spans or [(np.ones(len(stride)), cluster.levels[0])]
 
 
+def whole_on_torus(
+    added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
+) -> np.ndarray:
+    """Where ``runs_as`` makes an all-reduce of a reduce-scatter, for arrays of meshes.
+
+    Args:
+        added: for each axis, in which meshes it scatters.
+        mesh: sizes of all mesh axes, outermost first.
+        cluster: the machine.
+    """
+    names = list(mesh)
+    columns = dict(zip(names, np.broadcast_arrays(*mesh.values()), strict=True))
+    found = np.zeros(len(columns[names[0]]), bool)
+    axes = [axis for axis, here in added.items() if np.any(here)]
+    bits = sum((added[axis] * 2**place for place, axis in enumerate(axes)), 0 * found)
+    for code in np.unique(bits).tolist():
+        rows = np.flatnonzero(bits == code)
+        joined = tuple(axis for place, axis in enumerate(axes) if code >> place & 1)
+        ordered = [
+            (np.full(len(rows), names.index(axis)), columns[axis][rows])
+            for axis in reversed(names)
+        ]
+        spans = spans_of(joined, ordered, names, cluster)
+        found[rows] = _reduces_whole("reduce-scatter", spans, cluster)
+    return found
+
+
 def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:
     spans: Spans = []
     reach = 1

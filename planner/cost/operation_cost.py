@@ -31,9 +31,10 @@ from whalejax.planner.cost.collectives import (
 )
 from whalejax.planner.cost.halo_exchange import BackwardHalo, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
-from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
-from whalejax.planner.sharding.fused_parameters import lying
+from whalejax.planner.sharding.cuts import Cut, cut_by, cuts_of
+from whalejax.planner.sharding.fused_parameters import Fused, lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
 
@@ -70,7 +71,7 @@ class Setting:
         dims: the model's logical dimensions.
         batch_roles: those of the batch.
         like: where ``mesh`` holds arrays, one of its meshes: what shards what is the
-            same in all of them.
+            same in all of them. Without it, that differs from mesh to mesh.
     """
 
     mesh: Mapping[str, Any]
@@ -84,6 +85,35 @@ class Setting:
     def shape(self) -> Mapping[str, int]:
         """The mesh that decides which axis shards what."""
         return self.mesh if self.like is None else self.like
+
+    def take(self, rows: np.ndarray) -> Setting:
+        """Some of many meshes."""
+        count = self.num_micro_batches
+        return dataclasses.replace(
+            self,
+            mesh={axis: size[rows] for axis, size in self.mesh.items()},
+            num_micro_batches=count[rows] if isinstance(count, np.ndarray) else count,
+        )
+
+    @property
+    def unlike(self) -> bool:
+        """There are many meshes, and which axis shards what differs among them."""
+        arrays = any(isinstance(size, np.ndarray) for size in self.mesh.values())
+        return arrays and self.like is None
+
+    def cut(
+        self, layout: Layout, sizes: Layout, table: Table, fused: Fused | None = None
+    ) -> Cut:
+        """How the mesh, or each mesh, cuts a tensor.
+
+        Args:
+            layout, sizes: atoms of each dimension.
+            table: the TaskGraph's table.
+            fused: how a fused parameter lies.
+        """
+        if self.unlike:
+            return cuts_of(layout, sizes, table, self.mesh, fused)
+        return cut_by(lying(layout, sizes, fused, table, self.shape), self.mesh)
 
 
 def _parts(roles: frozenset[int], hits: Mapping[str, int], s: Setting) -> Any:

@@ -10,12 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile
-from whalejax.planner.cost.collectives import axis_parts, runs_as
+from whalejax.planner.cost.collectives import axis_parts, runs_as, whole_on_torus
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Spec, Table, shards
+from whalejax.planner.sharding.leaf_cuts import LeafCuts, leaf_cuts
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 
 
@@ -48,7 +52,7 @@ def storage_collectives(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         axes = _added(layout.compute, layout.param)
         if axes:
-            moved = group.moved_bytes(s.cluster.compiler, layout.compute)
+            moved = group.moved_bytes(s.cluster.compiler, layout.selected)
             moved *= cast_bytes * group.narrowed
             payload = int(moved / shards(layout.compute, s.mesh) / group.slices)
             during[axes, payload] += group.gathers * group.slices * count
@@ -94,7 +98,7 @@ def turning_seconds(
     seconds = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         moved = (
-            group.moved_bytes(s.cluster.compiler, layout.compute)
+            group.moved_bytes(s.cluster.compiler, layout.selected)
             * cast_bytes
             * group.narrowed
         )
@@ -144,7 +148,8 @@ def _odd_share(
             continue
         nbytes = group.gradient_bytes * count / shards(layout.compute, s.mesh)
         sharded += nbytes
-        odd += nbytes * _odd(group, layout, s, cast_bytes)
+        (cuts,) = leaf_cuts((layout,), s.mesh)
+        odd += nbytes * bool(_odd(group, cuts, s.cluster.compiler, cast_bytes))
     return odd / max(1.0, sharded)
 
 
@@ -159,17 +164,19 @@ def _kept_share(facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting) -> 
     return kept / max(1.0, total)
 
 
-def _odd(group: LeafGroup, layout: LeafLayout, s: Setting, cast_bytes: float) -> bool:
+def _odd(
+    group: LeafGroup, cuts: LeafCuts, compiler: CompilerProfile, cast_bytes: float
+) -> Any:
     """Scattering a gradient leaves an odd number of tiles of the last dimension."""
-    compiler = s.cluster.compiler
     if compiler.scatters_odd_tiles or len(group.shape) < 2 or not group.nbytes:
         return False
-    last = layout.gradient[-1]
-    cut = set(_added(layout.compute, layout.gradient)) & set(last)
-    length = group.shape[-1] // math.prod(s.mesh[a] for a in last)
-    tiles, over = divmod(length, compiler.lanes)
     itemsize = group.nbytes * cast_bytes * group.narrowed / math.prod(group.shape)
-    return bool(cut) and not over and tiles % 2 == 1 and itemsize == 2
+    if itemsize != 2:
+        return False
+    last = cuts.gradient.dims[-1]
+    length = group.shape[-1] // last
+    tiles, over = length // compiler.lanes, length % compiler.lanes
+    return (last > cuts.compute.dims[-1]) & (over == 0) & (tiles % 2 == 1)
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
@@ -178,31 +185,45 @@ def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
 
 
 def reduced_whole(
-    group: LeafGroup, layout: LeafLayout, table: Table, s: Setting, cast_bytes: float
-) -> bool:
+    group: LeafGroup, cuts: LeafCuts, table: Table, s: Setting, cast_bytes: float
+) -> Any:
     """Whether a sharded gradient is reduced whole and cut, rather than scattered.
 
     Args:
         group: the parameter.
-        layout: its layouts.
+        cuts: how it is cut.
         table: compute table of the TaskGraph that reads it first.
-        s: mesh and cluster.
+        s: meshes and cluster.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
     """
     compiler = s.cluster.compiler
-    added = _added(layout.compute, layout.gradient)
-    own = {a for axes in layout.compute for a in axes}
-    summed = [
-        axis
-        for axis, roles in table.items()
-        if s.mesh[axis] > 1 and axis not in own and set(roles) & s.batch_roles
-    ]
-    if _at_once(summed, compiler) or not compiler.reduce_scatter:
+    if not compiler.reduce_scatter:
         return True
-    if _odd(group, layout, s, cast_bytes):
-        return True
-    parts = axis_parts(added, s.mesh, s.cluster)
-    return runs_as("reduce-scatter", parts, s.cluster) == "all-reduce"
+    whole = _odd(group, cuts, compiler, cast_bytes) | _on_torus(cuts, s)
+    if compiler.reduces_in_parts:
+        return whole
+    summed: Any = 0
+    for axis, roles in table.items():
+        if set(roles) & s.batch_roles:
+            own = np.logical_not(cuts.compute.shards(axis))
+            summed = summed + ((s.mesh[axis] > 1) & own)
+    return whole | (summed > 1)
+
+
+def _on_torus(cuts: LeafCuts, s: Setting) -> Any:
+    """Whether links make the reduction that scatters a gradient one of all of it."""
+    if not any(level.torus for level in s.cluster.levels):
+        return False
+    after, before = cuts.gradient.axes, cuts.compute
+    added = {
+        axis: np.logical_and(here, np.logical_not(before.shards(axis)))
+        for axis, here in after.items()
+    }
+    if not s.unlike:
+        axes = tuple(axis for axis, here in added.items() if here)
+        parts = axis_parts(axes, s.mesh, s.cluster)
+        return runs_as("reduce-scatter", parts, s.cluster) == "all-reduce"
+    return whole_on_torus(added, s.mesh, s.cluster)
 
 
 def combined_gradients(

@@ -5,7 +5,6 @@ Found once for a program; ``peak`` gives them bytes under a layout.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -36,9 +35,10 @@ class Moments:
         saved: for each span, how many of each kind are kept.
         postponed: what is kept beside that where products of weights' gradients are
             put off to the end of the backward pass.
-        working: for each span, what it may work with, how many of each kind: one of
-            the rows at a time, before the gradients that the span itself makes.
+        working: what spans may work with, how many of each kind: one of a span's rows
+            at a time, before the gradients that the span itself makes.
         making: the same while it makes them.
+        starts: of both, for each span its first row.
         gradients: for each span, how many parameters of each group have their gradient.
         held: for each span and group, whether it computes with such a parameter, which
             is there whole at a time if it lies in shards.
@@ -52,15 +52,14 @@ class Moments:
             those that checkpointed regions are given. Others are cast where they are
             read.
         waiting: how many of each kind wait in host memory.
-        shares: which part of each group's parameters is there: all, or what a stage of
-            a pipeline holds.
     """
 
     kinds: tuple[Kept, ...]
     saved: np.ndarray
     postponed: np.ndarray
-    working: tuple[np.ndarray, ...]
-    making: tuple[np.ndarray, ...]
+    working: np.ndarray
+    making: np.ndarray
+    starts: tuple[np.ndarray, np.ndarray]
     gradients: np.ndarray
     held: np.ndarray
     made: np.ndarray
@@ -68,34 +67,6 @@ class Moments:
     turns: np.ndarray
     cast: np.ndarray
     waiting: np.ndarray
-    shares: np.ndarray
-
-    def on_stage(self, kinds: Sequence[float], groups: Sequence[float]) -> Moments:
-        """What one stage of a pipeline holds.
-
-        It runs the spans of its own parts of the program; of layers in a loop it keeps
-        as many turns as it has layers, and works with one at a time.
-
-        Args:
-            kinds: for each kind, which part of its tensors are made on the stage.
-            groups: for each group, which part of its parameters lie there.
-        """
-        tensors, params = np.array(kinds, float), np.array(groups, float)
-        here, there = (tensors > 0) * 1.0, (params > 0) * 1.0
-        return dataclasses.replace(
-            self,
-            saved=self.saved * tensors,
-            postponed=self.postponed * tensors,
-            working=tuple(rows * here for rows in self.working),
-            making=tuple(rows * here for rows in self.making),
-            gradients=self.gradients * params,
-            held=self.held * there,
-            made=self.made * there,
-            reread=self.reread * params,
-            cast=self.cast * params,
-            waiting=self.waiting * tensors,
-            shares=self.shares * params,
-        )
 
 
 class Course:
@@ -245,12 +216,15 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     used, none = course.used, np.zeros((len(course.used), len(facts.groups)))
     turns = np.array([float(group.slices) for group, _ in facts.groups])
     looped = bool((turns > 1).any())
+    works = [[kinds.table(pair[at]) for pair in course.works] for at in (0, 1)]
+    starts = [np.cumsum([0, *map(len, several[:-1])]) for several in works]
     return Moments(
         kinds=tuple(kinds.kinds),
         saved=np.array([kinds.full(row) for row in course.saved]),
         postponed=np.array([kinds.full(row) for row in course.postponed]),
-        working=tuple(kinds.table(before) for before, _ in course.works),
-        making=tuple(kinds.table(making) for _, making in course.works),
+        working=np.concatenate(works[0]),
+        making=np.concatenate(works[1]),
+        starts=(starts[0], starts[1]),
         gradients=np.concatenate([none, course.waited @ groups]),
         # Behind a product it is read again, and its gradient is made.
         held=np.concatenate(
@@ -262,7 +236,6 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
         turns=turns,
         cast=(course.given | looped) @ groups,
         waiting=kinds.full(course.waits),
-        shares=np.ones(len(facts.groups)),
     )
 
 

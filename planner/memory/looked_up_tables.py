@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
+from whalejax.planner.sharding.cuts import Cut
+from whalejax.planner.sharding.leaf_cuts import LeafCuts
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
 
 
 _SUBLANES = 8
@@ -25,7 +27,7 @@ _SUBLANES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Bytes on one device of the tables that are looked up.
+    """Bytes on one device of the tables that are looked up, by case.
 
     Attributes:
         groups: for each group of parameters, whether it holds such tables that stand
@@ -39,57 +41,59 @@ class Tables:
     """
 
     groups: np.ndarray
-    gathered: float = 0.0
-    largest: float = 0.0
-    gradients: float = 0.0
-    updated: float = 0.0
+    gathered: np.ndarray
+    largest: np.ndarray
+    gradients: np.ndarray
+    updated: np.ndarray
 
 
 def tables_of(
     facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
+    cuts: Sequence[LeafCuts],
     counts: np.ndarray,
     gathered: np.ndarray,
     whole: np.ndarray,
     s: Setting,
-) -> Tables:
-    """Find the tables.
+) -> Tables | None:
+    """Find the tables; None where there are none.
 
     Args:
         facts: the parameters.
-        layouts: of each of their groups.
-        counts: for each group, how many lie on a device.
+        cuts: of each of their groups.
+        counts: for each group and case, how many lie on a device.
         gathered: for each group, of one that is put together; 0 where none is.
         whole: for each group, of one gradient as it is made.
-        s: mesh and compiler.
+        s: meshes and compiler.
     """
-    groups = np.zeros(len(layouts), bool)
-    taken = largest = gradients = updated = largest_update = 0.0
-    lanes = s.cluster.compiler.lanes
+    lanes, number = s.cluster.compiler.lanes, gathered.shape[1]
     looked_up = np.array([g.looked_up and g.trained for g, _ in facts.groups], bool)
-    for place, ((group, _), layout) in enumerate(
-        zip(facts.groups, layouts, strict=True)
-    ):
-        if lanes == 1 or not looked_up[place]:
-            continue
-        sizes = _local_sizes(group.shape, layout.compute, s)
+    if lanes == 1 or not looked_up.any():
+        return None
+    groups = np.zeros(gathered.shape, bool)
+    counts = np.broadcast_to(counts, gathered.shape)
+    taken, largest, gradients, updated, largest_update = (
+        np.zeros(number) for _ in range(5)
+    )
+    alone = counts[looked_up].sum(axis=0) == 1.0
+    for place in np.flatnonzero(looked_up).tolist():
+        (group, _), cut, count = facts.groups[place], cuts[place], counts[place]
+        sizes = _local_sizes(group.shape, cut.compute)
         padding = _padding(sizes, lanes)
-        taken += counts[place] * gathered[place] * (padding + (padding > 1.0))
-        unsharded = layout.compute == layout.param
-        gradient = whole[place] * _forms(sizes, lanes, copied=not unsharded)
-        if unsharded:
-            groups[place] = True
-            gradients += counts[place] * gradient
-            if layout.optimizer == layout.compute and counts[place]:
-                alone = counts.sum(where=looked_up) == 1.0
-                there, passing = _updated(group, sizes, whole[place], lanes)
-                if alone and len(sizes) == 2 and not sizes[0] % lanes:
-                    # Rows are added up where they lie: no other form is needed.
-                    there = passing = 0.0
-                updated += counts[place] * there
-                largest_update = max(largest_update, passing)
-        elif counts[place]:
-            largest = max(largest, gradient)
+        taken += count * gathered[place] * (padding + (padding > 1.0))
+        unsharded = cut.compute.parts == cut.param.parts
+        gradient = whole[place] * _forms(sizes, lanes, copied=np.logical_not(unsharded))
+        groups[place] = unsharded
+        gradients += np.where(unsharded, count * gradient, 0.0)
+        here = np.where(np.logical_not(unsharded) & (count > 0), gradient, 0.0)
+        largest = np.maximum(largest, here)
+        there, passing = _updated(group, sizes, whole[place], lanes)
+        whole_update = cut.optimizer.parts == cut.compute.parts
+        applies = unsharded & whole_update & (count > 0)
+        if len(sizes) == 2:
+            # Rows are added up where they lie: no other form is needed.
+            applies = applies & ~(alone & (sizes[0] % lanes == 0))
+        updated += np.where(applies, count * there, 0.0)
+        largest_update = np.maximum(largest_update, np.where(applies, passing, 0.0))
     return Tables(
         groups=groups,
         gathered=taken,
@@ -100,8 +104,8 @@ def tables_of(
 
 
 def _updated(
-    group: LeafGroup, sizes: Sequence[int], gradient: float, lanes: int
-) -> tuple[float, float]:
+    group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
+) -> tuple[Any, Any]:
     """What an update holds beside a table and its state as they are stored.
 
     It is made in the form in which rows were added up, and copied back. Tables that lie
@@ -121,27 +125,25 @@ def _updated(
     table, state = group.nbytes * part, group.optimizer_bytes * part
     if len(sizes) == 2:
         padding = _padding(sizes, lanes)
-        if padding == 1.0:
-            return 0.0, 0.0
-        return padding * table, padding * (state + gradient)
-    if not sizes[-2] % lanes:
-        return 0.0, 0.0
-    wide = group.gradient_bytes * part if gradient < table else 0.0
-    return _tiled(sizes[0]) * (table + state + wide), 0.0
+        grows = padding > 1.0
+        there = np.where(grows, padding * table, 0.0)
+        return there, np.where(grows, padding * (state + gradient), 0.0)
+    wide = np.where(gradient < table, group.gradient_bytes * part, 0.0)
+    there = _tiled(sizes[0]) * (table + state + wide)
+    return np.where(sizes[-2] % lanes != 0, there, 0.0), 0.0
 
 
-def _local_sizes(shape: Sequence[int], spec: Spec, s: Setting) -> list[int]:
+def _local_sizes(shape: Sequence[int], cut: Cut) -> list[Any]:
     """Each dimension on one device."""
-    parts = [int(np.prod([s.mesh[a] for a in axes], initial=1)) for axes in spec]
-    return [-(-size // count) for size, count in zip(shape, parts, strict=True)]
+    return [-(-size // parts) for size, parts in zip(shape, cut.dims, strict=True)]
 
 
-def _padding(sizes: Sequence[int], lanes: int) -> float:
+def _padding(sizes: Sequence[Any], lanes: int) -> Any:
     """By how much a table grows with its columns in lanes."""
-    return -(-sizes[-1] // lanes) * lanes / max(1, sizes[-1])
+    return -(-sizes[-1] // lanes) * lanes / np.maximum(1, sizes[-1])
 
 
-def _forms(sizes: Sequence[int], lanes: int, *, copied: bool) -> float:
+def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
     """How often a gradient is there: added up, and of stacked tables once more.
 
     These are one long table when rows are added to it. Where the rows of each fill
@@ -150,13 +152,13 @@ def _forms(sizes: Sequence[int], lanes: int, *, copied: bool) -> float:
     table that it is added to lies otherwise.
     """
     padding = _padding(sizes, lanes)
-    if len(sizes) == 2 or (padding == 1.0 and not copied):
+    if len(sizes) == 2:
         return padding
-    return _tiled(sizes[0]) + (padding if sizes[-2] % lanes else 1.0)
+    stacked = _tiled(sizes[0]) + np.where(sizes[-2] % lanes != 0, padding, 1.0)
+    return np.where((padding == 1.0) & np.logical_not(copied), padding, stacked)
 
 
-def _tiled(tables: int) -> float:
+def _tiled(tables: Any) -> Any:
     """By how much stacked tables grow in the other side of a tile."""
-    if tables <= _SUBLANES:
-        return 1.0
-    return -(-tables // _SUBLANES) * _SUBLANES / tables
+    tiles = -(-tables // _SUBLANES) * _SUBLANES / tables
+    return np.where(tables <= _SUBLANES, 1.0, tiles)

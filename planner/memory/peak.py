@@ -4,6 +4,10 @@ While the backward pass is in a span (see ``liveness``), memory holds what the f
 pass kept for it and for all before it, the gradients of all behind it, and what the
 span itself works with. The peak is the largest of these sums; between the ends of a
 span they are not told apart.
+
+What is live does not depend on the layout, so that the bytes of many layouts are
+products of the same matrices: all arrays here have one column for each case, and a
+single plan is one column.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,13 +26,10 @@ from whalejax.planner.entries import Collective
 from whalejax.planner.memory.live_sets import Moments
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
-from whalejax.planner.sharding.layout import Table, shards
-from whalejax.planner.sharding.parameter_layout import (
-    LeafFacts,
-    LeafLayout,
-    summed_over,
-)
-from whalejax.planner.terms import FETCHED, MemoryTerms
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.leaf_cuts import LeafCuts
+from whalejax.planner.sharding.parameter_layout import LeafFacts, sums
+from whalejax.planner.terms import FETCHED
 
 
 GATHER_COPIES = 2
@@ -43,8 +45,63 @@ LSTMs of 3072)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Memory on one device at the fullest moment of a step; whole bytes, by case.
+
+    Attributes:
+        params, gradients, optimizer, activations, working: see ``MemoryTerms``.
+        host: what lies in host memory, but for optimizer state.
+    """
+
+    params: np.ndarray
+    gradients: np.ndarray
+    optimizer: np.ndarray
+    activations: np.ndarray
+    working: np.ndarray
+    host: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What of a program a device holds: all, or what a stage of a pipeline does.
+
+    A stage runs the spans of its own parts of the program; of layers in a loop it keeps
+    as many turns as it has layers, and works with one at a time.
+
+    Attributes:
+        homes: for each TaskGraph, which part of its tensors is made there, by case;
+            None where all are.
+        groups: for each group of parameters and case, which part of them lies there.
+    """
+
+    homes: Mapping[int, Any] | None = None
+    groups: Any = 1.0
+
+    def take(self, rows: np.ndarray) -> Part:
+        """Some of the cases."""
+        if self.homes is None:
+            return self
+        homes = {home: share[rows] for home, share in self.homes.items()}
+        return Part(homes=homes, groups=self.groups[:, rows])
+
+    def kinds(self, found: Moments) -> Any:
+        """For each kind of tensor and case, which part of them is made there."""
+        if self.homes is None:
+            return 1.0
+        return np.array([self.homes[kind.task_graph] for kind in found.kinds])
+
+    @property
+    def there(self) -> Any:
+        """For each group and case, whether something of it is there."""
+        return np.asarray(self.groups) > 0
+
+
+WHOLE: Final = Part()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Leaves:
-    """Bytes of the parameters on one device, and of what follows them.
+    """Bytes of the parameters on one device, and of what follows them, by case.
 
     Attributes:
         params, state: of all of them and of the optimizer's state, as stored.
@@ -62,186 +119,222 @@ class _Leaves:
             compiler does not wait for all of them.
     """
 
-    params: float
-    state: float
-    casts: float
-    summed: float
+    params: np.ndarray
+    state: np.ndarray
+    casts: np.ndarray
+    summed: np.ndarray
     gradients: np.ndarray
     gathered: np.ndarray
     fresh: np.ndarray
     summing: np.ndarray
-    host: float
+    host: np.ndarray
     fetched: np.ndarray
-    updating: float
-    reduced: tuple[float, float]
+    updating: np.ndarray
+    reduced: tuple[np.ndarray, np.ndarray]
 
 
-def _leaves(
-    facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
-    found: Moments,
-    tables: Mapping[int, Table],
-    s: Setting,
-    cast_bytes: float,
-    away: Sequence[int],
-) -> _Leaves:
-    params = state = casts = summed = host = updating = 0.0
-    gradients, gathered, fresh, summing, fetched = (
-        np.zeros(len(layouts)) for _ in range(5)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Columns:
+    """What every function here reads: the program and its cases.
+
+    Attributes:
+        facts: the parameters.
+        cuts: how each of their groups is cut.
+        found: what memory holds when.
+        tables: compute table of each TaskGraph.
+        s: meshes and micro-batches.
+        on: what of it the device holds.
+        away: of each group and case, how many parameters lie in host memory.
+        number: of cases.
+    """
+
+    facts: LeafFacts
+    cuts: Sequence[LeafCuts]
+    found: Moments
+    tables: Mapping[int, Table]
+    s: Setting
+    on: Part
+    away: np.ndarray
+    number: int
+
+    def rows(self, values: Iterable[Any]) -> np.ndarray:
+        """Values of each group, or of each kind, as rows over cases."""
+        listed = list(values)
+        table = np.empty((len(listed), self.number))
+        for row, value in zip(table, listed, strict=True):
+            row[:] = value
+        return table
+
+    def of_groups(self, name: str) -> np.ndarray:
+        """A number of each group, as a column."""
+        found = np.array([float(getattr(g, name)) for g, _ in self.facts.groups])
+        return found[:, None]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How many parameters each group has, as a column."""
+        return np.array([float(count) for _, count in self.facts.groups])[:, None]
+
+    @property
+    def once(self) -> np.ndarray:
+        """Whether the parameters of each group are read outside loops, as a column."""
+        found: np.ndarray = self.found.turns[:, None] == 1
+        return found
+
+
+def _leaves(c: _Columns, cast_bytes: float) -> _Leaves:
+    compiler = c.s.cluster.compiler
+    compute, param, gradient, optimizer = (
+        c.rows(getattr(cut, name).parts for cut in c.cuts)
+        for name in ("compute", "param", "gradient", "optimizer")
     )
-    turns = found.turns
-    unrolled = bool((turns == 1).all())
-    for place, ((group, count), layout) in enumerate(
-        zip(facts.groups, layouts, strict=True)
-    ):
-        share = float(found.shares[place])
-        here, gone = share * count, share * away[place]
-        nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
-        stored = nbytes / shards(layout.param, s.mesh)
-        narrow = 1.0 if s.cluster.compiler.widens else cast_bytes * group.narrowed
-        params += (here - gone) * stored
-        host += gone * stored
-        fetched[place] = FETCHED * away[place] * stored / turns[place]
-        state += here * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
-        gradient = group.gradient_bytes
-        summed += here * gradient / shards(layout.gradient, s.mesh)
-        if narrow < 1.0:  # What is quantised is widened where it is read.
-            casts += max(0.0, found.cast[place] - gone) * stored * narrow
-        kept = layout.gradient
-        table = tables[group.home]
-        if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
-            kept = layout.compute  # It is cut where the optimizer reads it.
-        gradients[place] = gradient * narrow / shards(kept, s.mesh)
-        updating += (here - gone) * gradients[place]
-        updating += gone * gradient / shards(layout.optimizer, s.mesh)
-        one = nbytes * narrow / whole / turns[place]
-        if layout.compute != layout.param and nbytes:
-            moved = group.moved_bytes(s.cluster.compiler, layout.compute)
-            gathered[place] = one * moved / nbytes
-        if group.trained:
-            summing[place] = one
-        if layout.compute != kept and group.trained:
-            fresh[place] = nbytes / whole if group.chunked else one
+    share, turns = c.on.groups, c.found.turns[:, None]
+    here, gone = share * c.counts, share * c.away
+    nbytes, made = c.of_groups("nbytes"), c.of_groups("gradient_bytes")
+    trained = c.of_groups("trained") > 0
+    narrow = np.ones_like(nbytes)
+    if not compiler.widens:
+        narrow = cast_bytes * c.of_groups("narrowed")
+    stored = nbytes / param
+    cast = np.maximum(0.0, c.found.cast[:, None] * share - gone) * stored * narrow
+    kept = gradient
+    if (turns == 1).all():  # Gradients are cut where the optimizer reads them.
+        whole = c.rows(
+            reduced_whole(group, cut, c.tables[group.home], c.s, cast_bytes)
+            for (group, _), cut in zip(c.facts.groups, c.cuts, strict=True)
+        )
+        kept = np.where(whole > 0, compute, gradient)
+    waiting = made * narrow / kept
+    one = nbytes * narrow / compute / turns
+    moved = c.rows(
+        group.moved_bytes(compiler, cut.selected) / max(1, group.nbytes)
+        for (group, _), cut in zip(c.facts.groups, c.cuts, strict=True)
+    )
+    chunked = c.of_groups("chunked") > 0
+    fresh = np.where(chunked, nbytes / compute, one)
     return _Leaves(
-        params=params,
-        state=state,
-        casts=casts,
-        summed=summed,
-        gradients=gradients,
-        gathered=gathered,
-        fresh=fresh,
-        summing=summing,
-        host=host,
-        fetched=fetched,
-        updating=updating,
-        reduced=_reduced(facts, layouts, found, tables, s),
+        params=((here - gone) * stored).sum(0),
+        state=(here * c.of_groups("optimizer_bytes") / optimizer).sum(0),
+        # What is quantised is widened where it is read.
+        casts=np.where(narrow < 1.0, cast, 0.0).sum(0),
+        summed=(here * made / gradient).sum(0),
+        gradients=waiting,
+        gathered=np.where(compute != param, one * moved, 0.0),
+        fresh=np.where(trained & (compute != kept), fresh, 0.0),
+        summing=np.where(trained, one, 0.0),
+        host=(gone * stored).sum(0) + np.zeros(c.number),
+        fetched=FETCHED * c.away * stored / turns,
+        updating=((here - gone) * waiting + gone * made / optimizer).sum(0),
+        reduced=_reduced(c),
     )
 
 
-def _reduced(
-    facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
-    found: Moments,
-    tables: Mapping[int, Table],
-    s: Setting,
-) -> tuple[float, float]:
+def _reduced(c: _Columns) -> tuple[np.ndarray, np.ndarray]:
     """See ``_Leaves.reduced``.
 
     What is cut into shards after it is reduced comes alone, for each parameter; what is
     cut in a loop, for each of its turns.
     """
-    before = whole = largest = 0.0
-    if not s.cluster.compiler.reduces_at_end:
+    before, whole, largest = (np.zeros(c.number) for _ in range(3))
+    if not c.s.cluster.compiler.reduces_at_end:
         return before, whole
-    groups = zip(facts.groups, layouts, found.turns, found.shares, strict=True)
-    for (group, every), layout, times, share in groups:
-        count = every * float(share)
-        table = tables[group.home]
-        if summed_over(group, layout, table, s.mesh, facts.common):
-            one = group.uses * group.nbytes / shards(layout.compute, s.mesh)
-            if layout.compute != layout.gradient:
-                one /= times
-            before += count * one
-            if layout.compute == layout.optimizer:
-                whole += count * one
-            elif share:
-                largest = max(largest, one)
+    shares = c.rows(np.broadcast_to(c.on.groups, (len(c.cuts), c.number)))
+    groups = zip(c.facts.groups, c.cuts, c.found.turns, shares, strict=True)
+    for (group, every), cut, times, share in groups:
+        table = c.tables[group.home]
+        summed = sums(group, cut.compute, table, c.s.mesh, c.facts.common)
+        one = group.uses * group.nbytes / cut.compute.parts
+        one = np.where(cut.compute.parts != cut.gradient.parts, one / times, one)
+        one = np.where(summed, one, 0.0)
+        stays = cut.compute.parts == cut.optimizer.parts
+        before = before + every * share * one
+        whole = whole + np.where(stays, every * share * one, 0.0)
+        alone = np.where(stays | (share == 0), 0.0, one)
+        largest = np.maximum(largest, alone)
     return before, whole + largest
 
 
 def _kept(
-    found: Moments,
-    leaves: _Leaves,
-    kinds: np.ndarray,
-    in_flight: float,
-    postpones: bool,
+    c: _Columns, leaves: _Leaves, kinds: np.ndarray, in_flight: Any, *, postpones: bool
 ) -> tuple[np.ndarray, _Leaves]:
     """Bytes of what is kept in each span, and parameters with gradients as they wait.
 
     Gradients whose products are put off are made when nothing else is left.
     """
-    if not found.kinds:
-        return np.zeros(len(found.saved)), leaves
-    saved: np.ndarray = found.saved @ kinds
-    saved += (in_flight - 1.0) * saved.max(initial=0.0)
+    here = kinds * c.on.kinds(c.found)
+    saved: np.ndarray = c.found.saved @ here
+    saved += (in_flight - 1.0) * saved.max(axis=0, initial=0.0)
     if not postpones:
         return saved, leaves
-    there = leaves.gradients * (found.turns > 1)
-    waiting = dataclasses.replace(leaves, gradients=there)
-    return saved + found.postponed @ kinds, waiting
+    waiting = dataclasses.replace(
+        leaves, gradients=np.where(c.once, 0.0, leaves.gradients)
+    )
+    return saved + c.found.postponed @ here, waiting
 
 
 def _fuller(
-    found: Moments, leaves: _Leaves, working: np.ndarray, making: np.ndarray
+    c: _Columns, leaves: _Leaves, working: np.ndarray, making: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gradients and what works in each span, before it makes its own or meanwhile.
 
     What a span makes is not there yet while it works with what follows; loops hold all
     of theirs from the start.
     """
-    born = found.gradients @ leaves.gradients
-    alone = found.gradients @ (leaves.gradients * (found.turns == 1))
+    waiting = leaves.gradients * c.on.groups
+    born = c.found.gradients @ waiting
+    alone = c.found.gradients @ np.where(c.once, waiting, 0.0)
     before, half = born - alone, len(born) // 2
     before[half:-1] += alone[half + 1 :]
     earlier = working + before > making + born
     return np.where(earlier, before, born), np.where(earlier, working, making)
 
 
-def _before_loops(
-    found: Moments, leaves: _Leaves, compiler: CompilerProfile
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What stands in memory for loops whose turns read the same weights.
+def _held(
+    c: _Columns, leaves: _Leaves, first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What weights add to what each span works with, and while it makes gradients.
 
-    Returns:
-        For each span and group, 0.0 for such a loop with such weights, else 1.0; for
-        each span, the weights that were gathered before its loop, with copies, and sums
-        of gradients, which a compiler that reduces them after loops makes room for
-        before the first loop that runs backward. Without one, nothing is apart.
+    Loops whose turns read the same weights find them gathered before, with copies. A
+    compiler that reduces gradients after loops makes room for their sums before the
+    first loop that runs backward.
+
+    Args:
+        c: the cases.
+        leaves: the parameters.
+        first: of each group, what was gathered before anything is computed.
     """
-    reread = found.reread * compiler.merge_partials
-    half = len(reread) // 2
-    waiting = np.cumsum(reread[half:], axis=0)
-    summing = np.append(np.zeros(half), waiting @ leaves.summing)
-    return 1.0 * (reread == 0), reread @ (LOOP_COPIES * leaves.gathered), summing
+    found = c.found
+    reread = found.reread * c.s.cluster.compiler.merge_partials
+    half, there = len(reread) // 2, c.on.there
+    rest = (leaves.gathered - first) * there
+    fresh = leaves.fresh * there
+    held, made = (np.zeros((len(reread), c.number)) for _ in range(2))
+    apart = reread == 0
+    for place in range(len(c.cuts)):
+        one = (apart[:, place] * found.held[:, place])[:, None] * rest[place]
+        np.maximum(held, one, out=held)
+        new = (apart[:, place] * found.made[:, place])[:, None] * fresh[place]
+        np.maximum(made, one + new, out=made)
+    fetched = found.held @ (leaves.fetched * there)
+    if reread.any():
+        fetched = fetched + reread @ (LOOP_COPIES * leaves.gathered * c.on.groups)
+        waiting = np.cumsum(reread[half:], axis=0) @ (leaves.summing * c.on.groups)
+        made[half:] += waiting
+    return held + fetched, made + fetched
 
 
-def _lookups(
-    facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
-    found: Moments,
-    leaves: _Leaves,
-    away: Sequence[int],
-    s: Setting,
-) -> list[tuple[float, float, float]]:
+def _lookups(c: _Columns, leaves: _Leaves) -> list[tuple[Any, Any, Any]]:
     """What is kept, gradients and the rest while tables are looked up, and behind."""
-    counts = np.array([count for _, count in facts.groups]) - np.array(away)
-    there = counts * found.shares
-    tables = tables_of(facts, layouts, there, leaves.gathered, leaves.summing, s)
-    if not tables.largest and not tables.gradients:
+    if c.s.cluster.compiler.lanes == 1:
+        return []
+    there = (c.counts - c.away) * c.on.groups
+    tables = tables_of(c.facts, c.cuts, there, leaves.gathered, leaves.summing, c.s)
+    if tables is None:
         return []
     # The backward pass ends in the first span.
-    others = np.where(tables.groups, 0.0, leaves.gradients)
-    born = float(found.gradients[len(found.gradients) // 2] @ others)
+    others = np.where(tables.groups, 0.0, leaves.gradients) * c.on.groups
+    born = c.found.gradients[len(c.found.gradients) // 2] @ others
+    born = np.where(tables.largest + tables.gradients > 0, born, 0.0)
     return [
         (0.0, 0.0, tables.gathered),
         (0.0, born, tables.gradients + tables.largest),
@@ -250,11 +343,7 @@ def _lookups(
 
 
 def _gathered_first(
-    facts: LeafFacts,
-    leaves: _Leaves,
-    found: Moments,
-    away: Sequence[int],
-    compiler: CompilerProfile,
+    c: _Columns, leaves: _Leaves, compiler: CompilerProfile
 ) -> tuple[np.ndarray, np.ndarray]:
     """What is gathered before anything is computed with it, outside loops.
 
@@ -262,17 +351,19 @@ def _gathered_first(
         For each group, bytes of one parameter in one form; and of all of them what
         waits for the backward pass in each span, and last what there is at first.
     """
-    one = leaves.gathered * (found.turns == 1) * compiler.gathers_first
-    forms = np.array([group.gathers for group, _ in facts.groups])
-    here = np.array([count for _, count in facts.groups]) - np.array(away)
-    here = here * found.shares
-    waiting = np.maximum(0.0, here - found.gradients) @ (one * (forms > 1))
-    return one, np.append(waiting, here @ (one * forms))
-
-
-def _then(*rows: np.ndarray, last: Sequence[float]) -> tuple[np.ndarray, ...]:
-    """The rows with one more moment each."""
-    return tuple(np.append(row, end) for row, end in zip(rows, last, strict=True))
+    one = np.where(c.once, leaves.gathered, 0.0) * compiler.gathers_first
+    gradients = c.found.gradients
+    waiting = np.zeros((len(gradients) + 1, c.number))
+    if not one.any():
+        return one, waiting
+    forms = c.of_groups("gathers")
+    here = (c.counts - c.away) * c.on.groups * np.ones(c.number)
+    shares = np.broadcast_to(c.on.groups, here.shape)
+    for place in np.flatnonzero((forms[:, 0] > 1) & one.any(axis=1)):
+        behind = gradients[:, place : place + 1] * shares[place]
+        waiting[:-1] += np.maximum(0.0, here[place] - behind) * one[place]
+    waiting[-1] = (here * one * forms).sum(0)
+    return one, waiting
 
 
 def largest_gather(collectives: Iterable[Collective]) -> float:
@@ -284,77 +375,128 @@ def largest_gather(collectives: Iterable[Collective]) -> float:
 
 def peak_of(
     facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
+    cuts: Sequence[LeafCuts],
     found: Moments,
     tables: Mapping[int, Table],
     s: Setting,
     *,
-    state_bytes: int,
     cast_bytes: float,
-    accumulates: bool,
-    away: Sequence[int],
-    in_flight: float = 1.0,
-    gathered: float = 0.0,
+    accumulates: np.ndarray,
+    away: np.ndarray,
+    in_flight: Any = 1.0,
+    gathered: Any = 0.0,
     postpones: bool = False,
-) -> MemoryTerms:
+    on: Part = WHOLE,
+) -> Peaks:
     """Memory on one device at the fullest moment of a step.
 
     Args:
         facts: the parameters.
-        layouts: of each of their groups.
+        cuts: of each of their groups.
         found: what memory holds when.
-        tables: compute table of each TaskGraph.
-        s: mesh and micro-batches.
-        state_bytes: bytes of what is not trained.
+        tables: compute table of each TaskGraph, the same in all cases.
+        s: meshes and micro-batches.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        accumulates: gradients of several micro-batches are summed.
-        away: of each group, how many lie in host memory.
+        accumulates: for each case, whether gradients of several micro-batches are
+            summed.
+        away: of each group and case, how many lie in host memory.
         in_flight: micro-batches whose activations are kept at once.
         gathered: bytes of the largest value that is gathered along the sequence.
         postpones: products of weights' gradients are put off, loops' excepted.
+        on: what of the program the device holds.
     """
-    leaves = _leaves(facts, layouts, found, tables, s, cast_bytes, away)
-    kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
-    saved, leaves = _kept(found, leaves, kinds, in_flight, postpones)
+    c = _Columns(
+        facts=facts,
+        cuts=cuts,
+        found=found,
+        tables=tables,
+        s=s,
+        on=on,
+        away=away,
+        number=len(accumulates),
+    )
+    leaves = _leaves(c, cast_bytes)
+    kinds = c.rows(kept_bytes(found.kinds, tables, s))
+    moments = _moments(c, leaves, kinds, in_flight, gathered, postpones=postpones)
+    saved, born, working = _ended(c, leaves, moments, accumulates)
+    fullest = np.argmax(saved + born + working, axis=0)
+    column = np.arange(c.number)
+    waiting = found.waiting @ (kinds * on.kinds(found))
+    return Peaks(
+        params=np.floor(leaves.params),
+        gradients=np.floor(born[fullest, column]),
+        optimizer=np.floor(leaves.state) + facts.optimizer_other_bytes,
+        activations=np.floor(saved[fullest, column]),
+        working=np.floor(working[fullest, column]),
+        host=np.floor(leaves.host + waiting),
+    )
+
+
+_Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""What is kept, gradients and what works, by moment and case."""
+
+
+def _moments(
+    c: _Columns,
+    leaves: _Leaves,
+    kinds: np.ndarray,
+    in_flight: Any,
+    gathered: Any,
+    *,
+    postpones: bool,
+) -> tuple[_Leaves, _Moments]:
+    """Every span, and what stands before the first and behind the last."""
+    found, compiler = c.found, c.s.cluster.compiler
+    saved, leaves = _kept(c, leaves, kinds, in_flight, postpones=postpones)
+    worked = kinds * (np.asarray(c.on.kinds(found)) > 0)
     working, making = (
-        np.array([(rows @ kinds).max() if found.kinds else 0.0 for rows in several])
-        for several in (found.working, found.making)
+        np.maximum.reduceat(rows @ worked, starts, axis=0)
+        for rows, starts in zip(
+            (found.working, found.making), found.starts, strict=True
+        )
     )
-    compiler = s.cluster.compiler
-    gathered_first, ready = _gathered_first(facts, leaves, found, away, compiler)
-    alone, whole, summing = _before_loops(found, leaves, compiler)
-    held = alone * found.held * (leaves.gathered - gathered_first)
-    fetched = found.held @ leaves.fetched + whole
-    made = held + alone * found.made * leaves.fresh
-    working += held.max(axis=1, initial=0.0) + fetched
-    making += made.max(axis=1, initial=0.0) + fetched + summing
-    born, working = _fuller(found, leaves, working, making)
-    working += leaves.casts
-    if gathered_first.any():
+    first, ready = _gathered_first(c, leaves, compiler)
+    held, made = _held(c, leaves, first)
+    born, working = _fuller(c, leaves, working + held, making + made)
+    working = working + leaves.casts
+    if first.any():
         # As many as have no gradient yet wait for the backward pass.
-        working += ready[:-1]
-        saved, born, working = _then(saved, born, working, last=(0.0, 0.0, ready[-1]))
-    for moment in _lookups(facts, layouts, found, leaves, away, s):
-        saved, born, working = _then(saved, born, working, last=moment)
+        working = working + ready[:-1]
+        saved, born, working = _then((saved, born, working), (0.0, 0.0, ready[-1]))
+    for moment in _lookups(c, leaves):
+        saved, born, working = _then((saved, born, working), moment)
     if compiler.reduces_at_end:
-        working += GATHER_COPIES * gathered
-    if accumulates:
-        working, born = working + born, np.full(len(born), leaves.summed)
-    if any(away):
+        working = working + GATHER_COPIES * gathered
+    return leaves, (saved, born, working)
+
+
+def _ended(
+    c: _Columns,
+    leaves: _Leaves,
+    moments: tuple[_Leaves, _Moments],
+    accumulates: np.ndarray,
+) -> _Moments:
+    """The moments with what accumulation adds to them, and those of the update."""
+    saved, born, working = moments[1]
+    working = np.where(accumulates, working + born, working)
+    born = np.where(accumulates, leaves.summed, born)
+    if c.away.any():
         # The update: what passes through the device in pieces takes wide gradients.
-        updating = 0.0, leaves.updating, 0.0
-        saved, born, working = _then(saved, born, working, last=updating)
+        updating = np.where(c.away.any(axis=0), leaves.updating, 0.0)
+        saved, born, working = _then((saved, born, working), (0.0, updating, 0.0))
     going, coming = leaves.reduced
-    if going:
-        going += leaves.summed if accumulates else 0.0
-        saved, born, working = _then(saved, born, working, last=(0.0, going, coming))
-    fullest = int(np.argmax(saved + born + working))
-    return MemoryTerms(
-        params_bytes=int(leaves.params),
-        gradients_bytes=int(born[fullest]),
-        optimizer_bytes=int(leaves.state) + facts.optimizer_other_bytes,
-        state_bytes=state_bytes,
-        activations_bytes=int(saved[fullest]),
-        working_bytes=int(working[fullest]),
-        host_bytes=int(leaves.host + (found.waiting @ kinds if found.kinds else 0)),
+    if going.any():
+        there = going > 0
+        going = going + np.where(accumulates & there, leaves.summed, 0.0)
+        coming = np.where(there, coming, 0.0)
+        saved, born, working = _then((saved, born, working), (0.0, going, coming))
+    return saved, born, working
+
+
+def _then(moments: _Moments, last: tuple[Any, Any, Any]) -> _Moments:
+    """Moments with one more behind them."""
+    saved, born, working = (
+        np.concatenate([rows, np.broadcast_to(end, (1, rows.shape[1]))])
+        for rows, end in zip(moments, last, strict=True)
     )
+    return saved, born, working

@@ -20,7 +20,8 @@ import numpy as np
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op
-from whalejax.planner.sharding.layout import Spec, Table, shards, spec_of
+from whalejax.planner.sharding.cuts import Cut
+from whalejax.planner.sharding.layout import Table
 
 
 SPREAD = frozenset({"broadcast_in_dim", "iota"})
@@ -318,45 +319,49 @@ def kept_bytes(
 ) -> list[Any]:
     """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
     found = []
+    known: dict[tuple[Layout, Layout, int], Cut] = {}
     for entry in kept:
-        spec = spec_of(entry.layout, entry.sizes, tables[entry.task_graph], s.shape)
-        nbytes = entry.nbytes * entry.count / shards(spec, s.mesh)
+        key = entry.layout, entry.sizes, entry.task_graph
+        if key not in known:
+            known[key] = s.cut(*key[:2], tables[entry.task_graph])
+        cut = known[key]
+        nbytes = entry.nbytes * entry.count / cut.parts
         if roles_of(entry.layout) & s.batch_roles:
-            nbytes /= s.num_micro_batches
+            nbytes = nbytes / s.num_micro_batches
         if s.cluster.compiler.lanes > 1:
-            nbytes *= _padding(entry, spec, s)
+            nbytes = nbytes * _padding(entry, cut, s)
             if entry.least_samples:
-                nbytes *= _few_samples(entry, spec, s)
+                nbytes = nbytes * _few_samples(entry, cut, s)
         found.append(nbytes)
     return found
 
 
-def _local_sizes(entry: Kept, spec: Spec, s: Setting) -> list[Any]:
+def _local_sizes(entry: Kept, cut: Cut, s: Setting) -> list[Any]:
     """Each dimension on one device, in one micro-batch."""
     sizes = []
-    for roles, atoms, axes in zip(entry.layout, entry.sizes, spec, strict=True):
-        size = math.prod(atoms) / math.prod(s.mesh[a] for a in axes)
+    for roles, atoms, parts in zip(entry.layout, entry.sizes, cut.dims, strict=True):
+        size = math.prod(atoms) / parts
         if s.batch_roles.intersection(roles):
-            size /= s.num_micro_batches
+            size = size / s.num_micro_batches
         sizes.append(size)
     return sizes
 
 
-def _few_samples(entry: Kept, spec: Spec, s: Setting) -> Any:
+def _few_samples(entry: Kept, cut: Cut, s: Setting) -> Any:
     """1 where a device has few samples of a large extent, and 0 elsewhere."""
-    samples, *extents = _local_sizes(entry, spec, s)[: -entry.last] or [np.inf]
+    samples, *extents = _local_sizes(entry, cut, s)[: -entry.last] or [np.inf]
     largest = functools.reduce(np.maximum, extents, 0.0)
     few = (samples >= entry.least_samples) & (samples < FEW_SAMPLES)
     return np.where(few & (largest >= LARGE_EXTENT), 1.0, 0.0)
 
 
-def _padding(entry: Kept, spec: Spec, s: Setting) -> Any:
+def _padding(entry: Kept, cut: Cut, s: Setting) -> Any:
     """By how much a tensor grows where one dimension fills whole lanes.
 
     The dimension is the one that wastes least.
     """
     lanes = s.cluster.compiler.lanes
-    sizes = _local_sizes(entry, spec, s)
+    sizes = _local_sizes(entry, cut, s)
     if entry.ends:
         sizes = [*sizes[:1], math.prod(sizes[-entry.last :])] if sizes else []
     wasted = [np.ceil(n / lanes) * lanes / np.maximum(n, 1.0) for n in sizes]

@@ -23,6 +23,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.topology import HIDES_UPDATES_ON
 from whalejax.planner.cost.operation_cost import RowCost, Setting, row_flops, row_hits
@@ -45,7 +47,7 @@ from whalejax.planner.search.combining import (
     zero_levels,
 )
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory, MomentsByLayout
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
@@ -55,12 +57,12 @@ from whalejax.planner.sharding.layout import (
     divisors,
     replicas,
 )
+from whalejax.planner.sharding.leaf_cuts import leaf_cuts
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
 from whalejax.planner.sharding.operation_rows import Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
-    batch_homes,
     ignores_pin,
     lay_out,
     sharded_share,
@@ -239,7 +241,11 @@ class Search:
         self.facts = self.facts.held(self.options.stored)
         self.hosting = Hosting(self.program, cluster, request, self.facts)
         self.memory: LayoutMemory = LayoutMemory(
-            facts=self.facts, hosting=self.hosting, dims=dims, homes=batch_homes(graph)
+            graph=graph,
+            program=self.program,
+            facts=self.facts,
+            hosting=self.hosting,
+            dims=dims,
         )
         self.combining = CombiningCosts(
             graph, dims, self.facts, cluster, request.combine
@@ -258,11 +264,6 @@ class Search:
             self.rows.weight,
             copies_kernels=self.cluster.compiler.copies_kernels,
         )
-
-    @functools.cached_property
-    def moments(self) -> MomentsByLayout:
-        """What memory holds when."""
-        return MomentsByLayout(self.graph, self.facts, self.program)
 
     def run(self) -> list[Scored]:
         """Evaluate everything.
@@ -575,8 +576,9 @@ class Search:
         count, memory = self._smallest_count(case, offload)
         asked = self.request.offload or ()
         time, collectives = self._case_time(case, count)
+        cuts = leaf_cuts(case.layouts, case.mesh)
         state, params = (
-            of(case.layouts, case.mesh, offload)
+            of(cuts, offload)
             for of in (self.hosting.state_bytes, self.hosting.params_bytes)
         )
         waiting = memory.host_bytes - state - params
@@ -670,15 +672,14 @@ class Search:
         accumulates = s.num_micro_batches * self.graph.num_micro_batches > 1
         laid = Laid(
             tables=case.tables,
-            layouts=case.layouts,
+            cuts=leaf_cuts(case.layouts, case.mesh),
             offload=offload,
-            accumulates=accumulates,
+            accumulates=np.array([accumulates]),
             postpones=postpones and not accumulates,
             in_flight=self.request.in_flight,
             gathered=largest_gather(collectives),
         )
-        found = self.moments.of(laid)
-        memory = self.memory.of(found, laid, s)
+        memory = self.memory.of(laid, s).at(0)
         met = self.combining.of(case.layouts, case.mesh)
         return with_buffers(memory, met.nbytes) if met.nbytes else memory
 

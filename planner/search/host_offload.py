@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import RowCost
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.request import Hosted, Request
-from whalejax.planner.sharding.layout import shards
+from whalejax.planner.sharding.leaf_cuts import LeafCuts
 from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
     hosts_known,
@@ -106,22 +108,24 @@ class Hosting:
         for size in range(1, len(each) + 1):
             yield [*itertools.combinations(each, size)]
 
-    def state_bytes(
-        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int], offload: Offload
-    ) -> int:
-        """Optimizer state of one device that lies in host memory.
+    def state_bytes(self, cuts: Sequence[LeafCuts], offload: Offload) -> Any:
+        """Optimizer state of one device that lies in host memory, by case.
 
         Args:
-            layouts: of each group of parameters.
-            mesh: sizes of the axes.
+            cuts: of each group of parameters.
             offload: what is kept there.
         """
         if "optimizer" not in offload:
             return 0
-        pairs = zip(self.state, self.facts.group_of, strict=True)
         return sum(
-            nbytes // shards(layouts[group].optimizer, mesh) for nbytes, group in pairs
+            times * (nbytes // cuts[group].optimizer.parts)
+            for (nbytes, group), times in self._states.items()
         )
+
+    @functools.cached_property
+    def _states(self) -> Counter[tuple[int, int]]:
+        """Bytes of optimizer state that may lie there and the group, with how many."""
+        return Counter(zip(self.state, self.facts.group_of, strict=True))
 
     def there(self, layouts: Sequence[LeafLayout], offload: Offload) -> list[bool]:
         """For each parameter: it lies in host memory.
@@ -140,34 +144,34 @@ class Hosting:
             for may, group in zip(self.leaves, self.facts.group_of, strict=True)
         ]
 
-    def away(self, layouts: Sequence[LeafLayout], offload: Offload) -> tuple[int, ...]:
-        """Of each group, how many parameters lie in host memory.
+    def away(self, cuts: Sequence[LeafCuts], offload: Offload) -> list[Any]:
+        """Of each group, how many parameters lie in host memory, by case.
 
         Args:
-            layouts, offload: as for ``there``.
-        """
-        found = [0] * len(layouts)
-        pairs = zip(self.there(layouts, offload), self.facts.group_of, strict=True)
-        for there, group in pairs:
-            found[group] += there
-        return tuple(found)
-
-    def params_bytes(
-        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int], offload: Offload
-    ) -> int:
-        """Parameters of one device that lie in host memory.
-
-        Args:
-            layouts: of each group of parameters.
-            mesh: sizes of the axes.
+            cuts: of each group of parameters.
             offload: what is kept there.
         """
-        groups = zip(
-            self.facts.groups, layouts, self.away(layouts, offload), strict=True
-        )
+        found: list[Any] = [0] * len(cuts)
+        if "params" in offload:
+            for may, group in zip(self.leaves, self.facts.group_of, strict=True):
+                found[group] += may
+            found = [
+                count * cut.updated_as_stored
+                for count, cut in zip(found, cuts, strict=True)
+            ]
+        return found
+
+    def params_bytes(self, cuts: Sequence[LeafCuts], offload: Offload) -> Any:
+        """Parameters of one device that lie in host memory, by case.
+
+        Args:
+            cuts: of each group of parameters.
+            offload: what is kept there.
+        """
+        groups = zip(self.facts.groups, cuts, self.away(cuts, offload), strict=True)
         return sum(
-            count * (group.nbytes // shards(layout.param, mesh))
-            for (group, _), layout, count in groups
+            count * (group.nbytes // cut.param.parts)
+            for (group, _), cut, count in groups
         )
 
     def seconds(

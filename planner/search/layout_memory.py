@@ -1,132 +1,183 @@
-"""Memory of a layout by term, whoever searches: liveness, batch and host memory.
+"""Memory of layouts by term, whoever searches: liveness, batch and host memory.
 
-The search of plans that run and the exact stage of the array search ask here, so that a
-row of either says the same of the same layout.
+The search of plans that run and the search over arrays ask here, with one case and with
+many, so that a row of either says the same of the same layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.memory.live_sets import Course, Moments, moments
-from whalejax.planner.memory.peak import peak_of
+from whalejax.planner.memory.peak import WHOLE, Part, Peaks, peak_of
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import Hosting
-from whalejax.planner.sharding.layout import Table, shards
-from whalejax.planner.sharding.parameter_layout import (
-    LeafFacts,
-    LeafLayout,
-    batch_specs,
-)
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.leaf_cuts import LeafCuts
+from whalejax.planner.sharding.parameter_layout import LeafFacts, batch_homes
 from whalejax.planner.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laid:
-    """A layout, and how a step runs under it.
+    """Layouts, and how a step runs under them; arrays have a number for each case.
 
     Attributes:
-        tables: compute table of each TaskGraph.
-        layouts: of each group of parameters.
-        offload: what lies in host memory.
-        accumulates: gradients of several micro-batches are summed.
+        tables: compute table of each TaskGraph, the same in all cases.
+        cuts: of each group of parameters.
+        accumulates: whether gradients of several micro-batches are summed.
+        offload: what lies in host memory, in all cases.
         in_flight: micro-batches whose activations are kept at once.
         gathered: bytes of the largest value that is gathered along the sequence.
-        postpones: the compiler puts off products of weights' gradients.
+        postpones: the compiler puts off products of weights' gradients, in all cases.
+        on: what of the program a device holds.
     """
 
     tables: Mapping[int, Table]
-    layouts: Sequence[LeafLayout]
+    cuts: Sequence[LeafCuts]
+    accumulates: np.ndarray
     offload: tuple[str, ...] = ()
-    accumulates: bool = False
-    in_flight: float = 1.0
-    gathered: float = 0.0
+    in_flight: Any = 1.0
+    gathered: Any = 0.0
     postpones: bool = False
+    on: Part = WHOLE
 
+    def take(self, rows: np.ndarray) -> Laid:
+        """Some of the cases."""
 
-class MomentsByLayout:
-    """What memory holds when, by what layouts ask of the lowering.
+        def some(value: Any) -> Any:
+            return value[..., rows] if isinstance(value, np.ndarray) else value
 
-    Args:
-        graph: the captured loss.
-        facts: its parameters.
-        program: its operations.
-    """
-
-    def __init__(
-        self, graph: Graph, facts: LeafFacts, program: AnalysedProgram
-    ) -> None:
-        self.graph, self.facts, self.program = graph, facts, program
-        self._found: dict[Course, Moments] = {}
-
-    def of(self, one: Laid) -> Moments:
-        """Moments under a layout."""
-        gathers = any(layout.compute != layout.param for layout in one.layouts)
-        course = self.program.course(
-            apart="activations" in one.offload,
-            regathers=gathers or "params" in one.offload,
+        return dataclasses.replace(
+            self,
+            cuts=[cut.take(rows) for cut in self.cuts],
+            accumulates=self.accumulates[rows],
+            in_flight=some(self.in_flight),
+            gathered=some(self.gathered),
+            on=self.on.take(rows),
         )
-        if course not in self._found:
-            self._found[course] = moments(self.graph, self.facts, course)
-        return self._found[course]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryColumns:
+    """``MemoryTerms`` of many cases: by the names of its terms, whole bytes."""
+
+    terms: Mapping[str, np.ndarray]
+    host: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        """Of all terms."""
+        return sum(self.terms.values(), np.zeros(len(self.host)))
+
+    def at(self, index: int) -> MemoryTerms:
+        """One case."""
+        found = {f"{name}_bytes": int(v[index]) for name, v in self.terms.items()}
+        return MemoryTerms(**found, host_bytes=int(self.host[index]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
     """What layouts of one program take.
 
     Attributes:
+        graph: the captured loss.
+        program: its operations.
         facts: the parameters.
         hosting: what may lie in host memory.
         dims: the logical dimensions.
-        homes: the TaskGraph of each leaf of the batch, from ``batch_homes``.
     """
 
+    graph: Graph
+    program: AnalysedProgram
     facts: LeafFacts
     hosting: Hosting
     dims: Dimensions
-    homes: Sequence[tuple[int, int | None]]
+    _found: dict[Course, Moments] = field(default_factory=dict, init=False)
 
-    def of(self, found: Moments, one: Laid, s: Setting) -> MemoryTerms:
+    @functools.cached_property
+    def homes(self) -> tuple[tuple[int, int | None], ...]:
+        """The leaves of the batch, and the TaskGraph that reads each first."""
+        return batch_homes(self.graph)
+
+    def of(self, one: Laid, s: Setting) -> MemoryColumns:
         """Memory on the fullest moment of a step.
 
         Args:
-            found: what memory holds when, of all of the program or of a stage.
-            one: the layout.
-            s: mesh and micro-batches.
+            one: the layouts.
+            s: meshes and micro-batches.
         """
-        request, layouts = self.hosting.request, one.layouts
-        terms = peak_of(
+        number = len(one.accumulates)
+        gathers = np.full(number, "params" in one.offload)
+        for cut in one.cuts if self.program.regathered else ():
+            gathers = gathers | cut.gathered
+        names = [f.name for f in dataclasses.fields(Peaks)]
+        found = {name: np.zeros(number) for name in names}
+        for regathers in (False, True):
+            rows = np.flatnonzero(gathers == regathers)
+            if not len(rows):
+                continue
+            alone = len(rows) == number
+            some = one if alone else one.take(rows)
+            here = self._peaks(some, s if alone else s.take(rows), regathers=regathers)
+            for name in names:
+                found[name][rows] = getattr(here, name)
+        moved = self.hosting.state_bytes(one.cuts, one.offload)
+        host = found.pop("host") + moved
+        found["optimizer"] = found["optimizer"] - moved
+        found["state"] = np.full(number, float(self.hosting.request.state_bytes))
+        found["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
+        return MemoryColumns(terms=found, host=host)
+
+    def _peaks(self, one: Laid, s: Setting, *, regathers: bool) -> Peaks:
+        number = len(one.accumulates)
+        away = np.zeros((len(one.cuts), number))
+        for row, count in zip(
+            away, self.hosting.away(one.cuts, one.offload), strict=True
+        ):
+            row[:] = count
+        return peak_of(
             self.facts,
-            layouts,
-            found,
+            one.cuts,
+            self.moments("activations" in one.offload, regathers),
             one.tables,
             s,
-            state_bytes=request.state_bytes,
-            cast_bytes=request.cast_bytes,
+            cast_bytes=self.hosting.request.cast_bytes,
             accumulates=one.accumulates,
-            away=self.hosting.away(layouts, one.offload),
+            away=away,
             in_flight=one.in_flight,
             gathered=one.gathered,
             postpones=one.postpones,
-        )
-        moved = self.hosting.state_bytes(layouts, s.mesh, one.offload)
-        return dataclasses.replace(
-            terms,
-            batch_bytes=self._batch_bytes(one.tables, s.mesh),
-            optimizer_bytes=terms.optimizer_bytes - moved,
-            host_bytes=terms.host_bytes + moved,
+            on=one.on,
         )
 
-    def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
+    def moments(self, apart: bool, regathers: bool) -> Moments:
+        """What memory holds when.
+
+        Args:
+            apart: activations wait in host memory.
+            regathers: products gather their weights again for their backward pass.
+        """
+        course = self.program.course(apart=apart, regathers=regathers)
+        if course not in self._found:
+            self._found[course] = moments(self.graph, self.facts, course)
+        return self._found[course]
+
+    def _batch_bytes(self, tables: Mapping[int, Table], s: Setting) -> Any:
         given = self.hosting.request.batch_bytes
-        if not given:
-            return 0
-        specs = batch_specs(self.homes, self.dims, tables, mesh)
-        pairs = zip(given, specs, strict=True)
-        return sum(nbytes // shards(spec, mesh) for nbytes, spec in pairs)
+        first = next(iter(tables))
+        found: Any = 0
+        for nbytes, (tensor, home) in zip(given, self.homes, strict=False):
+            table = tables[first if home is None else home]
+            cut = s.cut(self.dims.layouts[tensor], self.dims.sizes[tensor], table)
+            found = found + nbytes // cut.parts
+        return found

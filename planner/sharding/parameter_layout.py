@@ -12,6 +12,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.entries import LeafPlan
@@ -26,6 +29,7 @@ from whalejax.planner.model.graph import (
     Tensor,
 )
 from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.sharding.cuts import Cut
 from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
@@ -122,18 +126,20 @@ class LeafGroup:
             return 0
         return 3 * self.nbytes + 2 * self.optimizer_bytes
 
-    def moved_bytes(self, compiler: CompilerProfile, compute: Spec = ()) -> float:
+    def moved_bytes(self, compiler: CompilerProfile, selected: Any = False) -> Any:
         """Bytes of one of them as it is brought to those who compute with it.
 
         Args:
             compiler: what moves it.
-            compute: as it is computed with. What is looked up among sharded rows is
-                selected before anything multiplies it, and moves as wide as it is.
-                Without, no rows are sharded.
+            selected: whether its rows are in shards; or arrays of that. What is looked
+                up among them is selected before anything multiplies it, and moves as
+                wide as it is.
         """
-        selected = self.looked_up and any(compute[-2:-1])
-        narrow = self.multiplied and compiler.narrow_products and not selected
-        return self.nbytes / (2 if narrow else 1)
+        if not self.multiplied or not compiler.narrow_products:
+            return self.nbytes / 1
+        if self.looked_up and isinstance(selected, np.ndarray):
+            return np.where(selected, self.nbytes / 1, self.nbytes / 2)
+        return self.nbytes / (1 if self.looked_up and selected else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +150,11 @@ class LeafLayout:
     param: Spec
     gradient: Spec
     optimizer: Spec
+
+    @property
+    def selected(self) -> bool:
+        """Whether the rows that are taken of them lie in shards."""
+        return any(self.compute[-2:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +347,28 @@ def summed_over(
         for axis, size in mesh.items()
         if size > 1 and axis not in own and others.intersection(table.get(axis, ()))
     )
+
+
+def sums(
+    group: LeafGroup,
+    compute: Cut,
+    table: Table,
+    mesh: Mapping[str, Any],
+    common: frozenset[int],
+) -> Any:
+    """Whether ``summed_over`` names any axis, of one mesh or of arrays.
+
+    Args:
+        group: the parameter.
+        compute: how it is cut where it is computed with.
+        table, mesh, common: as there.
+    """
+    others = common - {role for atoms in group.layout for role in atoms}
+    found: Any = False
+    for axis, size in mesh.items() if group.trained else ():
+        if others.intersection(table.get(axis, ())):
+            found = found | ((size > 1) & np.logical_not(compute.shards(axis)))
+    return found
 
 
 def _counted(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, search_of
 from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, row_hits
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.memory.peak import peak_of
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.layout_memory import Laid
 from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.leaf_cuts import leaf_cuts
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
     Split,
@@ -153,14 +154,9 @@ def test_memory_and_parameters_beside_are_those_alone(
 
 def _peak(search: Search, tables: dict[int, Table], sizes: dict[str, int]) -> object:
     layouts = lay_out(search.facts, tables, sizes, 0)
-    return peak_of(
-        search.facts,
-        layouts,
-        search.moments.of(Laid(tables=tables, layouts=layouts)),
-        tables,
-        search.setting(sizes, 1),
-        state_bytes=0,
-        cast_bytes=1.0,
-        accumulates=False,
-        away=[0] * len(layouts),
+    laid = Laid(
+        tables=tables,
+        cuts=leaf_cuts(layouts, sizes),
+        accumulates=np.array([False]),
     )
+    return search.memory.of(laid, search.setting(sizes, 1)).at(0)

@@ -23,7 +23,7 @@ from whalejax.planner.search.batched.fits import (
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import CHUNKS, Frames
 from whalejax.planner.search.batched.partition import cut_layers
-from whalejax.planner.search.batched.peak import fits_of, keeps_of
+from whalejax.planner.search.batched.peak import fits_of, keeps_of, stays
 from whalejax.planner.search.batched.replicas import ReplicaCases
 from whalejax.planner.search.batched.step_time import least_step
 from whalejax.planner.search.ranking import Tally
@@ -72,6 +72,8 @@ class Sieve:
             return self.least_step(placement, some, self.ideal, any_schedule=True)
 
         least = np.maximum(least, bound(frames))
+        if self.model.exact is not None:  # It is asked of those that are fast enough.
+            return frames, least
         quick = np.flatnonzero(least <= self.limit)
         least[quick[~self._spared(placement, frames.take(quick))]] = np.inf
         keeps = functools.partial(self._keeps, placement)
@@ -120,6 +122,8 @@ class Sieve:
         self, placement: Placement, frames: Frames, least: Array
     ) -> tuple[Frames, Array]:
         """Frames with their orders and schedules, and tighter bounds on them."""
+        if self.model.exact is not None:
+            return frames, least
         first = self.options.remats[:1]
 
         def bound(some: Frames) -> Array:
@@ -194,6 +198,9 @@ class Sieve:
         fits = np.ones(len(some), dtype=bool)
         for kind in kinds:
             cases = Cases(self.model, some, placement, kind)
+            if self.model.exact is not None:
+                fits &= stays(cases, hosts)
+                continue
             if alone:
                 fits &= keeps_of(cases, parts)
                 continue

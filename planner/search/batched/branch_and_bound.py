@@ -136,10 +136,15 @@ class WideSearch:
         space: what it ranges over.
         cases: the best that were found, best first, after ``run``.
         tally: what it did.
-        slack: by which part cases may be slower than the best, and are remembered.
+        orders: axes may lie on links in another order than the usual one.
     """
 
-    slack: ClassVar[float] = TIE
+    orders: ClassVar[bool] = True
+
+    @property
+    def slack(self) -> float:
+        """By which part cases may be slower than the best, and are remembered."""
+        return TIE
 
     def __init__(
         self,
@@ -209,7 +214,12 @@ class WideSearch:
             batch_bytes=sum(self.request.batch_bytes),
             optimizer_other_bytes=links.facts.optimizer_other_bytes,
             room=self.room,
+            exact=self._exact_memory(),
         )
+
+    def _exact_memory(self) -> ExactMemory | None:
+        """What tells memory of all cases, where it does not have to be summed up."""
+        return None
 
     def _limits(self) -> list[str]:
         """What the search leaves out because there would be too much of it."""
@@ -370,7 +380,8 @@ class WideSearch:
         """Weigh frames under every order of their axes, schedule and option."""
         if not len(frames):
             return
-        frames = ordered(frames, self._sizes)
+        if self.orders:
+            frames = ordered(frames, self._sizes)
         least = self.sieve.least_step(placement, frames, self.model, any_schedule=True)
         frames = frames.take(least <= self.sieve.limit)
         if self.rings:
@@ -412,7 +423,7 @@ class WideSearch:
             lambda some: self.sieve.least_step(placement, some, self.model) <= limit,
             lambda some, hosts: self.sieve.may_fit(placement, some, hosts=hosts),
             lambda some: self._weigh(placement, some),
-            exact=placement.by != "replicas",
+            exact=placement.by != "replicas" and self.model.exact is None,
         )
         for cases, weighed in found:
             self._settle(placement, cases, weighed)
@@ -466,7 +477,7 @@ class WideSearch:
 
     @functools.cached_property
     def liveness(self) -> ExactMemory:
-        """What is in memory in every span of a step, of single cases."""
+        """What is in memory in every span of a step."""
         copies = self.space.reading.batch // self.batch
         return ExactMemory(self.space, self.request, copies)
 
@@ -479,24 +490,15 @@ class WideSearch:
         Returns:
             The case; it fits no more where ``weighed`` says so.
         """
-        if case.placement.by == "replicas":
+        model = dataclasses.replace(self.model, exact=self.liveness, room=1.0)
+        cases = Cases(model, case.frames, case.placement, None)
+        if not self.liveness.covers(cases):
             return case
-        cases = Cases(self.model, case.frames, case.placement, None)
         cut_layers(cases)
-        fullest = self.liveness.of(cases, 0)
-        if fullest is None:
-            return case
         found = weigh(cases)
-        for name, nbytes in fullest.terms.by_name().items():
-            found.memory[name][0] = nbytes
-        found.host[0] = fullest.terms.host_bytes
-        found.fits[0] = not any(fullest.lacks)
-        fresh = cases.fresh(cases.groups[0].kind, found.temporary)
-        found.after += fresh - found.time["allocation"]
-        found.time["allocation"] = fresh
         settle(cases, found, np.arange(1), case.frames.micro_batches)
         given = case.placement, case.frames, found, [case.micro_batches], 0
-        return dataclasses.replace(self._case(*given), lacks=fullest.lacks)
+        return dataclasses.replace(self._case(*given), lacks=self.liveness.lacks(cases))
 
     def _keep(
         self,

@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,6 +62,16 @@ Seconds = dict[tuple[int, int, str, str], Array]
 """By kind of device, place, phase and term; of one layer at ``LAYER``."""
 
 
+class Exact(Protocol):
+    """Memory of cases by what is in it in every span of a step; see ``ExactMemory``."""
+
+    def covers(self, cases: Cases) -> bool:
+        """Whether it can tell all of some cases."""
+
+    def terms(self, cases: Cases, group: Group) -> tuple[dict[str, Array], Array]:
+        """Terms on a stage of a group, and bytes in host memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """What does not change over cases.
@@ -77,6 +87,7 @@ class Model:
         batch_bytes: of the global batch, as if all of it were sharded.
         optimizer_other_bytes: optimizer state that follows no parameter.
         room: which part of the memory of devices cases may fill.
+        exact: memory by what is there when, where the program tells it.
     """
 
     cells: Columns
@@ -89,6 +100,7 @@ class Model:
     batch_bytes: int
     optimizer_other_bytes: int
     room: float = 1.0
+    exact: Exact | None = None
 
     @functools.cached_property
     def lightest(self) -> list[int]:
@@ -324,6 +336,7 @@ class Cases(_Rows):
     """Cases of one placement, or of one kind among replicas.
 
     Attributes:
+        by: see ``Placement``.
         groups: their stages.
         holders: places where there are parameters.
         held: parameters by place.
@@ -334,7 +347,7 @@ class Cases(_Rows):
         self, model: Model, frames: Frames, placement: Placement, kind: int | None
     ) -> None:
         super().__init__(model, frames)
-        self.alike = placement.by == "all"
+        self.by, self.alike = placement.by, placement.by == "all"
         first, *others = self._groups(placement, kind)
         self.groups = [first, *(g for g in others if g.count.any())]
         self.over = self.zeros

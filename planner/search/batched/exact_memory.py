@@ -1,68 +1,38 @@
-"""Memory of single cases by liveness, as of plans that run.
+"""Memory of cases by what is there in every span of a step, as for a single plan.
 
-Arrays estimate memory from sums over places of the chain. What a search gives back is
-priced here once more: by what is in memory in every span of a step (``memory``), on the
-fullest stage where there are several.
+It holds of programs that compute again what they are written to and nothing else. What
+policies of remat change of another program is summed up by ``peak``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+
+import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.memory.live_sets import Moments
-from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
+from whalejax.planner.memory.peak import WHOLE, Part
+from whalejax.planner.model.layer_chain import FIRST
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.batched.cases import Cases, Group
 from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.peak import share_of
 from whalejax.planner.search.batched.space import Space
 from whalejax.planner.search.host_offload import Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory, MomentsByLayout
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import GRID_AXES
-from whalejax.planner.sharding.parameter_layout import batch_homes, lay_out
-from whalejax.planner.terms import OFFLOADS, MemoryTerms
+from whalejax.planner.sharding.leaf_cuts import cut_leaves
+from whalejax.planner.terms import OFFLOADS
 
 
-Shares = dict[int, float]
-"""Which part of each place of the chain lies on a stage."""
+BLOCK = 1024
+"""Cases that are priced together: their bytes stay in a processor's cache."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fullest:
-    """Memory of a case on the stage that leaves least of its device's.
-
-    Attributes:
-        terms: of it.
-        over, host_over: bytes beyond those of its device, and of its host; less than 0
-            is room.
-    """
-
-    terms: MemoryTerms
-    over: float
-    host_over: float
-
-    @classmethod
-    def of(cls, cases: Cases, group: Group, terms: MemoryTerms) -> Fullest:
-        """On a stage of a group, by the devices that it lies on."""
-        device, host = cases.capacity(group.kind)
-        return cls(
-            terms=terms,
-            over=terms.total_bytes - device / cases.model.room,
-            host_over=terms.host_bytes - host,
-        )
-
-    @property
-    def lacks(self) -> tuple[float, float]:
-        """Bytes that it lacks on a device, and on its host."""
-        return max(0.0, self.over), max(0.0, self.host_over)
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """What tells the fullest of several: what it lacks, then what it leaves."""
-        return sum(self.lacks), self.over
+INSIDE = tuple(axis for axis in GRID_AXES if axis != "stage")
+"""Axes inside a stage."""
 
 
 class ExactMemory:
@@ -82,14 +52,13 @@ class ExactMemory:
         self.program = AnalysedProgram(
             reading.graph, reading.dims, space.cluster.compiler, reading.views
         )
-        hosting = Hosting(self.program, space.cluster, request, self.facts)
         self.memory = LayoutMemory(
+            graph=chain.graph,
+            program=self.program,
             facts=self.facts,
-            hosting=hosting,
+            hosting=Hosting(self.program, space.cluster, request, self.facts),
             dims=reading.dims,
-            homes=batch_homes(chain.graph),
         )
-        self._fitting: dict[tuple[object, ...], bool] = {}
 
     @functools.cached_property
     def knows(self) -> bool:
@@ -101,9 +70,98 @@ class ExactMemory:
         once = all(n == 1 for n in self.chain.leaf_times.values())
         return once and not self.space.cluster.compiler.reduces_at_end
 
-    @functools.cached_property
-    def _moments(self) -> MomentsByLayout:
-        return MomentsByLayout(self.chain.graph, self.facts, self.program)
+    def covers(self, cases: Cases) -> bool:
+        """Whether it can tell all of some cases."""
+        bits = int(np.bitwise_or.reduce(cases.frames.offload, initial=0))
+        away = {name for i, name in enumerate(OFFLOADS) if bits >> i & 1}
+        waits = "activations" not in away or bool(self.program.waiting)
+        remats = np.unique(cases.frames.remat).tolist()
+        plain = {name for i in remats for name in cases.model.policies[i].values()}
+        alike = self.knows and cases.by != "replicas"
+        return alike and plain <= {"none"} and waits and "gradients" not in away
+
+    def terms(self, cases: Cases, group: Group) -> tuple[dict[str, Array], Array]:
+        """Terms on a stage of a group, and bytes in host memory.
+
+        Args:
+            cases: cut by ``cut_layers``, and covered.
+            group: of their stages.
+        """
+        found: dict[str, Array] = {}
+        host = np.zeros(cases.number)
+        for variant, bits, rows in self._alike(cases):
+            offload = tuple(n for i, n in enumerate(OFFLOADS) if bits >> i & 1)
+            laid, s = self._laid(cases, group, variant, offload, rows)
+            here = self.memory.of(laid, s)
+            host[rows] = here.host
+            for name, values in here.terms.items():
+                found.setdefault(name, np.zeros(cases.number))[rows] = values
+        return found, host
+
+    def lacks(self, cases: Cases) -> tuple[float, float]:
+        """Bytes that the one case lacks on its fullest device, and on its host."""
+        found = []
+        for group in cases.groups:
+            terms, host = self.terms(cases, group)
+            device_bytes, host_bytes = cases.capacity(group.kind)
+            over = float(sum(v[0] for v in terms.values())) - device_bytes
+            lacks = max(0.0, over), max(0.0, float(host[0]) - host_bytes)
+            if group.count[0] > 0:
+                found.append((sum(lacks), over, lacks))
+        return max(found)[-1]
+
+    def _alike(self, cases: Cases) -> Iterator[tuple[int, int, Array]]:
+        """Cases of one variant with the same in host memory, in blocks."""
+        variant = cases.cell(Column("variant")).astype(np.int64)
+        key = (variant << len(OFFLOADS)) + cases.frames.offload
+        for one in np.unique(key).tolist():
+            rows = np.flatnonzero(key == one)
+            for start in range(0, len(rows), BLOCK):
+                number, bits = divmod(one, 1 << len(OFFLOADS))
+                yield number, bits, rows[start : start + BLOCK]
+
+    def _laid(
+        self,
+        cases: Cases,
+        group: Group,
+        variant: int,
+        offload: tuple[str, ...],
+        rows: Array,
+    ) -> tuple[Laid, Setting]:
+        frames = cases.frames
+        tables = self.space.served[variant].spots
+        mesh = {axis: cases.mesh[axis][rows] for axis in INSIDE}
+        count = frames.micro_batches[rows]
+        several = bool((frames.stage[rows] > 1).any())
+        held = cases.in_flight(group, frames.micro_batches)[rows] if several else 1.0
+        laid = Laid(
+            tables=tables,
+            cuts=cut_leaves(self.facts, tables, mesh, frames.zero[rows]),
+            accumulates=count > 1,
+            offload=offload,
+            in_flight=held,
+            on=self._part(cases, group, rows) if several else WHOLE,
+        )
+        s = Setting(
+            mesh,
+            count * self.copies,
+            self.space.cluster,
+            self.space.reading.dims,
+            self.batch,
+        )
+        return laid, s
+
+    def _part(self, cases: Cases, group: Group, rows: Array) -> Part:
+        """What of the program lies on the fullest stage of a group."""
+        spots = {home: spot.place for home, spot in enumerate(self.chain.spots)}
+        shares = {
+            place: share_of(cases, group, place)[rows]
+            for place in {*spots.values(), *self._group_places}
+        }
+        return Part(
+            homes={home: shares[place] for home, place in spots.items()},
+            groups=np.array([shares[place] for place in self._group_places]),
+        )
 
     @functools.cached_property
     def _group_places(self) -> list[int]:
@@ -113,113 +171,3 @@ class ExactMemory:
         for tensor, group in pairs:
             found[group] = places[tensor.id]
         return found
-
-    def of(self, cases: Cases, row: int) -> Fullest | None:
-        """Memory of one case on its fullest stage; None where it is not known.
-
-        Args:
-            cases: cut by ``cut_layers``; of one placement, replicas not unlike.
-            row: which of them.
-        """
-        laid = self._laid(cases, row)
-        if laid is None:
-            return None
-        stage = int(cases.mesh["stage"][row])
-        count = int(cases.frames.micro_batches[row])
-        s = self._setting(cases, row, count)
-        found = self._moments.of(laid)
-        stages = [
-            Fullest.of(
-                cases,
-                g,
-                self.memory.of(found, laid, s)
-                if stage == 1
-                else self.memory.of(
-                    self._on_stage(found, _shares(cases, g, row)),
-                    dataclasses.replace(laid, in_flight=self._held(cases, g, row)),
-                    s,
-                ),
-            )
-            for g in cases.groups
-            if g.count[row] > 0
-        ]
-        return max(stages, key=lambda one: one.order)
-
-    def may_fit(self, cases: Cases, row: int) -> bool:
-        """Whether memory holds a case, were each sample a micro-batch of its own.
-
-        More micro-batches take no more memory, so that no other number fits where
-        this does not. Each answer is worked out once.
-
-        Args:
-            cases, row: as for ``of``; there is one stage, and ``of`` knows the case.
-        """
-        frames = cases.frames
-        cell = int(frames.cell[row])
-        samples = int(cases.model.cells[Column("samples")][cell])
-        count = int(frames.micro_batches[row]) * samples
-        variant = int(cases.model.cells[Column("variant")][cell])
-        sizes = tuple(int(cases.mesh[axis][row]) for axis in GRID_AXES)
-        key = variant, sizes, int(frames.zero[row]), int(frames.offload[row]), count
-        if key not in self._fitting:
-            laid = self._laid(cases, row)
-            assert laid is not None
-            laid = dataclasses.replace(laid, accumulates=count > 1)
-            terms = self.memory.of(
-                self._moments.of(laid), laid, self._setting(cases, row, count)
-            )
-            here = Fullest.of(cases, cases.groups[0], terms)
-            self._fitting[key] = not any(here.lacks)
-        return self._fitting[key]
-
-    def _setting(self, cases: Cases, row: int, count: int) -> Setting:
-        inside = {a: int(cases.mesh[a][row]) for a in GRID_AXES if a != "stage"}
-        return Setting(
-            inside,
-            count * self.copies,
-            self.space.cluster,
-            self.space.reading.dims,
-            self.batch,
-        )
-
-    def _laid(self, cases: Cases, row: int) -> Laid | None:
-        """The layout of a case; None where its memory is not known."""
-        frames = cases.frames
-        policy = cases.model.policies[int(frames.remat[row])]
-        bits = int(frames.offload[row])
-        offload = tuple(n for i, n in enumerate(OFFLOADS) if bits >> i & 1)
-        apart = "activations" in offload
-        plain = set(policy.values()) <= {"none"} and "gradients" not in offload
-        if not (self.knows and plain) or (apart and not self.program.waiting):
-            return None
-        cell = int(frames.cell[row])
-        variant = self.space.served[int(cases.model.cells[Column("variant")][cell])]
-        inside = {a: int(cases.mesh[a][row]) for a in GRID_AXES if a != "stage"}
-        return Laid(
-            tables=variant.spots,
-            layouts=lay_out(self.facts, variant.spots, inside, int(frames.zero[row])),
-            offload=offload,
-            accumulates=int(frames.micro_batches[row]) > 1,
-        )
-
-    def _held(self, cases: Cases, group: Group, row: int) -> float:
-        """Micro-batches in flight on a stage of a group."""
-        return float(cases.in_flight(group, cases.frames.micro_batches)[row])
-
-    def _on_stage(self, found: Moments, shares: Shares) -> Moments:
-        return found.on_stage(
-            [shares[self.chain.spots[k.task_graph].place] for k in found.kinds],
-            [shares[place] for place in self._group_places],
-        )
-
-
-def _shares(cases: Cases, group: Group, row: int) -> Shares:
-    """Which part of each place lies on the fullest stage of a group."""
-    first, last = float(group.first[row]), float(group.last[row])
-    return {
-        FIRST: first,
-        LAST: last,
-        LAYER: float(group.layers[row]) / cases.model.layers,
-        ENDS: max(first, last),
-        EVERYWHERE: 1.0,
-    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
@@ -68,6 +70,29 @@ def keeps_of(cases: Cases, micro_batches: Array) -> Array:
     return fits
 
 
+def stays(cases: Cases, hosts: bool) -> Array:
+    """Whether memory may hold each case: it holds what stays during the whole step.
+
+    Args:
+        cases: nothing is cut yet.
+        hosts: memory of hosts counts.
+    """
+    cut_layers(cases)
+    fits = np.ones(cases.number, dtype=bool)
+    away = {name: cases.offloads(name) for name in ("params", "optimizer")}
+    params = {p: cases.held[p].params for p in cases.holders}
+    state = {p: cases.owned(cases.held[p].state) for p in cases.holders}
+    for g in cases.groups:
+        shares = {place: share_of(cases, g, place) for place in HOLDERS}
+        own = {"params": mixed(shares, params), "optimizer": mixed(shares, state)}
+        host = sum((own[name] * away[name] for name in away), cases.zeros)
+        device = sum(own.values(), cases.zeros) - host
+        device_bytes, host_bytes = cases.capacity(g.kind)
+        enough = (device <= device_bytes) & ((host <= host_bytes) | (not hosts))
+        fits &= (g.count == 0) | enough
+    return fits
+
+
 def memory_of(
     cases: Cases, parts: Array, *, any_policy: bool = False, hosts: bool = True
 ) -> tuple[dict[str, Array], Array, Array]:
@@ -76,18 +101,41 @@ def memory_of(
     left = []
     most = cases.zeros
     fits = np.ones(cases.number, dtype=bool)
+    stages = _summed(cases, parts, any_policy=any_policy)
+    exact = cases.model.exact
+    if exact is not None and exact.covers(cases):
+        stages = (exact.terms(cases, group) for group in cases.groups)
+    for g, (terms, host) in zip(cases.groups, stages, strict=True):
+        device_bytes, host_bytes = cases.capacity(g.kind)
+        room = device_bytes - sum(terms.values(), np.zeros(1))
+        there = g.count > 0
+        enough = host <= host_bytes
+        fits &= ~there | ((room >= 0) & (enough | (not hosts)))
+        left.append(np.where(there, room, np.inf))
+        most = np.maximum(most, np.where(there, host, 0.0))
+        for name, values in terms.items():
+            tables.setdefault(name, []).append(values)
+    chosen = np.stack(left).argmin(axis=0)
+    column = np.arange(cases.number)
+    return {n: np.stack(v)[chosen, column] for n, v in tables.items()}, fits, most
+
+
+def _summed(
+    cases: Cases, parts: Array, *, any_policy: bool
+) -> Iterable[tuple[dict[str, Array], Array]]:
+    """For each group terms on a stage and bytes on a host, whenever they are there."""
     static = {
         "params": {p: cases.held[p].params for p in cases.holders},
         "gradients": {p: cases.gradients(p) for p in cases.holders},
         "state": {p: cases.owned(cases.held[p].state) for p in cases.holders},
     }
     saved = {p: cases.saved(p, least=any_policy) for p in PLACES}
+    away = {name: cases.offloads(name) for name in OFFLOADS}
     for g in cases.groups:
         shares = {place: share_of(cases, g, place) for place in HOLDERS}
         held = cases.in_flight(g, parts)
         params, gradients, state = (mixed(shares, v) for v in static.values())
         activations = held * mixed(shares, saved)
-        away = {name: cases.offloads(name) for name in OFFLOADS}
         kept = np.minimum(activations, 2 * saved[LAYER] / cases.model.layers)
         two = FETCHED * cases.gradients(LAYER) / cases.model.layers
         least = np.minimum(gradients, two)
@@ -106,18 +154,7 @@ def memory_of(
             + away["activations"] * activations
             + away["gradients"] * gradients
         )
-        device_bytes, host_bytes = cases.capacity(g.kind)
-        room = device_bytes - sum(terms.values(), np.zeros(1))
-        there = g.count > 0
-        enough = host <= host_bytes
-        fits &= ~there | ((room >= 0) & (enough | (not hosts)))
-        left.append(np.where(there, room, np.inf))
-        most = np.maximum(most, np.where(there, host, 0.0))
-        for name, values in terms.items():
-            tables.setdefault(name, []).append(values)
-    chosen = np.stack(left).argmin(axis=0)
-    column = np.arange(cases.number)
-    return {n: np.stack(v)[chosen, column] for n, v in tables.items()}, fits, most
+        yield terms, host
 
 
 def _working(

@@ -2,9 +2,8 @@
 
 The plans that run today are weighed one by one, under programs that are traced for
 each: a thousand devices have hundreds of meshes. The wide search prices all meshes of
-each of these programs as arrays, in a fraction of a second and with the same formulas,
-and asks liveness of the fastest whether memory holds them. What it finds far from the
-best is not looked at again.
+each of these programs as arrays, in a fraction of a second and with the same formulas.
+What it finds far from the best is not looked at again.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.cells import Column
-from whalejax.planner.search.batched.fits import ACTIVATIONS
+from whalejax.planner.search.batched.exact_memory import ExactMemory
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import Frames
 from whalejax.planner.search.batched.partition import cut_layers
+from whalejax.planner.search.batched.peak import memory_of
 from whalejax.planner.search.batched.space import Spaces
-from whalejax.planner.search.batched.step_time import CaseCosts
+from whalejax.planner.search.batched.step_time import CaseCosts, weigh
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.zero1_slices import sliceable
@@ -37,16 +37,23 @@ MANY: Final = 40
 """Meshes that are looked at one by one; of more, the promising ones are."""
 
 ROOMS: Final = (1.0, 2.0)
-"""Parts of a device's memory that plans may fill as arrays sum it up.
+"""Parts of a device's memory that plans may fill where arrays sum it up.
 
-Arrays sum up what is kept, whenever that is; what is in memory at once, which decides,
-may be half. What arrays find too large is looked for with more in host memory."""
+Where layers that are written out stand for each other, arrays sum up what is kept,
+whenever that is; what is in memory at once, which decides, may be half. What arrays
+find too large is looked for with more in host memory."""
 
 MOST: Final = 8
-"""Promising meshes of one program that are looked at."""
+"""Promising meshes of one program that are looked at, where memory is summed up."""
+
+FIRST: Final = 512
+"""Cases of which memory is asked first; of few it takes as long."""
 
 SLACK: Final = 0.1
 """A mesh is promising whose best plan is slower than the best by this part at most."""
+
+NEAR: Final = 0.02
+"""The same where memory is known: more than plans may tie."""
 
 
 def promising(
@@ -68,7 +75,7 @@ def promising(
         Where nothing is found that fits, infinite ones for those that lack least, of
         the program that does.
     """
-    best = math.inf
+    best, slack = math.inf, SLACK
     found: dict[Variant, dict[Mesh, float]] = {}
     lacks: dict[Variant, dict[Mesh, float]] = {}
     for variant, graph in programs:
@@ -90,14 +97,17 @@ def promising(
                 break
             search.run()
             best = min(best, min(search.steps.values(), default=math.inf))
+            known = search.model.exact is not None
             steps = found.setdefault(variant, {})
-            for mesh in _least(search.steps):
+            for mesh in search.steps if known else _least(search.steps):
                 steps[mesh] = min(search.steps[mesh], steps.get(mesh, math.inf))
-            if best == math.inf and room == ROOMS[-1]:
+            slack = min(slack, search.slack)
+            if best == math.inf and (known or room == ROOMS[-1]):
                 lacks[variant] = search.lacks()
-    limit = best * (1 + SLACK)
+            if known:
+                break
     near = {
-        variant: {mesh: step for mesh, step in steps.items() if step <= limit}
+        variant: {mesh: t for mesh, t in steps.items() if t <= best * (1 + slack)}
         for variant, steps in found.items()
     }
     if any(near.values()):
@@ -236,7 +246,12 @@ class _Search(WideSearch):
         steps: seconds of a step in the best plan of each mesh.
     """
 
-    slack: ClassVar[float] = SLACK
+    orders: ClassVar[bool] = False
+
+    @property
+    def slack(self) -> float:
+        """Whether a mesh is promising is known as well as its memory."""
+        return NEAR if self.liveness.knows else SLACK
 
     def __init__(
         self,
@@ -268,10 +283,16 @@ class _Search(WideSearch):
         """None: what is found does not depend on what was asked before."""
         return np.zeros(len(frames), dtype=bool)
 
+    def _exact_memory(self) -> ExactMemory | None:
+        """By liveness, where that can be told."""
+        return self.liveness if self.liveness.knows else None
+
     def _offloads(self) -> list[int]:
         """Without what no executor keeps in host memory, or this optimizer cannot."""
         hosted = Hosted() if self.request.hosted is None else self.request.hosted()
         never = {"gradients"}
+        if not self.liveness.program.waiting:  # Where nothing is computed again.
+            never.add("activations")
         if not hosted.params:
             never.add("params")
         if not any(hosted.state.values()):
@@ -279,38 +300,35 @@ class _Search(WideSearch):
         bits = sum(1 << OFFLOADS.index(name) for name in never)
         return [one for one in super()._offloads() if not one & bits] or [0]
 
-    def _held(self, placement: Placement, frames: Frames, found: CaseCosts) -> Array:
-        """Which cases memory holds: by liveness, where that can be told."""
+    def _weigh(self, placement: Placement, frames: Frames) -> CaseCosts:
+        """Times of all; memory of those that are fast enough, the fastest first."""
+        if self.model.exact is None or placement.by == "replicas":
+            return super()._weigh(placement, frames)
+        self.tally.weighed += len(frames)
         cases = Cases(self.model, frames, placement, None)
         cut_layers(cases)
-        held: Array = found.memory_bytes <= self.cluster.memory_bytes
-        if not self.liveness.knows:
-            return held
-        order = np.argsort(found.step, kind="stable").tolist()
-        fastest = dict(self.steps)
-        for row in order:
-            mesh = self._mesh(frames, row)
-            held[row] = False
-            if fastest.get(mesh, math.inf) <= found.step[row]:
-                continue  # Slower than what is known of the same mesh.
-            # Nothing waits where nothing is computed again.
-            waits = int(frames.offload[row]) & ACTIVATIONS
-            if waits and not self.liveness.program.waiting:
-                continue
-            if self.liveness.may_fit(cases, row):
-                fullest = self.liveness.of(cases, row)
-                held[row] = fullest is not None and not any(fullest.lacks)
-            if held[row]:
-                fastest[mesh] = float(found.step[row])
-        return held
+        found = weigh(cases, memory=False)
+        best, step = self.tally.best, found.step
+        order, at, size = np.argsort(step, kind="stable"), 0, FIRST
+        while at < len(order) and step[order[at]] <= best * (1 + self.slack):
+            rows = order[at : at + size]
+            some = frames.take(rows)
+            here = Cases(self.model, some, placement, None)
+            cut_layers(here)
+            found.fits[rows] = memory_of(here, some.micro_batches)[1]
+            best = min(best, step[rows][found.fits[rows]].min(initial=math.inf))
+            at, size = at + size, 4 * size
+        found.pipeline[order[at:]] = math.inf
+        return found
 
-    def _exact(
-        self, placement: Placement, frames: Frames
-    ) -> tuple[CaseCosts, list[tuple[int, ...]]]:
-        found, counts = super()._exact(placement, frames)
-        if placement.by != "replicas":
-            found.fits &= self._held(placement, frames, found)
-        return found, counts
+    def _settle(self, placement: Placement, frames: Frames, found: CaseCosts) -> None:
+        """Nothing is simulated where there are no stages."""
+        if self.model.exact is None or placement.by == "replicas":
+            super()._settle(placement, frames, found)
+            return
+        may = found.fits & (found.step <= self.sieve.limit)
+        for index in np.flatnonzero(may).tolist():
+            self._keep(placement, frames, found, (), index)
 
     def _keep(
         self,

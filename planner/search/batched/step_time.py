@@ -90,12 +90,15 @@ class CaseCosts:
         )
 
 
-def weigh(cases: Cases, micro_batches: Array | None = None) -> CaseCosts:
+def weigh(
+    cases: Cases, micro_batches: Array | None = None, *, memory: bool = True
+) -> CaseCosts:
     """Weigh cases; the pipeline's time is a lower bound.
 
     Args:
         cases: what to weigh; ``cut_layers`` has cut them.
         micro_batches: of one pipeline, where replicas differ; the frames' otherwise.
+        memory: that of devices too; without it, all fit.
     """
     parts = cases.frames.micro_batches if micro_batches is None else micro_batches
     pace, slowest = stage_pace(cases)
@@ -103,19 +106,21 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> CaseCosts:
     after = _after(cases, parts)
     for name, seconds in after.items():
         time[name] = time.get(name, 0.0) + seconds
-    memory, fits, host = memory_of(cases, parts)
-    temporary = memory["gradients"] + memory["activations"] + memory["working"]
-    time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
-    return CaseCosts(
+    found = CaseCosts(
         pace=pace,
         pipeline=_bound(cases, pace, parts),
-        after=sum(after.values(), time["allocation"]),
+        after=sum(after.values(), cases.zeros),
         time=time,
-        memory=memory,
-        fits=fits,
+        memory={},
+        fits=np.ones(cases.number, dtype=bool),
         wire=_wire(cases, parts),
-        host=host,
+        host=cases.zeros,
     )
+    if memory:
+        found.memory, found.fits, found.host = memory_of(cases, parts)
+        time["allocation"] = cases.fresh(cases.groups[0].kind, found.temporary)
+        found.after = found.after + time["allocation"]
+    return found
 
 
 def least_step(
