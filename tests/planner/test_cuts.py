@@ -1,0 +1,150 @@
+"""Layouts and memory of many meshes at once against those of each mesh."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from whalejax import jobs, models
+from whalejax.adapters.base import adapt
+from whalejax.capture import capture
+from whalejax.capture.precision import at_precision
+from whalejax.lowering.optimizer_state import optimizer_bytes
+from whalejax.lowering.spmd.executor import hosted
+from whalejax.meshes import cluster
+from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_memory import Laid
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.cuts import Cut, cut_by, cuts_of, extended
+from whalejax.planner.sharding.fused_parameters import Fused, lying
+from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
+from whalejax.planner.sharding.leaf_cuts import cut_leaves, leaf_cuts
+from whalejax.planner.sharding.parameter_layout import lay_out
+from whalejax.planner.terms import ALL
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Adam promotes its count.
+
+AXES = ("data", "fsdp", "expert", "tensor")
+ROLES = range(6)
+
+
+def _same(cut: Cut, spec: Spec, mesh: Mapping[str, int], at: int) -> bool:
+    """Whether a cut is that of a layout in one of its meshes."""
+
+    def here(value: Any) -> Any:
+        return value[at] if isinstance(value, np.ndarray) else value
+
+    one = cut_by(spec, mesh)
+    used = {axis for axis, where in cut.axes.items() if here(where)}
+    return [here(n) for n in cut.dims] == [*one.dims] and used == {*one.axes}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cuts_are_those_of_each_layout(seed: int) -> None:
+    draw = random.Random(seed)
+    roles = draw.sample(ROLES, k=5)
+    layout = (tuple(roles[:1]), tuple(roles[1:3]), tuple(roles[3:4]))
+    sizes = tuple(tuple(draw.choice((4, 6, 8, 12)) for _ in atoms) for atoms in layout)
+    table: Table = {axis: tuple(draw.sample(ROLES, k=3)) for axis in AXES}
+    # What only readers can name lends its axes to dimensions of their own.
+    fused = Fused(inner=((roles[2], 12),), others=(roles[0], roles[3]))
+    meshes = [{axis: draw.choice((1, 2, 3, 4)) for axis in AXES} for _ in range(24)]
+    columns = {axis: np.array([mesh[axis] for mesh in meshes]) for axis in AXES}
+    columns["spare"] = np.array([draw.choice((1, 2)) for _ in meshes])
+    shape = [int(np.prod(atoms)) for atoms in sizes]
+    plain = cuts_of(layout, sizes, table, columns)
+    lent = cuts_of(layout, sizes, table, columns, fused)
+    more = extended(lent, shape, "spare", columns, (2, 0))
+    found = set()
+    for at, mesh in enumerate(meshes):
+        spec = lying(layout, sizes, fused, table, mesh)
+        assert _same(plain, spec_of(layout, sizes, table, mesh), mesh, at)
+        assert _same(lent, spec, mesh, at)
+        one = {**mesh, "spare": int(columns["spare"][at])}
+        assert _same(more, extend_spec(spec, shape, "spare", one, (2, 0)), one, at)
+        found.add(spec)
+    assert len(found) > 1  # one table gives unlike layouts
+
+
+SMALL = {"embed": 256, "heads": 8, "mlp": 512, "sequence": 128, "vocab": 512}
+PROGRAMS: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "scanned": ("gpt-small", {**SMALL, "layers": 4, "scan_layers": True}, "bf16"),
+    "written out": ("gpt-small", {**SMALL, "layers": 2, "scan_layers": False}, "bf16"),
+    "experts": ("moe", {**SMALL, "layers": 2, "experts": 4}, "f32"),
+}
+
+
+def _search(name: str, text: str, policy: str) -> Search:
+    model, options, precision = PROGRAMS[name]
+    job = models.job(model, **options)
+    abstract = jobs.abstract_model(job)
+    adapter = at_precision(adapt(abstract, job.loss_fn), precision)
+    batch = jax.eval_shape(lambda: job.batch_at(0, 32))
+    found = capture(adapter, batch, num_micro_batches=1, batch_axes=0)
+    graph = found.with_remat(((ALL, policy),)).graph if policy != "none" else None
+    analysed = analyse_graph(graph or found.graph)
+    machine, adam = cluster(text), optax.adam(1e-3)
+    request = Request(
+        optimizer=optimizer_bytes(adapter, adam, machine.platform),
+        batch_bytes=tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)),
+        cast_bytes=0.5 if precision == "bf16" else 1.0,
+        num_devices=machine.num_devices,
+        hosted=lambda: hosted(adapter, adam),
+    )
+    return Search(analysed.graph, analysed.dims, machine, request)
+
+
+def _layouts(search: Search) -> dict[str, list[tuple[dict[str, int], Any, int, int]]]:
+    """Mesh, tables, ZeRO and micro-batches of every layout, by its tables."""
+    found: dict[str, list[tuple[dict[str, int], Any, int, int]]] = {}
+    for context in (1, 2):
+        for mesh in search.meshes(context):
+            for tables in search._tables(mesh):
+                for zero in (0, 1, 2) if mesh["data"] > 1 else (0,):
+                    for count in search._micro_batches(mesh, tables):
+                        row = mesh, tables, zero, count
+                        found.setdefault(repr(tables), []).append(row)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("text", ["h100:8", "v5e:4x4", "cpu:8"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_of_many_layouts_is_that_of_each(
+    name: str, text: str, policy: str
+) -> None:
+    """To the byte, whatever lies in host memory."""
+    search, draw, seen = _search(name, text, policy), random.Random(7), set()
+    for rows in _layouts(search).values():
+        tables, axes = rows[0][1], [*rows[0][0]]
+        mesh = {axis: np.array([row[0][axis] for row in rows]) for axis in axes}
+        zero, count = (np.array([row[i] for row in rows]) for i in (2, 3))
+        cuts = cut_leaves(search.facts, tables, mesh, zero)
+        s = Setting(mesh, count, search.cluster, search.dims, search.batch_roles)
+        for offload in ((), ("optimizer", "params")):
+            laid = Laid(
+                tables=tables, cuts=cuts, accumulates=count > 1, offload=offload
+            )
+            many = search.memory.of(laid, s)
+            for at in draw.sample(range(len(rows)), k=min(8, len(rows))):
+                sizes, _, level, parts = rows[at]
+                layouts = lay_out(search.facts, tables, sizes, level)
+                alone = Laid(
+                    tables=tables,
+                    cuts=leaf_cuts(layouts, sizes),
+                    accumulates=np.array([parts > 1]),
+                    offload=offload,
+                )
+                one = search.memory.of(alone, search.setting(sizes, parts)).at(0)
+                assert many.at(at) == one
+                seen.add(one)
+    assert len(seen) > 20
