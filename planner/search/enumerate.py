@@ -22,6 +22,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from whalejax.planner.search.combining import (
     zero_levels,
 )
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory
+from whalejax.planner.search.layout_memory import Laid, LayoutMemory, MemoryTable
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
@@ -240,13 +241,6 @@ class Search:
         )
         self.facts = self.facts.held(self.options.stored)
         self.hosting = Hosting(self.program, cluster, request, self.facts)
-        self.memory: LayoutMemory = LayoutMemory(
-            graph=graph,
-            program=self.program,
-            facts=self.facts,
-            hosting=self.hosting,
-            dims=dims,
-        )
         self.combining = CombiningCosts(
             graph, dims, self.facts, cluster, request.combine
         )
@@ -254,6 +248,22 @@ class Search:
         self.named_axes = pinned_axes(graph)
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
+
+    @functools.cached_property
+    def memory(self) -> LayoutMemory:
+        """What layouts take."""
+        return LayoutMemory(
+            graph=self.graph,
+            program=self.program,
+            facts=self.facts,
+            hosting=self.hosting,
+            dims=self.dims,
+        )
+
+    @functools.cached_property
+    def memories(self) -> MemoryTable:
+        """What the layouts take that are weighed."""
+        return MemoryTable(self.memory, self.setting)
 
     @functools.cached_property
     def residents(self) -> Residents:
@@ -276,10 +286,7 @@ class Search:
         sizes = [fixed or 1]
         if fixed is None and self.options.sequence:
             sizes += [n for n in divisors(self.request.num_devices) if n > 1]
-        for context in sizes:
-            for mesh in self.meshes(context):
-                for tables in self._tables(mesh):
-                    self.score(mesh, tables)
+        self._score([m for context in sizes for m in self.meshes(context)])
         if self._wants_space():
             self._share_space()
         return ranked([s for s in self.scored if s.fits])
@@ -298,8 +305,7 @@ class Search:
             model = mesh["tensor"] * mesh["expert"]
             if model > most:
                 break
-            for tables in self._tables(mesh):
-                self.score(mesh, tables)
+            self._score([mesh])
             fresh, seen = self.scored[seen:], len(self.scored)
             fitting = [one.time.step_seconds for one in fresh if one.fits]
             self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
@@ -505,18 +511,30 @@ class Search:
                 return False
         return True
 
+    def _score(self, every: Sequence[dict[str, int]]) -> None:
+        """Evaluate meshes under all of their tables."""
+        pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
+        for mesh, tables in pairs:
+            counts = tuple(self._micro_batches(mesh, tables))
+            self.memories.add(mesh, tables, self._levels(mesh), counts)
+        for mesh, tables in pairs:
+            self.score(mesh, tables)
+
+    def _levels(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Levels of ZeRO that are tried."""
+        levels: tuple[int, ...] = (0, 1, 2) if mesh["data"] > 1 else (0,)
+        if self.request.zero is not None:
+            levels = (self.request.zero,)
+        return zero_levels(self.request, levels)
+
     def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
         """Evaluate one mesh under one table for each TaskGraph, at every ZeRO level.
 
         What can be is added to ``scored``.
         """
-        levels: tuple[int, ...] = (0, 1, 2) if mesh["data"] > 1 else (0,)
-        if self.request.zero is not None:
-            levels = (self.request.zero,)
-        levels = zero_levels(self.request, levels)
         costs: dict[int, tuple[RowCost, ...]] = {}
         shared = 0.0
-        for zero in levels:
+        for zero in self._levels(mesh):
             if shared > self.bound:
                 break
             layouts = lay_out(self.facts, tables, mesh, zero)
@@ -667,6 +685,29 @@ class Search:
         collectives: Sequence[Collective],
         *,
         postpones: bool = False,
+        in_flight: float | None = None,
+    ) -> MemoryTerms:
+        memory = None
+        if not postpones and not collectives and in_flight is None:
+            given = case.mesh, case.tables, case.zero, count, offload
+            memory = self.memories.of(*given)
+        if memory is None:
+            held = self.request.in_flight if in_flight is None else in_flight
+            memory = self._memory_alone(
+                case, count, offload, collectives, postpones=postpones, in_flight=held
+            )
+        met = self.combining.of(case.layouts, case.mesh)
+        return with_buffers(memory, met.nbytes) if met.nbytes else memory
+
+    def _memory_alone(
+        self,
+        case: _Case | Scored,
+        count: int,
+        offload: tuple[str, ...],
+        collectives: Sequence[Collective],
+        *,
+        postpones: bool,
+        in_flight: float,
     ) -> MemoryTerms:
         s = self.setting(case.mesh, count)
         accumulates = s.num_micro_batches * self.graph.num_micro_batches > 1
@@ -676,12 +717,10 @@ class Search:
             offload=offload,
             accumulates=np.array([accumulates]),
             postpones=postpones and not accumulates,
-            in_flight=self.request.in_flight,
+            in_flight=in_flight,
             gathered=largest_gather(collectives),
         )
-        memory = self.memory.of(laid, s).at(0)
-        met = self.combining.of(case.layouts, case.mesh)
-        return with_buffers(memory, met.nbytes) if met.nbytes else memory
+        return self.memory.of(laid, s).at(0)
 
     def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
         """What a plan takes with so many micro-batches' activations at once.
@@ -690,12 +729,8 @@ class Search:
             scored: one of this search.
             in_flight: how many.
         """
-        asked = self.request
-        self.request = dataclasses.replace(asked, in_flight=in_flight)
         given = scored, scored.num_micro_batches, scored.offload, scored.collectives
-        found = self._memory(*given)
-        self.request = asked
-        return found
+        return self._memory(*given, in_flight=in_flight)
 
     def reported(self, scored: Scored) -> MemoryTerms:
         """What the compiled program of a plan takes.
@@ -721,8 +756,13 @@ class Search:
         fuller = more.total_bytes > found.total_bytes
         return more if fuller and self._fits(more) else found
 
-    def setting(self, mesh: Mapping[str, int], count: int) -> Setting:
-        """What rows are priced under, on a mesh with so many micro-batches."""
+    def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
+        """What rows are priced under, on a mesh with so many micro-batches.
+
+        Args:
+            mesh: sizes of the axes; arrays are of many meshes.
+            count: micro-batches, or an array of them.
+        """
         # The graph was traced at one part of its batch; what is searched is how many
         # parts there are in all.
         return Setting(

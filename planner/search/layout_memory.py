@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import Hosting
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_cuts import LeafCuts
+from whalejax.planner.sharding.leaf_cuts import LeafCuts, cut_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, batch_homes
 from whalejax.planner.terms import MemoryTerms
 
@@ -181,3 +182,94 @@ class LayoutMemory:
             cut = s.cut(self.dims.layouts[tensor], self.dims.sizes[tensor], table)
             found = found + nbytes // cut.parts
         return found
+
+
+_Row = tuple[tuple[int, ...], int, int]
+"""Sizes of the axes, level of ZeRO and micro-batches of one layout."""
+
+
+class MemoryTable:
+    """Memory of the layouts that a search weighs: those of equal tables together.
+
+    Args:
+        memory: of one program.
+        setting: from sizes of the axes and micro-batches, as arrays.
+    """
+
+    def __init__(
+        self,
+        memory: LayoutMemory,
+        setting: Callable[[Mapping[str, Any], Any], Setting],
+    ) -> None:
+        self.memory, self.setting = memory, setting
+        self._rows: dict[object, dict[_Row, int]] = {}
+        self._found: dict[object, MemoryColumns] = {}
+
+    def add(
+        self,
+        mesh: Mapping[str, int],
+        tables: Mapping[int, Table],
+        zeros: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        """Layouts that may be asked for.
+
+        Args:
+            mesh: sizes of the axes.
+            tables: compute table of each TaskGraph.
+            zeros: levels over ``data``.
+            counts: of micro-batches.
+        """
+        rows = self._rows.setdefault(_key(mesh, tables), {})
+        sizes = tuple(mesh.values())
+        for zero, count in itertools.product(zeros, counts):
+            rows.setdefault((sizes, zero, count), len(rows))
+
+    def of(
+        self,
+        mesh: Mapping[str, int],
+        tables: Mapping[int, Table],
+        zero: int,
+        count: int,
+        offload: tuple[str, ...],
+    ) -> MemoryTerms | None:
+        """Memory of one layout; None if it was not added.
+
+        Args:
+            mesh, tables: as added.
+            zero, count: of those that were.
+            offload: what lies in host memory.
+        """
+        key = _key(mesh, tables)
+        rows = self._rows.get(key, {})
+        place = rows.get((tuple(mesh.values()), zero, count))
+        if place is None:
+            return None
+        if (key, offload) not in self._found:
+            self._found[key, offload] = self._priced(mesh, tables, [*rows], offload)
+        return self._found[key, offload].at(place)
+
+    def _priced(
+        self,
+        mesh: Mapping[str, int],
+        tables: Mapping[int, Table],
+        rows: Sequence[_Row],
+        offload: tuple[str, ...],
+    ) -> MemoryColumns:
+        sizes = np.array([row[0] for row in rows])
+        zero, count = (np.array([row[i] for row in rows]) for i in (1, 2))
+        columns = {axis: sizes[:, place] for place, axis in enumerate(mesh)}
+        laid = Laid(
+            tables=tables,
+            cuts=cut_leaves(self.memory.facts, tables, columns, zero),
+            accumulates=count > 1,
+            offload=offload,
+            in_flight=self.memory.hosting.request.in_flight,
+        )
+        return self.memory.of(laid, self.setting(columns, count))
+
+
+def _key(mesh: Mapping[str, int], tables: Mapping[int, Table]) -> object:
+    """What layouts have in common that are priced together."""
+    alike = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
+    return tuple(mesh), alike
