@@ -188,6 +188,21 @@ _Row = tuple[tuple[int, ...], int, int]
 """Sizes of the axes, level of ZeRO and micro-batches of one layout."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """Layouts of equal tables that are priced together.
+
+    Attributes:
+        rows: their places.
+        found: what they take, by what lies in host memory.
+        before: those that were priced when these were added.
+    """
+
+    before: _Batch | None
+    rows: dict[_Row, int] = field(default_factory=dict)
+    found: dict[tuple[str, ...], MemoryColumns] = field(default_factory=dict)
+
+
 class MemoryTable:
     """Memory of the layouts that a search weighs: those of equal tables together.
 
@@ -202,8 +217,7 @@ class MemoryTable:
         setting: Callable[[Mapping[str, Any], Any], Setting],
     ) -> None:
         self.memory, self.setting = memory, setting
-        self._rows: dict[object, dict[_Row, int]] = {}
-        self._found: dict[object, MemoryColumns] = {}
+        self._batches: dict[object, _Batch] = {}
 
     def add(
         self,
@@ -220,10 +234,13 @@ class MemoryTable:
             zeros: levels over ``data``.
             counts: of micro-batches.
         """
-        rows = self._rows.setdefault(_key(mesh, tables), {})
+        key = _key(mesh, tables)
+        batch = self._batches.get(key)
+        if batch is None or batch.found:  # What was priced is not priced again.
+            batch = self._batches[key] = _Batch(before=batch)
         sizes = tuple(mesh.values())
         for zero, count in itertools.product(zeros, counts):
-            rows.setdefault((sizes, zero, count), len(rows))
+            batch.rows.setdefault((sizes, zero, count), len(batch.rows))
 
     def of(
         self,
@@ -240,14 +257,16 @@ class MemoryTable:
             zero, count: of those that were.
             offload: what lies in host memory.
         """
-        key = _key(mesh, tables)
-        rows = self._rows.get(key, {})
-        place = rows.get((tuple(mesh.values()), zero, count))
-        if place is None:
+        row = tuple(mesh.values()), zero, count
+        batch = self._batches.get(_key(mesh, tables))
+        while batch is not None and row not in batch.rows:
+            batch = batch.before
+        if batch is None:
             return None
-        if (key, offload) not in self._found:
-            self._found[key, offload] = self._priced(mesh, tables, [*rows], offload)
-        return self._found[key, offload].at(place)
+        if offload not in batch.found:
+            given = mesh, tables, [*batch.rows], offload
+            batch.found[offload] = self._priced(*given)
+        return batch.found[offload].at(batch.rows[row])
 
     def _priced(
         self,
