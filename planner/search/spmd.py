@@ -142,7 +142,7 @@ def searches(
     count = sum(fixed.items() <= mesh.items() for mesh in every)
     if count > MANY and request.among is None:
         tried = _Searches(graph, cluster, request, again, known)
-        near = promising(tried.programs(), cluster, request, spaces)
+        near = promising(tried.variants(), tried.graph_of, cluster, request, spaces)
         found = tried.near(near)
         if found and (
             count > 4 * MANY or any(s.fits for _, o in found for s in o.scored)
@@ -209,11 +209,11 @@ class _Searches:
             self.policies(self.best_attention(), LOSS_CHUNKS)
         return self.found
 
-    def programs(self) -> Iterator[tuple[Variant, Graph]]:
-        """Every program of the loss that there is, the one as it is written first."""
+    def variants(self) -> Iterator[Variant]:
+        """Every program of the loss that there may be, the one as written first."""
         request = self.request
         if self.again is None:
-            yield ((), (), 1), self.graph
+            yield ((), (), 1)
             return
         policies = self.request.policies
         remats: list[Remat] = [((ALL, p),) if p != "none" else () for p in policies]
@@ -223,10 +223,12 @@ class _Searches:
         chunks = [1, LOSS_CHUNKS]
         chunks = chunks if request.loss_chunks is None else [request.loss_chunks]
         for key in itertools.product(chunks, ways, remats):
-            variant = (*key[::-1],)
-            program = self.program(variant)
-            if program is not None:
-                yield variant, program[0].graph
+            yield (*key[::-1],)
+
+    def graph_of(self, variant: Variant) -> Graph | None:
+        """The program of a variant, or None where there is none such."""
+        program = self.program(variant)
+        return None if program is None else program[0].graph
 
     def near(
         self, promising: Mapping[Variant, Mapping[Mesh, float]]
@@ -338,7 +340,7 @@ class _Searches:
         return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
 
     def _program(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
-        """The graph of one program, or None where there is none such."""
+        """A graph that is traced for it, or None where there is none such."""
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph

@@ -96,18 +96,3 @@ def test_where_nothing_fits_the_nearest_is_named_soon(
             planned("gpt-test", small, 64, offload=())
         needed.append(str(caught.value).partition(" plans we")[0][:-2])
     assert needed[0] == needed[1]
-
-
-@pytest.mark.full
-def test_a_bound_that_nothing_keeps_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    promising = decide.promising
-    meshes: list[frozenset[tuple[int, ...]]] = []
-
-    def too_low(*arguments: Any) -> tuple[frozenset[tuple[int, ...]], float]:
-        meshes.append(promising(*arguments)[0])
-        return meshes[-1], 1e-9
-
-    monkeypatch.setattr(decide, "promising", too_low)
-    monkeypatch.setattr(decide, "MANY", 1)
-    sizes = planned("gpt-test", "a100-80:2x8", 64).axis_sizes
-    assert tuple(sizes.get(axis, 1) for axis in PLANNED_AXES) in meshes[0]

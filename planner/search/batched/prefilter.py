@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, TypeVar
 
 import numpy as np
@@ -56,8 +56,18 @@ NEAR: Final = 0.02
 """The same where memory is known: more than plans may tie."""
 
 
+Variant = tuple[Remat, Chosen, int]
+"""What is computed again, how attention runs and in how many parts logits are made."""
+
+Mesh = tuple[int, ...]
+
+_Case = tuple[Chosen, int, int, int]
+"""How attention runs, devices of a replica, micro-batches and the level of ZeRO."""
+
+
 def promising(
-    programs: Iterable[tuple[Variant, Graph]],
+    variants: Iterable[Variant],
+    program: Callable[[Variant], Graph | None],
     cluster: Cluster,
     request: Request,
     spaces: Spaces | None = None,
@@ -65,7 +75,9 @@ def promising(
     """Meshes whose plans may be among the best, of each program.
 
     Args:
-        programs: that compute the captured loss, each read where it is needed.
+        variants: programs that compute the captured loss; those that make logits in
+            parts come behind those that do not.
+        program: one of them, traced where it is needed; None where there is none.
         cluster: the machine.
         request: what is asked of plans that run.
         spaces: what other searches of the same loss ranged over.
@@ -75,57 +87,89 @@ def promising(
         Where nothing is found that fits, infinite ones for those that lack least, of
         the program that does.
     """
-    best, slack = math.inf, SLACK
-    found: dict[Variant, dict[Mesh, float]] = {}
-    lacks: dict[Variant, dict[Mesh, float]] = {}
-    for variant, graph in programs:
-        asked = dataclasses.replace(
-            request, mesh={"stage": 1, **(request.mesh or {})}, remat=()
-        )
+    asked = dataclasses.replace(
+        request, mesh={"stage": 1, **(request.mesh or {})}, remat=()
+    )
+    found = _Programs(cluster, asked, spaces)
+    for variant in variants:
+        graph = None if found.hopeless(variant) else program(variant)
+        if graph is not None:
+            found.look(variant, graph)
+    return found.near()
+
+
+class _Programs:
+    """Promising meshes of the programs that were looked at.
+
+    Attributes:
+        best: seconds of the fastest step of any.
+        slack: by which part meshes may be slower.
+        steps: by program, seconds of a step on each mesh.
+        lacks: by program, bytes that each mesh lacks, while nothing fits.
+        fastest: by program, seconds of its fastest step, had devices memory enough.
+    """
+
+    def __init__(
+        self, cluster: Cluster, request: Request, spaces: Spaces | None
+    ) -> None:
+        self.cluster, self.request, self.spaces = cluster, request, spaces
+        self.best, self.slack = math.inf, SLACK
+        self.steps: dict[Variant, dict[Mesh, float]] = {}
+        self.lacks: dict[Variant, dict[Mesh, float]] = {}
+        self.fastest: dict[Variant, float] = {}
+
+    def hopeless(self, variant: Variant) -> bool:
+        """No plan of it is near the best: with all logits at once none would be.
+
+        Logits in parts give memory and take time.
+        """
+        remat, attention, chunks = variant
+        whole = self.fastest.get((remat, attention, 1), 0.0)
+        return chunks > 1 and whole > self.best * (1 + self.slack)
+
+    def look(self, variant: Variant, graph: Graph) -> None:
+        """Search one program."""
         for room in ROOMS:
             try:
                 search = _Search(
                     graph,
-                    cluster,
-                    asked,
-                    spaces,
+                    self.cluster,
+                    self.request,
+                    self.spaces,
                     program=variant,
-                    known_seconds=best,
+                    known_seconds=self.best,
                     room=room,
                 )
             except NoMeshError:
-                break
+                return
             search.run()
-            best = min(best, min(search.steps.values(), default=math.inf))
+            self.best = min(self.best, min(search.steps.values(), default=math.inf))
             known = search.model.exact is not None
-            steps = found.setdefault(variant, {})
+            steps = self.steps.setdefault(variant, {})
             for mesh in search.steps if known else _least(search.steps):
                 steps[mesh] = min(search.steps[mesh], steps.get(mesh, math.inf))
-            slack = min(slack, search.slack)
-            if best == math.inf and (known or room == ROOMS[-1]):
-                lacks[variant] = search.lacks()
+            self.slack = min(self.slack, search.slack)
+            if self.best == math.inf and (known or room == ROOMS[-1]):
+                self.lacks[variant] = search.lacks()
             if known:
-                break
-    near = {
-        variant: {mesh: t for mesh, t in steps.items() if t <= best * (1 + slack)}
-        for variant, steps in found.items()
-    }
-    if any(near.values()):
-        order = sorted(
-            (v for v in near if near[v]), key=lambda v: min(near[v].values())
-        )
-        return {variant: near[variant] for variant in order}
-    spare = sorted(lacks, key=lambda v: min(lacks[v].values(), default=math.inf))
-    return {v: dict.fromkeys(_least(lacks[v]), math.inf) for v in spare[:1]}
+                self.fastest[variant] = search.fastest
+                return
 
-
-Variant = tuple[Remat, Chosen, int]
-"""What is computed again, how attention runs and in how many parts logits are made."""
-
-Mesh = tuple[int, ...]
-
-_Case = tuple[Chosen, int, int, int]
-"""How attention runs, devices of a replica, micro-batches and the level of ZeRO."""
+    def near(self) -> dict[Variant, dict[Mesh, float]]:
+        """What ``promising`` gives."""
+        limit = self.best * (1 + self.slack)
+        near = {
+            variant: {mesh: step for mesh, step in steps.items() if step <= limit}
+            for variant, steps in self.steps.items()
+        }
+        if any(near.values()):
+            order = sorted(
+                (v for v in near if near[v]), key=lambda v: min(near[v].values())
+            )
+            return {variant: near[variant] for variant in order}
+        lacks = self.lacks
+        spare = sorted(lacks, key=lambda v: min(lacks[v].values(), default=math.inf))
+        return {v: dict.fromkeys(_least(lacks[v]), math.inf) for v in spare[:1]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +288,7 @@ class _Search(WideSearch):
 
     Attributes:
         steps: seconds of a step in the best plan of each mesh.
+        fastest: seconds of the fastest step that was priced, whether memory holds it.
     """
 
     orders: ClassVar[bool] = False
@@ -274,6 +319,7 @@ class _Search(WideSearch):
             room=room,
         )
         self.steps: dict[Mesh, float] = {}
+        self.fastest = math.inf
 
     def placements(self) -> list[Placement]:
         """Plans that run today treat all devices as the slowest."""
@@ -309,6 +355,7 @@ class _Search(WideSearch):
         cut_layers(cases)
         found = weigh(cases, memory=False)
         best, step = self.tally.best, found.step
+        self.fastest = min(self.fastest, step.min(initial=math.inf))
         order, at, size = np.argsort(step, kind="stable"), 0, FIRST
         while at < len(order) and step[order[at]] <= best * (1 + self.slack):
             rows = order[at : at + size]
