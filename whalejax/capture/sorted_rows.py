@@ -9,7 +9,7 @@ for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,11 +29,12 @@ from whalejax.jaxpr import rebuild
 from whalejax.jaxpr.fewer_rows import (
     RowDims,
     Rows,
-    add_by_size,
+    add_by_operands,
     carried_over,
     run_fewer,
     takes_fewer,
 )
+from whalejax.user_code.annotations import parse_scope
 
 
 CALL: Final = "whalejax_sorted_rows_"
@@ -159,14 +160,24 @@ class _Builder:
 
     def _calls(self, body: Any, at: Position) -> Iterator[rebuild.Call]:
         known = self.seen.get(at, {})
+        found: list[rebuild.Call] = []
         for group in _groups(body, known):
-            call = self._call(body, group, known, at)
-            if call is not None:
-                yield call
+            name = f"{CALL}{len(self.found)}"
+            made = self._call(body, group, known, at, name)
+            if made is None or not _in_order(body, [*found, made[0]]):
+                continue
+            call, self.found[name] = made
+            found.append(call)
+            yield call
 
     def _call(
-        self, body: Any, group: list[int], known: Mapping[Any, Value], at: Position
-    ) -> rebuild.Call | None:
+        self,
+        body: Any,
+        group: list[int],
+        known: Mapping[Any, Value],
+        at: Position,
+        name: str,
+    ) -> tuple[rebuild.Call, Rows] | None:
         """The call of a group of equations, if each device can run it for itself."""
         equations = [body.eqns[i] for i in group]
         made = {v for e in equations for v in e.outvars}
@@ -184,23 +195,20 @@ class _Builder:
         if _depends(body, {*outputs}, {*inputs}, {*group}):
             return None
 
-        def run(*values: Any) -> list[Any]:
-            return rebuild.compute(
-                equations, dict(zip(inputs, values, strict=True)), outputs
-            )
-
-        name = f"{CALL}{len(self.found)}"
-        run.__name__ = name
+        run = _run_by(equations, inputs, outputs, name)
         rows = self._rows(equations, inputs, outputs, group, at)
-        if rows is None or not _runs(run, inputs, rows):
+        if run is None or rows is None or not _runs(run, inputs, rows):
             return None
-        self.found[name] = rows
-        return rebuild.Call(
-            inputs=inputs,
-            outputs=outputs,
-            function=jax.jit(run),
-            equation=equations[0],
+        jitted = jax.jit(run)
+
+        def scoped(*values: Any) -> Any:
+            with _compat.scopes_context(equations):
+                return jitted(*values)
+
+        call = rebuild.Call(
+            inputs=inputs, outputs=outputs, function=scoped, equation=None
         )
+        return call, rows
 
     def _rows(
         self,
@@ -263,7 +271,10 @@ class _Builder:
         for number, inner in enumerate(_compat.inner_jaxprs(equation)):
             inside = self.seen.get((*at, number))
             if inside is None:
-                add_by_size(inner, sizes, (*place, number), results)
+                given = _operand_dims(equation, known)
+                if given is None:
+                    return False
+                add_by_operands(inner, given, sizes, (*place, number), results)
                 continue
             for index, one in enumerate(_compat.open_jaxpr(inner)[0].eqns):
                 there = (*at, number, index), (*place, number, index)
@@ -306,6 +317,17 @@ def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims |
     return tuple(found)
 
 
+def _operand_dims(equation: Any, known: Mapping[Any, Value]) -> RowDims | None:
+    """Along which dimensions the rows of operands lie; None where that is unknown."""
+    found = [
+        (None,) if _compat.is_literal(a) else _row_dims((a,), known)
+        for a in equation.invars
+    ]
+    if None in found:
+        return None
+    return tuple(dim for dims in found for dim in dims or ())
+
+
 def _leads(dim: Dim) -> bool:
     return dim[0].grows and not any(a.grows for a in dim[1:])
 
@@ -345,6 +367,42 @@ def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
     return list(found.values())
 
 
+def _in_order(body: Any, calls: Sequence[rebuild.Call]) -> bool:
+    """Whether some calls can run one after the other, with all else."""
+    try:
+        rebuild.arranged(body, calls)
+    except ValueError:
+        return False
+    return True
+
+
+def _run_by(
+    equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], name: str
+) -> Callable[..., list[Any]] | None:
+    """What runs equations inside the scopes that all are in, each in its others.
+
+    Returns:
+        A function of that name; None where an annotation holds some of them and not
+        all, which are several TaskGraphs.
+    """
+    with _compat.scopes_context(equations) as depth:
+        behind = (_compat.scope_text(e).split("/")[depth:] for e in equations)
+        if any(
+            parse_scope(scope) is not None for several in behind for scope in several
+        ):
+            return None
+
+    def run(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        for equation in equations:
+            with _compat.equation_context(equation, skip=depth):
+                env.update(rebuild.results_of(equation, env))
+        return [env[v] for v in outputs]
+
+    run.__name__ = name
+    return run
+
+
 def _depends(body: Any, outputs: set[Any], inputs: set[Any], group: set[int]) -> bool:
     """Whether what equations read is made of what they give, by others."""
     behind = set(outputs)
@@ -366,8 +424,21 @@ def _runs(run: Any, inputs: Sequence[Any], rows: Rows) -> bool:
         )
         for v, dim in zip(inputs, rows.inputs, strict=True)
     ]
+    floats = [k for k, v in enumerate(inputs) if _compat.is_inexact(v.aval.dtype)]
+
+    def pushed(*xs: Any) -> Any:
+        """With the rules that some equations have for tangents."""
+
+        def of(*changed: Any) -> list[Any]:
+            given = dict(zip(floats, changed, strict=True))
+            values = [given.get(k, x) for k, x in enumerate(xs)]
+            return run_fewer(whole, values, rows, rows.samples)
+
+        some = [xs[k] for k in floats]
+        return jax.jvp(of, some, some)
+
     try:
-        _compat.trace(lambda *xs: run_fewer(whole, xs, rows, rows.samples), part)
+        _compat.trace(pushed, part)
     except (TypeError, ValueError):
         return False
     return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -485,7 +486,9 @@ def _sorting_rows(
     if size == 1 or not holds_sort(jaxpr):
         return jaxpr, {}
     try:
-        other = traced(2 * size)
+        with warnings.catch_warnings():  # Nobody asked for so many samples.
+            warnings.simplefilter("ignore")
+            other = traced(2 * size)
     except Exception:  # Of the user's own loss, which takes no other number of samples.
         return jaxpr, {}
     adapter = reader.adapter

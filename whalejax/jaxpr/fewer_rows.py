@@ -51,7 +51,12 @@ class Rows:
 
 
 def run_fewer(
-    jaxpr: Any, values: Sequence[Any], rows: Rows, parts: int, at: Position = ()
+    jaxpr: Any,
+    values: Sequence[Any],
+    rows: Rows,
+    parts: int,
+    at: Position = (),
+    given: RowDims | None = None,
 ) -> list[Any]:
     """A program on the rows of some samples.
 
@@ -61,6 +66,7 @@ def run_fewer(
         rows: where rows lie.
         parts: into how many the samples are cut.
         at: position of the jaxpr in the program.
+        given: where the rows of its inputs lie; None for those of the program.
 
     Raises:
         ValueError: an equation gives another shape than that of its part.
@@ -68,13 +74,17 @@ def run_fewer(
     body, constants = _compat.open_jaxpr(jaxpr)
     known = dict(zip(body.constvars, constants, strict=True))
     known.update(zip(body.invars, values, strict=True))
+    inputs = rows.inputs if given is None else given
+    dims: dict[Any, int | None] = dict(zip(body.invars, inputs, strict=True))
     for index, equation in enumerate(body.eqns):
         place = (*at, index)
         operands = [
             a.val if _compat.is_literal(a) else known[a] for a in equation.invars
         ]
         with _compat.equation_context(equation):
-            results = _results(equation, operands, rows, parts, place)
+            read = _read(equation, dims)
+            results = _results(equation, operands, read, rows, parts, place)
+        dims.update(zip(equation.outvars, rows.results[place], strict=True))
         pairs = zip(equation.outvars, results, rows.results[place], strict=True)
         for variable, result, dim in pairs:
             wanted = rows.shape(variable.aval.shape, dim, parts)
@@ -85,15 +95,27 @@ def run_fewer(
     return [a.val if _compat.is_literal(a) else known[a] for a in body.outvars]
 
 
+def _read(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
+    """Where the rows of an equation's operands lie."""
+    return tuple(
+        None if _compat.is_literal(a) else dims.get(a) for a in equation.invars
+    )
+
+
 def _results(
-    equation: Any, operands: Sequence[Any], rows: Rows, parts: int, place: Position
+    equation: Any,
+    operands: Sequence[Any],
+    given: RowDims,
+    rows: Rows,
+    parts: int,
+    place: Position,
 ) -> list[Any]:
     kind = _compat.recursion(equation)
     if kind == "inline":
         inner = _compat.inner_jaxprs(equation)[0]
-        return run_fewer(inner, operands, rows, parts, (*place, 0))
+        return run_fewer(inner, operands, rows, parts, (*place, 0), given)
     if kind == "opaque":
-        return _ruled(equation, operands, rows, parts, place)
+        return _ruled(equation, operands, given, rows, parts, place)
     shapes = [v.aval.shape for v in equation.outvars]
     dims = rows.results[place]
     first = rows.shape(shapes[0], dims[0], parts) if shapes else []
@@ -126,7 +148,12 @@ def _bounds(equation: Any, operands: Sequence[Any], name: str) -> tuple[int, ...
 
 
 def _ruled(
-    equation: Any, operands: Sequence[Any], rows: Rows, parts: int, place: Position
+    equation: Any,
+    operands: Sequence[Any],
+    given: RowDims,
+    rows: Rows,
+    parts: int,
+    place: Position,
 ) -> list[Any]:
     """A call with a rule of its own for tangents, on fewer rows too."""
     (inner,) = _compat.inner_jaxprs(equation)
@@ -141,12 +168,13 @@ def _ruled(
 
     @jax.custom_jvp
     def call(*values: Any) -> tuple[Any, ...]:
-        return tuple(run_fewer(inner, values, rows, parts, (*place, 0)))
+        return tuple(run_fewer(inner, values, rows, parts, (*place, 0), given))
 
     @call.defjvp
     def _rule(primals: Any, tangents: Any) -> Any:
         both = _compat.trace(pushed, [*avals, *avals])
-        found = run_fewer(both, [*primals, *tangents], by_size(both, rows), parts)
+        inside = by_operands(both, (*given, *given), rows)
+        found = run_fewer(both, [*primals, *tangents], inside, parts)
         return tuple(found[: len(found) // 2]), tuple(found[len(found) // 2 :])
 
     return list(call(*operands))
@@ -167,41 +195,57 @@ def takes_fewer(equation: Any) -> bool:
     return kind is None and not (equation.effects or placed)
 
 
-def by_size(jaxpr: Any, rows: Rows) -> Rows:
-    """Where rows lie in a program of values of which nothing is known but their shapes.
-
-    Args:
-        jaxpr: of what is done to each element by itself.
-        rows: of what it stands in; only a number of rows is the length of a dimension.
-    """
-    body, _ = _compat.open_jaxpr(jaxpr)
-    results: dict[Position, RowDims] = {}
-    add_by_size(jaxpr, rows.sizes, (), results)
-    return Rows(
-        samples=rows.samples,
-        inputs=_dims(body.invars, rows.sizes),
-        outputs=_dims(body.outvars, rows.sizes),
-        results=results,
-        sizes=rows.sizes,
-    )
-
-
-def add_by_size(
-    jaxpr: Any, sizes: frozenset[int], at: Position, results: dict[Position, RowDims]
-) -> None:
-    """Add where rows lie in a jaxpr and in all that it calls, judged by size.
+def by_operands(jaxpr: Any, given: RowDims, rows: Rows) -> Rows:
+    """Where rows lie in a program that treats each of them by itself.
 
     Args:
         jaxpr: the program.
+        given: where the rows of its inputs lie.
+        rows: of what it stands in.
+    """
+    results: dict[Position, RowDims] = {}
+    outputs = add_by_operands(jaxpr, given, rows.sizes, (), results)
+    return replace(rows, inputs=given, outputs=outputs, results=results)
+
+
+def add_by_operands(
+    jaxpr: Any,
+    given: RowDims,
+    sizes: frozenset[int],
+    at: Position,
+    results: dict[Position, RowDims],
+) -> RowDims:
+    """Add where rows lie in a jaxpr and in all that it calls.
+
+    What is made of operands without rows has none. Among the dimensions of all else,
+    also of what is made of nothing, the first whose length is a number of rows holds
+    them; whether that is so is seen when the program is run on fewer.
+
+    Args:
+        jaxpr: the program.
+        given: where the rows of its inputs lie.
         sizes: how many rows there may be.
         at: its position.
         results: where that is written down.
+
+    Returns:
+        Where those of its outputs lie.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
+    known: dict[Any, int | None] = dict(zip(body.invars, given, strict=True))
     for index, equation in enumerate(body.eqns):
-        results[*at, index] = _dims(equation.outvars, sizes)
+        read = _read(equation, known)
+        made = all(_compat.is_literal(a) for a in equation.invars)
+        there = made or any(dim is not None for dim in read)
+        dims = _dims(equation.outvars, sizes if there else frozenset())
+        results[*at, index] = dims
+        known.update(zip(equation.outvars, dims, strict=True))
         for number, inner in enumerate(_compat.inner_jaxprs(equation)):
-            add_by_size(inner, sizes, (*at, index, number), results)
+            inputs = _compat.open_jaxpr(inner)[0].invars
+            same = len(inputs) == len(read)
+            below = read if same else _dims(inputs, sizes)
+            add_by_operands(inner, below, sizes, (*at, index, number), results)
+    return tuple(None if _compat.is_literal(a) else known.get(a) for a in body.outvars)
 
 
 def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:

@@ -8,6 +8,7 @@ dimensions apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Call:
     Attributes:
         inputs, outputs: variables of the program.
         function: from values of the inputs to values of the outputs.
-        equation: whose scopes it runs in.
+        equation: whose scopes it runs in; None where it opens them itself.
     """
 
     inputs: tuple[Any, ...]
@@ -68,7 +69,9 @@ def run(
 
     for item in body.eqns if items is None else items:
         if isinstance(item, Call):
-            with _compat.equation_context(item.equation):
+            scope = item.equation
+            opened = scope is None
+            with nullcontext() if opened else _compat.equation_context(scope):
                 results = item.function(*map(read, item.inputs))
             env.update(zip(item.outputs, results, strict=True))
         else:
@@ -90,10 +93,14 @@ def compute(
     """
     env = dict(known)
     for equation in equations:
-        operands = [a.val if _compat.is_literal(a) else env[a] for a in equation.invars]
-        results = _compat.bind(equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
+        env.update(results_of(equation, env))
     return [env[variable] for variable in wanted]
+
+
+def results_of(equation: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What an equation makes, by variable, of the values of those that it reads."""
+    operands = [a.val if _compat.is_literal(a) else known[a] for a in equation.invars]
+    return dict(zip(equation.outvars, _compat.bind(equation, operands), strict=True))
 
 
 def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
@@ -105,6 +112,9 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
 
     Returns:
         All in an order in which they can run.
+
+    Raises:
+        ValueError: there is none, since calls need what each other give.
     """
     made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
     made_by.update((v, call) for call in calls for v in call.outputs)
@@ -124,13 +134,15 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
             live.add(id(item))
             wanted += read(item)
     found: list[Any] = []
-    done: set[int] = set()
+    done: dict[int, bool] = {}
 
     def add(item: Any) -> None:
-        if id(item) not in done:
-            done.add(id(item))
+        if not done.setdefault(id(item), False):
             for other in read(item):
+                if done.get(id(other)) is False:
+                    raise ValueError("calls need what each other give")
                 add(other)
+            done[id(item)] = True
             found.append(item)
 
     for equation in jaxpr.eqns:

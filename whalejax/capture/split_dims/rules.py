@@ -72,7 +72,9 @@ def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
 
 
 def merged(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """A reshape whose result keeps apart what it merges."""
+    """A reshape whose result keeps apart what it merges; None for anything else."""
+    if equation.primitive.name not in ("reshape", "squeeze"):
+        return None  # An operation that is read as one between reshapes.
     return _regrouped(equation, [_view(operands[0])], merges=True)
 
 
