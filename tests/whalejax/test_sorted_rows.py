@@ -486,7 +486,8 @@ def test_ways_to_write_them(name: str) -> None:
 
 
 def _normalized(rows: Any, scale: Any) -> Any:
-    return rows * lax.rsqrt(jnp.mean(rows * rows, -1, keepdims=True) + 1e-6) * scale[None]
+    square = jnp.mean(rows * rows, -1, keepdims=True)
+    return rows * lax.rsqrt(square + 1e-6) * scale[None]
 
 
 _with_rule = jax.custom_jvp(_normalized)

@@ -110,10 +110,15 @@ class ExactMemory:
                 found.append((sum(lacks), over, lacks))
         return max(found)[-1]
 
+    def alike(self, cases: Cases) -> Array:
+        """A number for every case, of its variant and of what lies in host memory."""
+        variant = cases.cell(Column("variant")).astype(np.int64)
+        found: Array = (variant << len(OFFLOADS)) + cases.frames.offload
+        return found
+
     def _alike(self, cases: Cases) -> Iterator[tuple[int, int, Array]]:
         """Cases of one variant with the same in host memory, in blocks."""
-        variant = cases.cell(Column("variant")).astype(np.int64)
-        key = (variant << len(OFFLOADS)) + cases.frames.offload
+        key = self.alike(cases)
         for one in np.unique(key).tolist():
             rows = np.flatnonzero(key == one)
             for start in range(0, len(rows), BLOCK):

@@ -46,8 +46,8 @@ find too large is looked for with more in host memory."""
 MOST: Final = 8
 """Promising meshes of one program that are looked at, where memory is summed up."""
 
-FIRST: Final = 512
-"""Cases of which memory is asked first; of few it takes as long."""
+TOGETHER: Final = 256
+"""Cases of which memory is asked together; of few it takes as long."""
 
 SLACK: Final = 0.1
 """A mesh is promising whose best plan is slower than the best by this part at most."""
@@ -356,16 +356,19 @@ class _Search(WideSearch):
         found = weigh(cases, memory=False)
         best, step = self.tally.best, found.step
         self.fastest = min(self.fastest, step.min(initial=math.inf))
-        order, at, size = np.argsort(step, kind="stable"), 0, FIRST
-        while at < len(order) and step[order[at]] <= best * (1 + self.slack):
-            rows = order[at : at + size]
+        alike = self.liveness.alike(cases)
+        left = np.argsort(step, kind="stable")
+        # Cases of a variant are asked about together, those of the fastest case first.
+        while len(left) and step[left[0]] <= best * (1 + self.slack):
+            fast = left[step[left] <= best * (1 + self.slack)]
+            rows = fast[alike[fast] == alike[fast[0]]][:TOGETHER]
             some = frames.take(rows)
             here = Cases(self.model, some, placement, None)
             cut_layers(here)
             found.fits[rows] = memory_of(here, some.micro_batches)[1]
             best = min(best, step[rows][found.fits[rows]].min(initial=math.inf))
-            at, size = at + size, 4 * size
-        found.pipeline[order[at:]] = math.inf
+            left = left[~np.isin(left, rows)]
+        found.pipeline[left] = math.inf
         return found
 
     def _settle(self, placement: Placement, frames: Frames, found: CaseCosts) -> None:
