@@ -71,6 +71,9 @@ class Exact(Protocol):
     def terms(self, cases: Cases, group: Group) -> tuple[dict[str, Array], Array]:
         """Terms on a stage of a group, and bytes in host memory."""
 
+    def waiting(self, cases: Cases) -> Array:
+        """Bytes of activations that wait in host memory, of one micro-batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -467,6 +470,10 @@ class Cases(_Rows):
         if not self.frames.offload.any() or not link:
             return
         away = self.offloads("params")
+        exact = self.model.exact
+        if exact is not None and (self.frames.stage == 1).all() and exact.covers(self):
+            self._waited(kind, link, exact.waiting(self))
+            return
         for place in PLACES:
             params = self.held[place].params * away
             saved = self.saved(place) * self.offloads("activations")
@@ -479,6 +486,25 @@ class Cases(_Rows):
                 moved = params + saved + (sums if phase == "backward" else 0.0)
                 exposed = exposed_seconds(moved, link, compute)
                 self._add(kind, place, phase, "offload", exposed)
+
+    def _waited(self, kind: int, link: float, waiting: Array) -> None:
+        """The same of what a program moves beside all that it computes, as one plan.
+
+        Args:
+            kind: of device.
+            link: bytes per second to the host.
+            waiting: bytes of activations of one micro-batch that wait there.
+        """
+        moved = waiting * self.offloads("activations")
+        for place in self.holders:
+            moved = moved + self.held[place].params * self.offloads("params")
+        for phase in PHASES:
+            compute = self.zeros
+            for place in PLACES:
+                times = self.model.layers if place == LAYER else 1
+                compute = compute + times * self.seconds[kind, place, phase, "compute"]
+            exposed = exposed_seconds(moved, link, compute)
+            self._add(kind, LAYER, phase, "offload", exposed)
 
     def place_seconds(self, kind: int, place: int, phase: str) -> Array:
         """One micro-batch at a place: for ``LAYER`` one layer."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.memory.peak import WHOLE, Part
+from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.model.layer_chain import FIRST
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.batched.cases import Cases, Group
@@ -110,6 +111,30 @@ class ExactMemory:
                 found.append((sum(lacks), over, lacks))
         return max(found)[-1]
 
+    def waiting(self, cases: Cases) -> Array:
+        """Bytes of activations that wait in host memory, of one micro-batch.
+
+        Args:
+            cases: covered, of one stage.
+        """
+        found = np.zeros(cases.number)
+        apart = self.memory.moments(apart=True, regathers=False)
+        some = np.flatnonzero(apart.waiting)
+        kinds = [apart.kinds[place] for place in some]
+        for variant, bits, rows in self._alike(cases):
+            if bits >> OFFLOADS.index("activations") & 1:
+                tables = self.space.served[variant].spots
+                nbytes = kept_bytes(kinds, tables, self._setting(cases, rows))
+                for place, each in zip(some, nbytes, strict=True):
+                    found[rows] += apart.waiting[place] * each
+        return found
+
+    def _setting(self, cases: Cases, rows: Array) -> Setting:
+        mesh = {axis: cases.mesh[axis][rows] for axis in INSIDE}
+        count = cases.frames.micro_batches[rows] * self.copies
+        space = self.space
+        return Setting(mesh, count, space.cluster, space.reading.dims, self.batch)
+
     def alike(self, cases: Cases) -> Array:
         """A number for every case, of its variant and of what lies in host memory."""
         variant = cases.cell(Column("variant")).astype(np.int64)
@@ -135,24 +160,16 @@ class ExactMemory:
     ) -> tuple[Laid, Setting]:
         frames = cases.frames
         tables = self.space.served[variant].spots
-        mesh = {axis: cases.mesh[axis][rows] for axis in INSIDE}
-        count = frames.micro_batches[rows]
+        s = self._setting(cases, rows)
         several = bool((frames.stage[rows] > 1).any())
         held = cases.in_flight(group, frames.micro_batches)[rows] if several else 1.0
         laid = Laid(
             tables=tables,
-            cuts=cut_leaves(self.facts, tables, mesh, frames.zero[rows]),
-            accumulates=count > 1,
+            cuts=cut_leaves(self.facts, tables, s.mesh, frames.zero[rows]),
+            accumulates=frames.micro_batches[rows] > 1,
             offload=offload,
             in_flight=held,
             on=self._part(cases, group, rows) if several else WHOLE,
-        )
-        s = Setting(
-            mesh,
-            count * self.copies,
-            self.space.cluster,
-            self.space.reading.dims,
-            self.batch,
         )
         return laid, s
 

@@ -17,7 +17,11 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
+from whalejax.planner.search.batched.branch_and_bound import (
+    FINITE,
+    NoMeshError,
+    WideSearch,
+)
 from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.exact_memory import ExactMemory
@@ -376,7 +380,7 @@ class _Search(WideSearch):
         if self.model.exact is None or placement.by == "replicas":
             super()._settle(placement, frames, found)
             return
-        may = found.fits & (found.step <= self.sieve.limit)
+        may = found.fits & (found.step <= min(self.sieve.limit, FINITE))
         for index in np.flatnonzero(may).tolist():
             self._keep(placement, frames, found, (), index)
 
