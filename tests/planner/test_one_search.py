@@ -43,7 +43,7 @@ from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.spmd import searches
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.terms import ALL, Chosen, MemoryTerms, Remat
+from whalejax.planner.terms import ALL, OFFLOADS, Chosen, MemoryTerms, Remat
 
 
 # Adam promotes its count.
@@ -266,6 +266,8 @@ def frames_like(
         given |= {"cell": cell, "stage": 1, "chunks": 1, "zero": scored.zero}
         given |= {"data": mesh["data"], "fsdp": mesh["fsdp"]}
         given |= {"micro_batches": scored.num_micro_batches}
+        away = (OFFLOADS.index(name) for name in scored.offload)
+        given |= {"offload": sum(1 << place for place in away)}
         yield Frames(**{k: np.array([n]) for k, n in given.items()})
 
 
@@ -308,6 +310,32 @@ def test_cases_take_the_time_and_memory_of_plans_that_they_stand_for(
             compared += 1
             known += terms is not None
     assert compared and known
+
+
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_cases_wait_for_the_host_as_plans_do(policy: str) -> None:
+    """Transfers run beside all that is computed; what is longer is exposed."""
+    kept: dict[str, Any] = {"offload": ("activations",), "remat": ((ALL, policy),)}
+    asked = question("gpt-test", "h100:4", 64, options=GPT, **kept)
+    (node,) = asked.machine.nodes
+    kind = dataclasses.replace(node.kind, host_link_bytes_per_second=2e9)
+    node = dataclasses.replace(node, kind=kind)
+    asked = dataclasses.replace(
+        asked, machine=dataclasses.replace(asked.machine, nodes=(node,))
+    )
+    graph = asked.again(((ALL, policy),), (), 1)
+    plain = dataclasses.replace(asked.request, remat=())
+    search = WideSearch(graph, asked.machine, plain)
+    given = asked.graph, asked.machine, asked.request, asked.again
+    ((analysed, one), *_) = searches(*given)
+    waited = 0
+    for scored in sorted(one.scored, key=lambda s: s.time.step_seconds)[:12]:
+        for step, terms in arrays_of(search, scored, analysed.dims):
+            assert terms == scored.memory
+            exposed = scored.time.offload_seconds
+            assert step == pytest.approx(scored.time.step_seconds, rel=0.02)
+            waited += exposed > 0.05 * step
+    assert waited
 
 
 @pytest.mark.full
