@@ -551,7 +551,7 @@ class Search:
                 shared = least.step_seconds - _storage_seconds(least)
                 if least.step_seconds > self.bound:
                     continue
-            for offloads in self.hosting.options():
+            for offloads in self._offloads(case):
                 asked = offloads
                 offloads = [o for o in asked if self.hosting.serves(layouts, o)]
                 if len(offloads) < len(asked) == 1:
@@ -563,6 +563,33 @@ class Search:
                     if self.request.among is not None:
                         self.bound = min(self.bound, min(fitting) * self.slack)
                     break
+
+    def _offloads(self, case: _Case) -> Iterator[list[tuple[str, ...]]]:
+        """What may lie in host memory, in groups: the more where the less is too much.
+
+        Where memory does not hold a case with most of it there, it holds none: what
+        lies between is not looked at.
+        """
+        groups = self.hosting.options()
+        yield next(groups)
+        others = [
+            *groups
+        ]  # Which ask the optimizer, and only where the first do not do.
+        if len(others) < 2 or self.cluster.compiler.reduces_at_end:
+            yield from others
+            return
+        (most,) = others[-1]
+        # Parameters that lie there pass through the device.
+        corners = most, tuple(name for name in most if name != "params")
+        last = case.counts[-1]
+        if any(
+            self.hosting.serves(case.layouts, some)
+            and self._fits(self._memory(case, last, some, ()))
+            for some in corners
+        ):
+            yield from others
+        else:
+            yield others[-1]
 
     def _least_seconds(self, case: _Case) -> float:
         """Step time with as few micro-batches as there can be, which is the least."""

@@ -108,19 +108,23 @@ class Hosting:
         for size in range(1, len(each) + 1):
             yield [*itertools.combinations(each, size)]
 
-    def state_bytes(self, cuts: Sequence[LeafCuts], offload: Offload) -> Any:
+    def state_bytes(
+        self, cuts: Sequence[LeafCuts], offload: Offload, shares: Any = None
+    ) -> Any:
         """Optimizer state of one device that lies in host memory, by case.
 
         Args:
             cuts: of each group of parameters.
             offload: what is kept there.
+            shares: which part of each group lies on the device; None if all does.
         """
         if "optimizer" not in offload:
             return 0
-        return sum(
-            times * (nbytes // cuts[group].optimizer.parts)
-            for (nbytes, group), times in self._states.items()
-        )
+        found: Any = 0
+        for (nbytes, group), times in self._states.items():
+            here = times * (nbytes // cuts[group].optimizer.parts)
+            found = found + (here if shares is None else here * shares[group])
+        return found
 
     @functools.cached_property
     def _states(self) -> Counter[tuple[int, int]]:

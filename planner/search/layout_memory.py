@@ -132,7 +132,8 @@ class LayoutMemory:
             here = self._peaks(some, s if alone else s.take(rows), regathers=regathers)
             for name in names:
                 found[name][rows] = getattr(here, name)
-        moved = self.hosting.state_bytes(one.cuts, one.offload)
+        shares = None if one.on is WHOLE else one.on.groups
+        moved = np.floor(self.hosting.state_bytes(one.cuts, one.offload, shares))
         host = found.pop("host") + moved
         found["optimizer"] = found["optimizer"] - moved
         found["state"] = np.full(number, float(self.hosting.request.state_bytes))
@@ -175,9 +176,11 @@ class LayoutMemory:
 
     def _batch_bytes(self, tables: Mapping[int, Table], s: Setting) -> Any:
         given = self.hosting.request.batch_bytes
+        if not given:
+            return 0
         first = next(iter(tables))
         found: Any = 0
-        for nbytes, (tensor, home) in zip(given, self.homes, strict=False):
+        for nbytes, (tensor, home) in zip(given, self.homes, strict=True):
             table = tables[first if home is None else home]
             cut = s.cut(self.dims.layouts[tensor], self.dims.sizes[tensor], table)
             found = found + nbytes // cut.parts

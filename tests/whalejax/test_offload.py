@@ -312,3 +312,29 @@ def test_a_backend_without_host_memory_is_named() -> None:
     assert "optimizer in host memory" in str(caught.value)
     assert "GB of each device" in str(caught.value)
     assert "a abacus reaches none here" in str(caught.value)
+
+
+def test_a_stage_keeps_its_own_state_in_host_memory() -> None:
+    """And no more: what other stages have there was taken from the device's bytes."""
+    sizes = {"layers": 4, "embed": 256, "heads": 4, "scan_layers": True}
+    job = models.job("gpt-test", annotated=False, **sizes)
+    model = abstract_model(job)
+    batch = jax.eval_shape(lambda: job.batch_at(0, 64))
+    kept, away = (
+        wh.plan(
+            job.loss_fn,
+            model,
+            batch,
+            optimizer=optax.adam(1e-3),
+            cluster="h100:4",
+            mesh={"stage": 2},
+            zero=0,
+            remat="none",
+            runnable=False,
+            offload=offload,
+        ).memory
+        for offload in ((), ("optimizer",))
+    )
+    count = 4  # Adam's, of updates, which follows no parameter.
+    assert away.optimizer_bytes == count
+    assert away.host_bytes == pytest.approx(kept.optimizer_bytes - count, rel=1e-3)

@@ -199,7 +199,7 @@ class Sieve:
         for kind in kinds:
             cases = Cases(self.model, some, placement, kind)
             if self.model.exact is not None:
-                fits &= stays(cases, hosts)
+                fits &= stays(cases)
                 continue
             if alone:
                 fits &= keeps_of(cases, parts)

@@ -70,12 +70,12 @@ def keeps_of(cases: Cases, micro_batches: Array) -> Array:
     return fits
 
 
-def stays(cases: Cases, hosts: bool) -> Array:
-    """Whether memory may hold each case: it holds what stays during the whole step.
+def stays(cases: Cases) -> Array:
+    """Whether devices may hold each case: they hold what stays during the whole step.
 
     Args:
-        cases: nothing is cut yet.
-        hosts: memory of hosts counts.
+        cases: nothing is cut yet. What may lie in host memory is taken to do so, all of
+            it.
     """
     cut_layers(cases)
     fits = np.ones(cases.number, dtype=bool)
@@ -84,12 +84,9 @@ def stays(cases: Cases, hosts: bool) -> Array:
     state = {p: cases.owned(cases.held[p].state) for p in cases.holders}
     for g in cases.groups:
         shares = {place: share_of(cases, g, place) for place in HOLDERS}
-        own = {"params": mixed(shares, params), "optimizer": mixed(shares, state)}
-        host = sum((own[name] * away[name] for name in away), cases.zeros)
-        device = sum(own.values(), cases.zeros) - host
-        device_bytes, host_bytes = cases.capacity(g.kind)
-        enough = (device <= device_bytes) & ((host <= host_bytes) | (not hosts))
-        fits &= (g.count == 0) | enough
+        device = mixed(shares, params) * ~away["params"]
+        device = device + mixed(shares, state) * ~away["optimizer"]
+        fits &= (g.count == 0) | (device <= cases.capacity(g.kind)[0])
     return fits
 
 

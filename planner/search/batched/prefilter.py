@@ -107,7 +107,7 @@ class _Programs:
 
     Attributes:
         best: seconds of the fastest step of any.
-        slack: by which part meshes may be slower.
+        slack: by program, by which part meshes may be slower.
         steps: by program, seconds of a step on each mesh.
         lacks: by program, bytes that each mesh lacks, while nothing fits.
         fastest: by program, seconds of its fastest step, had devices memory enough.
@@ -117,7 +117,8 @@ class _Programs:
         self, cluster: Cluster, request: Request, spaces: Spaces | None
     ) -> None:
         self.cluster, self.request, self.spaces = cluster, request, spaces
-        self.best, self.slack = math.inf, SLACK
+        self.best = math.inf
+        self.slack: dict[Variant, float] = {}
         self.steps: dict[Variant, dict[Mesh, float]] = {}
         self.lacks: dict[Variant, dict[Mesh, float]] = {}
         self.fastest: dict[Variant, float] = {}
@@ -129,7 +130,7 @@ class _Programs:
         """
         remat, attention, chunks = variant
         whole = self.fastest.get((remat, attention, 1), 0.0)
-        return chunks > 1 and whole > self.best * (1 + self.slack)
+        return chunks > 1 and whole > self.best * (1 + NEAR)
 
     def look(self, variant: Variant, graph: Graph) -> None:
         """Search one program."""
@@ -152,7 +153,7 @@ class _Programs:
             steps = self.steps.setdefault(variant, {})
             for mesh in search.steps if known else _least(search.steps):
                 steps[mesh] = min(search.steps[mesh], steps.get(mesh, math.inf))
-            self.slack = min(self.slack, search.slack)
+            self.slack[variant] = search.slack
             if self.best == math.inf and (known or room == ROOMS[-1]):
                 self.lacks[variant] = search.lacks()
             if known:
@@ -161,9 +162,12 @@ class _Programs:
 
     def near(self) -> dict[Variant, dict[Mesh, float]]:
         """What ``promising`` gives."""
-        limit = self.best * (1 + self.slack)
         near = {
-            variant: {mesh: step for mesh, step in steps.items() if step <= limit}
+            variant: {
+                mesh: step
+                for mesh, step in steps.items()
+                if step <= self.best * (1 + self.slack[variant])
+            }
             for variant, steps in self.steps.items()
         }
         if any(near.values()):
