@@ -494,21 +494,58 @@ _with_rule = jax.custom_jvp(_normalized)
 _with_rule.defjvp(lambda primals, tangents: jax.jvp(_normalized, primals, tangents))
 
 
-@pytest.mark.parametrize("wide", [HIDDEN, SAMPLES * TOKENS, SAMPLES * TOKENS * CHOICES])
-def test_a_scale_as_wide_as_there_are_rows(wide: int) -> None:
-    """A rule for tangents tells rows from a vector of the same length."""
+def _as_wide(wide: int) -> Any:
+    """Parameters of one layer of experts, so wide inside."""
     keys = iter(jax.random.split(jax.random.key(2), 5))
 
     def made(*shape: int) -> Any:
         return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
 
-    params = {
+    return {
         "router": made(WIDTH, EXPERTS),
         "gate": made(EXPERTS, WIDTH, wide),
         "up": made(EXPERTS, WIDTH, wide),
         "down": made(EXPERTS, wide, WIDTH),
         "scale": made(1, wide)[0] + 1.0,
     }
+
+
+def _summed(rows: Any) -> Any:
+    """Times a number that is made of a vector as long as a row is wide."""
+    return rows * jnp.sin(lax.iota(jnp.float32, rows.shape[-1])).sum()
+
+
+def _traced(rows: Any) -> Any:
+    return rows * (1.0 + jnp.trace(jnp.eye(rows.shape[-1])) / rows.shape[-1])
+
+
+def _picked(rows: Any) -> Any:
+    first = jax.nn.softmax(-jnp.arange(1.0 * rows.shape[-1]) / 9.0)[0]
+    return rows * (1.0 + first)
+
+
+@pytest.mark.parametrize("bend", [_summed, _traced, _picked])
+@pytest.mark.parametrize("wide", [SAMPLES * TOKENS, SAMPLES * TOKENS * CHOICES])
+def test_constants_as_long_as_there_are_rows(bend: Any, wide: int) -> None:
+    """In a function with a rule of its own nothing tells them from rows."""
+    ruled = jax.custom_jvp(bend)
+    ruled.defjvp(lambda primals, tangents: jax.jvp(bend, primals, tangents))
+    params, x, optimizer = _as_wide(wide), _batch(), optax.sgd(RATE)
+    del params["scale"]
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(_experts(p, x, bend=ruled) ** 2)
+
+    options = {"num_micro_batches": 1, "mesh": {"data": 8}, "cluster": "cpu:8"}
+    plan = wh.plan(loss, params, x, optimizer=optimizer, **options)
+    step = wh.compile(plan, loss, params, optimizer=optimizer)
+    assert _worst(step, params, x, loss) < 5e-4
+
+
+@pytest.mark.parametrize("wide", [HIDDEN, SAMPLES * TOKENS, SAMPLES * TOKENS * CHOICES])
+def test_a_scale_as_wide_as_there_are_rows(wide: int) -> None:
+    """A rule for tangents tells rows from a vector of the same length."""
+    params = _as_wide(wide)
 
     def loss(p: Any, x: Any) -> Any:
         bent = _experts(p, x, bend=lambda rows: _with_rule(rows, p["scale"]))

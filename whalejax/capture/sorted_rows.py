@@ -274,7 +274,10 @@ class _Builder:
                 given = _operand_dims(equation, known)
                 if given is None:
                     return False
-                add_by_operands(inner, given, sizes, (*place, number), results)
+                try:
+                    add_by_operands(inner, given, sizes, (*place, number), results)
+                except ValueError:
+                    return False
                 continue
             for index, one in enumerate(_compat.open_jaxpr(inner)[0].eqns):
                 there = (*at, number, index), (*place, number, index)

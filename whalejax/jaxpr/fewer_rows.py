@@ -219,7 +219,7 @@ def add_by_operands(
 
     What is made of operands without rows has none. Among the dimensions of all else,
     also of what is made of nothing, the first whose length is a number of rows holds
-    them; whether that is so is seen when the program is run on fewer.
+    them; where that is not so, shapes disagree once the program is run on fewer.
 
     Args:
         jaxpr: the program.
@@ -230,14 +230,29 @@ def add_by_operands(
 
     Returns:
         Where those of its outputs lie.
+
+    Raises:
+        ValueError: rows are lost on the way, or what is made of nothing and as long is
+            used as more than one value for each. Then it may be no row at all, such as
+            a sum over a constant.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     known: dict[Any, int | None] = dict(zip(body.invars, given, strict=True))
+    of_nothing: set[Any] = set()
     for index, equation in enumerate(body.eqns):
         read = _read(equation, known)
+        with_rows = [
+            a for a, dim in zip(equation.invars, read, strict=True) if dim is not None
+        ]
         made = all(_compat.is_literal(a) for a in equation.invars)
-        there = made or any(dim is not None for dim in read)
-        dims = _dims(equation.outvars, sizes if there else frozenset())
+        dims = _dims(equation.outvars, sizes if made or with_rows else frozenset())
+        if with_rows and None in dims:
+            raise ValueError(f"{equation.primitive.name} leaves no rows")
+        if of_nothing.issuperset(with_rows):
+            if not all(_keeps(equation, a) for a in with_rows):
+                raise ValueError(f"{equation.primitive.name} may read no rows")
+            pairs = zip(equation.outvars, dims, strict=True)
+            of_nothing.update(v for v, dim in pairs if dim is not None)
         results[*at, index] = dims
         known.update(zip(equation.outvars, dims, strict=True))
         for number, inner in enumerate(_compat.inner_jaxprs(equation)):
@@ -246,6 +261,13 @@ def add_by_operands(
             below = read if same else _dims(inputs, sizes)
             add_by_operands(inner, below, sizes, (*at, index, number), results)
     return tuple(None if _compat.is_literal(a) else known.get(a) for a in body.outvars)
+
+
+def _keeps(equation: Any, operand: Any) -> bool:
+    """Whether results have an operand's elements, each for itself or repeated."""
+    if equation.primitive.name == "broadcast_in_dim":
+        return True
+    return all(v.aval.shape == operand.aval.shape for v in equation.outvars)
 
 
 def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
