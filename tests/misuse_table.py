@@ -95,7 +95,7 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "loss_chunks": ("none", "the planner chooses"),
     "shares": ("none array?", "the planner chooses; devices must divide so"),
     "compiler_options": ("none dict entry?", "no options; XLA knows its options"),
-    "margin": ("none zero half", "as compiled programs tell; or a part of it"),
+    "margin": ("none zero", "as compiled programs tell; or none is left"),
     "verified": SWITCH,
     "bandwidth": ("none", "only a swarm has one"),
     "wire": ("none", "only a swarm has one"),

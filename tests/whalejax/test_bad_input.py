@@ -187,7 +187,8 @@ def test_a_mesh_with_experts_that_the_model_has_not() -> None:
     assert refused(mesh={"expert": 8}) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. no dimension for an expert axis; mesh= fixes expert 8. No product of "
-        "values with weights has a batch dimension: leave expert out"
+        "values with weights has a batch dimension, as an einsum over experts has: "
+        "leave expert out"
     )
 
 
