@@ -451,7 +451,7 @@ KINDS = {
 }
 """By the first part of a model's name, which kind of program it is."""
 
-TAIL = 4.5
+TAIL = 4.6
 """Percent of the programs of other kinds that lie beyond each edge of a band; of those
 of a kind of its own about nine in ten lie between."""
 
