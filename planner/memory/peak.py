@@ -27,8 +27,8 @@ from whalejax.planner.memory.live_sets import Moments
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_cuts import LeafCuts
-from whalejax.planner.sharding.parameter_layout import LeafFacts, sums
+from whalejax.planner.sharding.leaf_cuts import LeafCuts, reduces_gradient
+from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.terms import FETCHED
 
 
@@ -242,7 +242,8 @@ def _reduced(c: _Columns) -> tuple[np.ndarray, np.ndarray]:
     groups = zip(c.facts.groups, c.cuts, c.found.turns, shares, strict=True)
     for (group, every), cut, times, share in groups:
         table = c.tables[group.home]
-        summed = sums(group, cut.compute, table, c.s.mesh, c.facts.common)
+        given = group, cut.compute, table, c.s.mesh, c.facts.common
+        summed = reduces_gradient(*given)
         one = group.uses * group.nbytes / cut.compute.parts
         one = np.where(cut.compute.parts != cut.gradient.parts, one / times, one)
         one = np.where(summed, one, 0.0)

@@ -114,8 +114,8 @@ def _sorted_rows(search: Search, means: str) -> str:
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (
-        "Rows sorted by expert (jax.lax.ragged_dot) are sorted and multiplied by each "
-        f"device for its own samples, which data and fsdp share: {means}. "
+        "Rows sorted by expert (jax.lax.ragged_dot) are shared along the batch alone, "
+        f"by data and fsdp: {means}. "
     )
 
 

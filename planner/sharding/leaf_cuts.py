@@ -115,3 +115,27 @@ def _cut_group(
         gradient=owned.where(zero >= 2, param),
         optimizer=owned.where(zero >= 1, param),
     )
+
+
+def reduces_gradient(
+    group: LeafGroup,
+    compute: Cut,
+    table: Table,
+    mesh: Mapping[str, Any],
+    common: frozenset[int],
+) -> Any:
+    """Whether ``parameter_layout.summed_over`` names any axis, of one mesh or of each.
+
+    Args:
+        group: Equal parameters.
+        compute: Cut of one of them where it is computed with.
+        table: Compute table of the TaskGraph that reads it first.
+        mesh: Sizes of the axes, numbers or arrays.
+        common: Roles of the batch and of the sequence, which parameters lack.
+    """
+    others = common - {role for atoms in group.layout for role in atoms}
+    reduces: Any = False
+    for axis, size in mesh.items() if group.trained else ():
+        if others.intersection(table.get(axis, ())):
+            reduces = reduces | ((size > 1) & np.logical_not(compute.shards(axis)))
+    return reduces

@@ -4,6 +4,9 @@ Storage is a second table beside the compute tables: ZeRO and FSDP shard what is
 (parameters, gradients, optimizer state) over axes on which the computation splits the
 batch. Logical dimensions are tried in one order for all parameters, those that cover
 most bytes first, so that the outcome reads like a table of rules.
+
+The module is long because all that a layout asks of a parameter is found together, from
+the operations that read it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from whalejax.planner.model.graph import (
     Tensor,
 )
 from whalejax.planner.model.repeated_layers import sliced_params
-from whalejax.planner.sharding.cuts import Cut
 from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
@@ -347,28 +349,6 @@ def summed_over(
         for axis, size in mesh.items()
         if size > 1 and axis not in own and others.intersection(table.get(axis, ()))
     )
-
-
-def sums(
-    group: LeafGroup,
-    compute: Cut,
-    table: Table,
-    mesh: Mapping[str, Any],
-    common: frozenset[int],
-) -> Any:
-    """Whether ``summed_over`` names any axis, of one mesh or of arrays.
-
-    Args:
-        group: the parameter.
-        compute: how it is cut where it is computed with.
-        table, mesh, common: as there.
-    """
-    others = common - {role for atoms in group.layout for role in atoms}
-    found: Any = False
-    for axis, size in mesh.items() if group.trained else ():
-        if others.intersection(table.get(axis, ())):
-            found = found | ((size > 1) & np.logical_not(compute.shards(axis)))
-    return found
 
 
 def _counted(

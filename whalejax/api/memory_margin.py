@@ -115,9 +115,10 @@ def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
     if band.unmeasured:
         patterns = " and ".join(band.unmeasured)
         return (
-            f"memory: few programs with {patterns} were compiled to hold predictions "
-            f"against. {gigabytes(predicted)} is predicted, and {gigabytes(low)} to "
-            f"{gigabytes(high)} is allowed for: margin={margin:g} was kept free. "
+            f"memory: few or no programs with {patterns} were compiled to hold "
+            f"predictions against. {gigabytes(predicted)} is predicted, and "
+            f"{gigabytes(low)} to {gigabytes(high)} is allowed for: margin={margin:g} "
+            "was kept free. "
             "whalejax verify compiles the plan",
         )
     if band.low == band.high or predicted < NEARLY_FULL * room:

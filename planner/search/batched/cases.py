@@ -12,6 +12,9 @@ of the same place, and what is longer than that is exposed.
 
 Many cases agree in what happens inside a stage, or in how parameters are stored; each
 of the two is worked out once for all that agree.
+
+The module is long because all terms of a case's time share one table of seconds by
+kind of device, place, phase and term.
 """
 
 from __future__ import annotations
