@@ -24,10 +24,10 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """A number of things.
 
-    >>> counted(1, "sample"), counted(3, "sample")
+    >>> count_text(1, "sample"), count_text(3, "sample")
     ('1 sample', '3 samples')
     """
     return f"{count} {noun}" + "s" * (count != 1)

@@ -38,7 +38,7 @@ class NothingFits(PlanError):
         self.nearest = nearest
         self.what = what
 
-    def saying(
+    def with_sentence(
         self,
         more: str,
         *,

@@ -245,7 +245,7 @@ def spans_of(
     return spans or [(np.ones(len(stride)), cluster.levels[0])]
 
 
-def whole_on_torus(
+def torus_reduces_whole(
     added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
 ) -> np.ndarray:
     """Where ``runs_as`` makes an all-reduce of a reduce-scatter, for arrays of meshes.

@@ -33,10 +33,14 @@ from whalejax.planner.cost.halo_exchange import BackwardHalo, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
-from whalejax.planner.sharding.cuts import Cut, cut_by, cuts_of
 from whalejax.planner.sharding.fused_parameters import Fused, lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
+from whalejax.planner.sharding.shard_counts import (
+    ShardCounts,
+    spec_shard_counts,
+    table_shard_counts,
+)
 
 
 _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
@@ -96,14 +100,14 @@ class Setting:
         )
 
     @property
-    def unlike(self) -> bool:
+    def has_unlike_meshes(self) -> bool:
         """There are many meshes, and which axis shards what differs among them."""
         arrays = any(isinstance(size, np.ndarray) for size in self.mesh.values())
         return arrays and self.like is None
 
-    def cut(
+    def shard_counts(
         self, layout: Layout, sizes: Layout, table: Table, fused: Fused | None = None
-    ) -> Cut:
+    ) -> ShardCounts:
         """How the mesh, or each mesh, cuts a tensor.
 
         Args:
@@ -111,9 +115,11 @@ class Setting:
             table: the TaskGraph's table.
             fused: how a fused parameter lies.
         """
-        if self.unlike:
-            return cuts_of(layout, sizes, table, self.mesh, fused)
-        return cut_by(lying(layout, sizes, fused, table, self.shape), self.mesh)
+        if self.has_unlike_meshes:
+            return table_shard_counts(layout, sizes, table, self.mesh, fused)
+        return spec_shard_counts(
+            lying(layout, sizes, fused, table, self.shape), self.mesh
+        )
 
 
 def _parts(roles: frozenset[int], hits: Mapping[str, int], s: Setting) -> Any:

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile
-from whalejax.planner.cost.collectives import axis_parts, runs_as, whole_on_torus
+from whalejax.planner.cost.collectives import axis_parts, runs_as, torus_reduces_whole
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Spec, Table, shards
-from whalejax.planner.sharding.leaf_cuts import LeafCuts, leaf_cuts
+from whalejax.planner.sharding.leaf_shard_counts import (
+    LeafShardCounts,
+    layout_shard_counts,
+)
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 
 
@@ -52,7 +55,7 @@ def storage_collectives(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         axes = _added(layout.compute, layout.param)
         if axes:
-            moved = group.moved_bytes(s.cluster.compiler, layout.selected)
+            moved = group.moved_bytes(s.cluster.compiler, layout.has_sharded_rows)
             moved *= cast_bytes * group.narrowed
             payload = int(moved / shards(layout.compute, s.mesh) / group.slices)
             during[axes, payload] += group.gathers * group.slices * count
@@ -98,7 +101,7 @@ def turning_seconds(
     seconds = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         moved = (
-            group.moved_bytes(s.cluster.compiler, layout.selected)
+            group.moved_bytes(s.cluster.compiler, layout.has_sharded_rows)
             * cast_bytes
             * group.narrowed
         )
@@ -148,7 +151,7 @@ def _odd_share(
             continue
         nbytes = group.gradient_bytes * count / shards(layout.compute, s.mesh)
         sharded += nbytes
-        (cuts,) = leaf_cuts((layout,), s.mesh)
+        (cuts,) = layout_shard_counts((layout,), s.mesh)
         odd += nbytes * bool(_odd(group, cuts, s.cluster.compiler, cast_bytes))
     return odd / max(1.0, sharded)
 
@@ -165,7 +168,10 @@ def _kept_share(facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting) -> 
 
 
 def _odd(
-    group: LeafGroup, cuts: LeafCuts, compiler: CompilerProfile, cast_bytes: float
+    group: LeafGroup,
+    cuts: LeafShardCounts,
+    compiler: CompilerProfile,
+    cast_bytes: float,
 ) -> Any:
     """Scattering a gradient leaves an odd number of tiles of the last dimension."""
     if compiler.scatters_odd_tiles or len(group.shape) < 2 or not group.nbytes:
@@ -173,10 +179,10 @@ def _odd(
     itemsize = group.nbytes * cast_bytes * group.narrowed / math.prod(group.shape)
     if itemsize != 2:
         return False
-    last = cuts.gradient.dims[-1]
+    last = cuts.gradient.per_dim[-1]
     length = group.shape[-1] // last
     tiles, over = length // compiler.lanes, length % compiler.lanes
-    return (last > cuts.compute.dims[-1]) & (over == 0) & (tiles % 2 == 1)
+    return (last > cuts.compute.per_dim[-1]) & (over == 0) & (tiles % 2 == 1)
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
@@ -185,7 +191,7 @@ def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
 
 
 def reduced_whole(
-    group: LeafGroup, cuts: LeafCuts, table: Table, s: Setting, cast_bytes: float
+    group: LeafGroup, cuts: LeafShardCounts, table: Table, s: Setting, cast_bytes: float
 ) -> Any:
     """Whether a sharded gradient is reduced whole and cut, rather than scattered.
 
@@ -199,7 +205,7 @@ def reduced_whole(
     compiler = s.cluster.compiler
     if not compiler.reduce_scatter:
         return True
-    whole = _odd(group, cuts, compiler, cast_bytes) | _on_torus(cuts, s)
+    whole = _odd(group, cuts, compiler, cast_bytes) | _torus_reduces_whole(cuts, s)
     if compiler.reduces_in_parts:
         return whole
     summed: Any = 0
@@ -210,7 +216,7 @@ def reduced_whole(
     return whole | (summed > 1)
 
 
-def _on_torus(cuts: LeafCuts, s: Setting) -> Any:
+def _torus_reduces_whole(cuts: LeafShardCounts, s: Setting) -> Any:
     """Whether links make the reduction that scatters a gradient one of all of it."""
     if not any(level.torus for level in s.cluster.levels):
         return False
@@ -219,11 +225,11 @@ def _on_torus(cuts: LeafCuts, s: Setting) -> Any:
         axis: np.logical_and(here, np.logical_not(before.shards(axis)))
         for axis, here in after.items()
     }
-    if not s.unlike:
+    if not s.has_unlike_meshes:
         axes = tuple(axis for axis, here in added.items() if here)
         parts = axis_parts(axes, s.mesh, s.cluster)
         return runs_as("reduce-scatter", parts, s.cluster) == "all-reduce"
-    return whole_on_torus(added, s.mesh, s.cluster)
+    return torus_reduces_whole(added, s.mesh, s.cluster)
 
 
 def combined_gradients(

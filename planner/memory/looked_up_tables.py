@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.sharding.cuts import Cut
-from whalejax.planner.sharding.leaf_cuts import LeafCuts
+from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
+from whalejax.planner.sharding.shard_counts import ShardCounts
 
 
 _SUBLANES = 8
@@ -49,7 +49,7 @@ class Tables:
 
 def tables_of(
     facts: LeafFacts,
-    cuts: Sequence[LeafCuts],
+    cuts: Sequence[LeafShardCounts],
     counts: np.ndarray,
     gathered: np.ndarray,
     whole: np.ndarray,
@@ -80,14 +80,14 @@ def tables_of(
         sizes = _local_sizes(group.shape, cut.compute)
         padding = _padding(sizes, lanes)
         taken += count * gathered[place] * (padding + (padding > 1.0))
-        unsharded = cut.compute.parts == cut.param.parts
+        unsharded = cut.compute.num_shards == cut.param.num_shards
         gradient = whole[place] * _forms(sizes, lanes, copied=np.logical_not(unsharded))
         groups[place] = unsharded
         gradients += np.where(unsharded, count * gradient, 0.0)
         here = np.where(np.logical_not(unsharded) & (count > 0), gradient, 0.0)
         largest = np.maximum(largest, here)
         there, passing = _updated(group, sizes, whole[place], lanes)
-        whole_update = cut.optimizer.parts == cut.compute.parts
+        whole_update = cut.optimizer.num_shards == cut.compute.num_shards
         applies = unsharded & whole_update & (count > 0)
         if len(sizes) == 2:
             # Rows are added up where they lie: no other form is needed.
@@ -133,9 +133,9 @@ def _updated(
     return np.where(sizes[-2] % lanes != 0, there, 0.0), 0.0
 
 
-def _local_sizes(shape: Sequence[int], cut: Cut) -> list[Any]:
+def _local_sizes(shape: Sequence[int], cut: ShardCounts) -> list[Any]:
     """Each dimension on one device."""
-    return [-(-size // parts) for size, parts in zip(shape, cut.dims, strict=True)]
+    return [-(-size // parts) for size, parts in zip(shape, cut.per_dim, strict=True)]
 
 
 def _padding(sizes: Sequence[Any], lanes: int) -> Any:

@@ -27,7 +27,10 @@ from whalejax.planner.memory.live_sets import Moments
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_cuts import LeafCuts, reduces_gradient
+from whalejax.planner.sharding.leaf_shard_counts import (
+    LeafShardCounts,
+    reduces_gradient,
+)
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.terms import FETCHED
 
@@ -45,12 +48,12 @@ LSTMs of 3072)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
+class PeakMemory:
     """Memory on one device at the fullest moment of a step; whole bytes, by case.
 
     Attributes:
-        params, gradients, optimizer, activations, working: see ``MemoryTerms``.
-        host: what lies in host memory, but for optimizer state.
+        params, gradients, optimizer, activations, working: Terms of ``MemoryTerms``.
+        host: Bytes in host memory, optimizer state excepted.
     """
 
     params: np.ndarray
@@ -62,45 +65,51 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What of a program a device holds: all, or what a stage of a pipeline does.
+class StageShare:
+    """What of a program one device holds: everything, or a pipeline stage's share.
 
-    A stage runs the spans of its own parts of the program; of layers in a loop it keeps
+    A stage runs the spans of its own parts of the program; of layers in a loop it saves
     as many turns as it has layers, and works with one at a time.
 
     Attributes:
-        homes: for each TaskGraph, which part of its tensors is made there, by case;
-            None where all are.
-        groups: for each group of parameters and case, which part of them lies there.
+        task_graph_shares: Part of each TaskGraph's tensors that the stage makes, by
+            case; None where it makes all.
+        group_shares: Part of each parameter group that the stage stores, by case.
     """
 
-    homes: Mapping[int, Any] | None = None
-    groups: Any = 1.0
+    task_graph_shares: Mapping[int, Any] | None = None
+    group_shares: Any = 1.0
 
-    def take(self, rows: np.ndarray) -> Part:
+    def take(self, rows: np.ndarray) -> StageShare:
         """Some of the cases."""
-        if self.homes is None:
+        if self.task_graph_shares is None:
             return self
-        homes = {home: share[rows] for home, share in self.homes.items()}
-        return Part(homes=homes, groups=self.groups[:, rows])
+        task_graph_shares = {
+            home: share[rows] for home, share in self.task_graph_shares.items()
+        }
+        return StageShare(
+            task_graph_shares=task_graph_shares, group_shares=self.group_shares[:, rows]
+        )
 
-    def kinds(self, found: Moments) -> Any:
+    def tensor_shares(self, found: Moments) -> Any:
         """For each kind of tensor and case, which part of them is made there."""
-        if self.homes is None:
+        if self.task_graph_shares is None:
             return 1.0
-        return np.array([self.homes[kind.task_graph] for kind in found.kinds])
+        return np.array(
+            [self.task_graph_shares[kind.task_graph] for kind in found.kinds]
+        )
 
     @property
-    def there(self) -> Any:
+    def has_group(self) -> Any:
         """For each group and case, whether something of it is there."""
-        return np.asarray(self.groups) > 0
+        return np.asarray(self.group_shares) > 0
 
 
-WHOLE: Final = Part()
+WHOLE_PROGRAM: Final = StageShare()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaves:
+class _ParameterBytes:
     """Bytes of the parameters on one device, and of what follows them, by case.
 
     Attributes:
@@ -134,26 +143,26 @@ class _Leaves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Columns:
-    """What every function here reads: the program and its cases.
+class _PeakInputs:
+    """A program and its cases, as every function of this module reads them.
 
     Attributes:
-        facts: the parameters.
-        cuts: how each of their groups is cut.
-        found: what memory holds when.
-        tables: compute table of each TaskGraph.
-        s: meshes and micro-batches.
-        on: what of it the device holds.
-        away: of each group and case, how many parameters lie in host memory.
-        number: of cases.
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each parameter group.
+        found: Live tensors of each span.
+        tables: Compute table of each TaskGraph.
+        s: Mesh sizes and micro-batches of the cases.
+        stage: Share of the program that the device holds.
+        away: Number of parameters in host memory, by group and case.
+        number: Number of cases.
     """
 
     facts: LeafFacts
-    cuts: Sequence[LeafCuts]
+    cuts: Sequence[LeafShardCounts]
     found: Moments
     tables: Mapping[int, Table]
     s: Setting
-    on: Part
+    stage: StageShare
     away: np.ndarray
     number: int
 
@@ -182,13 +191,13 @@ class _Columns:
         return found
 
 
-def _leaves(c: _Columns, cast_bytes: float) -> _Leaves:
+def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
     compiler = c.s.cluster.compiler
     compute, param, gradient, optimizer = (
-        c.rows(getattr(cut, name).parts for cut in c.cuts)
+        c.rows(getattr(cut, name).num_shards for cut in c.cuts)
         for name in ("compute", "param", "gradient", "optimizer")
     )
-    share, turns = c.on.groups, c.found.turns[:, None]
+    share, turns = c.stage.group_shares, c.found.turns[:, None]
     here, gone = share * c.counts, share * c.away
     nbytes, made = c.of_groups("nbytes"), c.of_groups("gradient_bytes")
     trained = c.of_groups("trained") > 0
@@ -207,12 +216,12 @@ def _leaves(c: _Columns, cast_bytes: float) -> _Leaves:
     waiting = made * narrow / kept
     one = nbytes * narrow / compute / turns
     moved = c.rows(
-        group.moved_bytes(compiler, cut.selected) / max(1, group.nbytes)
+        group.moved_bytes(compiler, cut.has_sharded_rows) / max(1, group.nbytes)
         for (group, _), cut in zip(c.facts.groups, c.cuts, strict=True)
     )
     chunked = c.of_groups("chunked") > 0
     fresh = np.where(chunked, nbytes / compute, one)
-    return _Leaves(
+    return _ParameterBytes(
         params=((here - gone) * stored).sum(0),
         state=(here * c.of_groups("optimizer_bytes") / optimizer).sum(0),
         # What is quantised is widened where it is read.
@@ -225,12 +234,12 @@ def _leaves(c: _Columns, cast_bytes: float) -> _Leaves:
         host=(gone * stored).sum(0) + np.zeros(c.number),
         fetched=FETCHED * c.away * stored / turns,
         updating=((here - gone) * waiting + gone * made / optimizer).sum(0),
-        reduced=_reduced(c),
+        reduced=_reduced_gradients(c),
     )
 
 
-def _reduced(c: _Columns) -> tuple[np.ndarray, np.ndarray]:
-    """See ``_Leaves.reduced``.
+def _reduced_gradients(c: _PeakInputs) -> tuple[np.ndarray, np.ndarray]:
+    """See ``_ParameterBytes.reduced``.
 
     What is cut into shards after it is reduced comes alone, for each parameter; what is
     cut in a loop, for each of its turns.
@@ -238,16 +247,18 @@ def _reduced(c: _Columns) -> tuple[np.ndarray, np.ndarray]:
     before, whole, largest = (np.zeros(c.number) for _ in range(3))
     if not c.s.cluster.compiler.reduces_at_end:
         return before, whole
-    shares = c.rows(np.broadcast_to(c.on.groups, (len(c.cuts), c.number)))
+    shares = c.rows(np.broadcast_to(c.stage.group_shares, (len(c.cuts), c.number)))
     groups = zip(c.facts.groups, c.cuts, c.found.turns, shares, strict=True)
     for (group, every), cut, times, share in groups:
         table = c.tables[group.home]
         given = group, cut.compute, table, c.s.mesh, c.facts.common
         summed = reduces_gradient(*given)
-        one = group.uses * group.nbytes / cut.compute.parts
-        one = np.where(cut.compute.parts != cut.gradient.parts, one / times, one)
+        one = group.uses * group.nbytes / cut.compute.num_shards
+        one = np.where(
+            cut.compute.num_shards != cut.gradient.num_shards, one / times, one
+        )
         one = np.where(summed, one, 0.0)
-        stays = cut.compute.parts == cut.optimizer.parts
+        stays = cut.compute.num_shards == cut.optimizer.num_shards
         before = before + every * share * one
         whole = whole + np.where(stays, every * share * one, 0.0)
         alone = np.where(stays | (share == 0), 0.0, one)
@@ -255,14 +266,19 @@ def _reduced(c: _Columns) -> tuple[np.ndarray, np.ndarray]:
     return before, whole + largest
 
 
-def _kept(
-    c: _Columns, leaves: _Leaves, kinds: np.ndarray, in_flight: Any, *, postpones: bool
-) -> tuple[np.ndarray, _Leaves]:
+def _saved_bytes(
+    c: _PeakInputs,
+    leaves: _ParameterBytes,
+    kinds: np.ndarray,
+    in_flight: Any,
+    *,
+    postpones: bool,
+) -> tuple[np.ndarray, _ParameterBytes]:
     """Bytes of what is kept in each span, and parameters with gradients as they wait.
 
     Gradients whose products are put off are made when nothing else is left.
     """
-    here = kinds * c.on.kinds(c.found)
+    here = kinds * c.stage.tensor_shares(c.found)
     saved: np.ndarray = c.found.saved @ here
     saved += (in_flight - 1.0) * saved.max(axis=0, initial=0.0)
     if not postpones:
@@ -273,15 +289,15 @@ def _kept(
     return saved + c.found.postponed @ here, waiting
 
 
-def _fuller(
-    c: _Columns, leaves: _Leaves, working: np.ndarray, making: np.ndarray
+def _fuller_moment(
+    c: _PeakInputs, leaves: _ParameterBytes, working: np.ndarray, making: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gradients and what works in each span, before it makes its own or meanwhile.
 
     What a span makes is not there yet while it works with what follows; loops hold all
     of theirs from the start.
     """
-    waiting = leaves.gradients * c.on.groups
+    waiting = leaves.gradients * c.stage.group_shares
     born = c.found.gradients @ waiting
     alone = c.found.gradients @ np.where(c.once, waiting, 0.0)
     before, half = born - alone, len(born) // 2
@@ -290,8 +306,8 @@ def _fuller(
     return np.where(earlier, before, born), np.where(earlier, working, making)
 
 
-def _held(
-    c: _Columns, leaves: _Leaves, first: np.ndarray
+def _gathered_weight_bytes(
+    c: _PeakInputs, leaves: _ParameterBytes, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """What weights add to what each span works with, and while it makes gradients.
 
@@ -306,7 +322,7 @@ def _held(
     """
     found = c.found
     reread = found.reread * c.s.cluster.compiler.merge_partials
-    half, there = len(reread) // 2, c.on.there
+    half, there = len(reread) // 2, c.stage.has_group
     rest = (leaves.gathered - first) * there
     fresh = leaves.fresh * there
     held, made = (np.zeros((len(reread), c.number)) for _ in range(2))
@@ -318,22 +334,28 @@ def _held(
         np.maximum(made, one + new, out=made)
     fetched = found.held @ (leaves.fetched * there)
     if reread.any():
-        fetched = fetched + reread @ (LOOP_COPIES * leaves.gathered * c.on.groups)
-        waiting = np.cumsum(reread[half:], axis=0) @ (leaves.summing * c.on.groups)
+        fetched = fetched + reread @ (
+            LOOP_COPIES * leaves.gathered * c.stage.group_shares
+        )
+        waiting = np.cumsum(reread[half:], axis=0) @ (
+            leaves.summing * c.stage.group_shares
+        )
         made[half:] += waiting
     return held + fetched, made + fetched
 
 
-def _lookups(c: _Columns, leaves: _Leaves) -> list[tuple[Any, Any, Any]]:
+def _table_moments(
+    c: _PeakInputs, leaves: _ParameterBytes
+) -> list[tuple[Any, Any, Any]]:
     """What is kept, gradients and the rest while tables are looked up, and behind."""
     if c.s.cluster.compiler.lanes == 1:
         return []
-    there = (c.counts - c.away) * c.on.groups
+    there = (c.counts - c.away) * c.stage.group_shares
     tables = tables_of(c.facts, c.cuts, there, leaves.gathered, leaves.summing, c.s)
     if tables is None:
         return []
     # The backward pass ends in the first span.
-    others = np.where(tables.groups, 0.0, leaves.gradients) * c.on.groups
+    others = np.where(tables.groups, 0.0, leaves.gradients) * c.stage.group_shares
     born = c.found.gradients[len(c.found.gradients) // 2] @ others
     born = np.where(tables.largest + tables.gradients > 0, born, 0.0)
     return [
@@ -344,7 +366,7 @@ def _lookups(c: _Columns, leaves: _Leaves) -> list[tuple[Any, Any, Any]]:
 
 
 def _gathered_first(
-    c: _Columns, leaves: _Leaves, compiler: CompilerProfile
+    c: _PeakInputs, leaves: _ParameterBytes, compiler: CompilerProfile
 ) -> tuple[np.ndarray, np.ndarray]:
     """What is gathered before anything is computed with it, outside loops.
 
@@ -358,8 +380,8 @@ def _gathered_first(
     if not one.any():
         return one, waiting
     forms = c.of_groups("gathers")
-    here = (c.counts - c.away) * c.on.groups * np.ones(c.number)
-    shares = np.broadcast_to(c.on.groups, here.shape)
+    here = (c.counts - c.away) * c.stage.group_shares * np.ones(c.number)
+    shares = np.broadcast_to(c.stage.group_shares, here.shape)
     for place in np.flatnonzero((forms[:, 0] > 1) & one.any(axis=1)):
         behind = gradients[:, place : place + 1] * shares[place]
         waiting[:-1] += np.maximum(0.0, here[place] - behind) * one[place]
@@ -376,7 +398,7 @@ def largest_gather(collectives: Iterable[Collective]) -> float:
 
 def peak_of(
     facts: LeafFacts,
-    cuts: Sequence[LeafCuts],
+    cuts: Sequence[LeafShardCounts],
     found: Moments,
     tables: Mapping[int, Table],
     s: Setting,
@@ -387,43 +409,45 @@ def peak_of(
     in_flight: Any = 1.0,
     gathered: Any = 0.0,
     postpones: bool = False,
-    on: Part = WHOLE,
-) -> Peaks:
+    stage: StageShare = WHOLE_PROGRAM,
+) -> PeakMemory:
     """Memory on one device at the fullest moment of a step.
 
     Args:
-        facts: the parameters.
-        cuts: of each of their groups.
-        found: what memory holds when.
-        tables: compute table of each TaskGraph, the same in all cases.
-        s: meshes and micro-batches.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        accumulates: for each case, whether gradients of several micro-batches are
-            summed.
-        away: of each group and case, how many lie in host memory.
-        in_flight: micro-batches whose activations are kept at once.
-        gathered: bytes of the largest value that is gathered along the sequence.
-        postpones: products of weights' gradients are put off, loops' excepted.
-        on: what of the program the device holds.
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each parameter group.
+        found: Live tensors of each span.
+        tables: Compute table of each TaskGraph, the same in all cases.
+        s: Mesh sizes and micro-batches of the cases.
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        accumulates: Whether gradients of several micro-batches are summed, by case.
+        away: Number of parameters in host memory, by group and case.
+        in_flight: Micro-batches whose activations are saved at once.
+        gathered: Bytes of the largest value that is gathered along the sequence.
+        postpones: Whether products of weights' gradients are put off, loops' excepted.
+        stage: Share of the program that the device holds.
+
+    Returns:
+        Bytes of each memory term, by case.
     """
-    c = _Columns(
+    c = _PeakInputs(
         facts=facts,
         cuts=cuts,
         found=found,
         tables=tables,
         s=s,
-        on=on,
+        stage=stage,
         away=away,
         number=len(accumulates),
     )
-    leaves = _leaves(c, cast_bytes)
+    leaves = _parameter_bytes(c, cast_bytes)
     kinds = c.rows(kept_bytes(found.kinds, tables, s))
-    moments = _moments(c, leaves, kinds, in_flight, gathered, postpones=postpones)
-    saved, born, working = _ended(c, leaves, moments, accumulates)
+    moments = _span_moments(c, leaves, kinds, in_flight, gathered, postpones=postpones)
+    saved, born, working = _with_update_moments(c, leaves, moments, accumulates)
     fullest = np.argmax(saved + born + working, axis=0)
     column = np.arange(c.number)
-    waiting = found.waiting @ (kinds * on.kinds(found))
-    return Peaks(
+    waiting = found.waiting @ (kinds * stage.tensor_shares(found))
+    return PeakMemory(
         params=np.floor(leaves.params),
         gradients=np.floor(born[fullest, column]),
         optimizer=np.floor(leaves.state) + facts.optimizer_other_bytes,
@@ -433,23 +457,23 @@ def peak_of(
     )
 
 
-_Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
+_MomentBytes = tuple[np.ndarray, np.ndarray, np.ndarray]
 """What is kept, gradients and what works, by moment and case."""
 
 
-def _moments(
-    c: _Columns,
-    leaves: _Leaves,
+def _span_moments(
+    c: _PeakInputs,
+    leaves: _ParameterBytes,
     kinds: np.ndarray,
     in_flight: Any,
     gathered: Any,
     *,
     postpones: bool,
-) -> tuple[_Leaves, _Moments]:
+) -> tuple[_ParameterBytes, _MomentBytes]:
     """Every span, and what stands before the first and behind the last."""
     found, compiler = c.found, c.s.cluster.compiler
-    saved, leaves = _kept(c, leaves, kinds, in_flight, postpones=postpones)
-    worked = kinds * (np.asarray(c.on.kinds(found)) > 0)
+    saved, leaves = _saved_bytes(c, leaves, kinds, in_flight, postpones=postpones)
+    worked = kinds * (np.asarray(c.stage.tensor_shares(found)) > 0)
     working, making = (
         np.maximum.reduceat(rows @ worked, starts, axis=0)
         for rows, starts in zip(
@@ -457,26 +481,28 @@ def _moments(
         )
     )
     first, ready = _gathered_first(c, leaves, compiler)
-    held, made = _held(c, leaves, first)
-    born, working = _fuller(c, leaves, working + held, making + made)
+    held, made = _gathered_weight_bytes(c, leaves, first)
+    born, working = _fuller_moment(c, leaves, working + held, making + made)
     working = working + leaves.casts
     if first.any():
         # As many as have no gradient yet wait for the backward pass.
         working = working + ready[:-1]
-        saved, born, working = _then((saved, born, working), (0.0, 0.0, ready[-1]))
-    for moment in _lookups(c, leaves):
-        saved, born, working = _then((saved, born, working), moment)
+        saved, born, working = _append_moment(
+            (saved, born, working), (0.0, 0.0, ready[-1])
+        )
+    for moment in _table_moments(c, leaves):
+        saved, born, working = _append_moment((saved, born, working), moment)
     if compiler.reduces_at_end:
         working = working + GATHER_COPIES * gathered
     return leaves, (saved, born, working)
 
 
-def _ended(
-    c: _Columns,
-    leaves: _Leaves,
-    moments: tuple[_Leaves, _Moments],
+def _with_update_moments(
+    c: _PeakInputs,
+    leaves: _ParameterBytes,
+    moments: tuple[_ParameterBytes, _MomentBytes],
     accumulates: np.ndarray,
-) -> _Moments:
+) -> _MomentBytes:
     """The moments with what accumulation adds to them, and those of the update."""
     saved, born, working = moments[1]
     working = np.where(accumulates, working + born, working)
@@ -484,17 +510,21 @@ def _ended(
     if c.away.any():
         # The update: what passes through the device in pieces takes wide gradients.
         updating = np.where(c.away.any(axis=0), leaves.updating, 0.0)
-        saved, born, working = _then((saved, born, working), (0.0, updating, 0.0))
+        saved, born, working = _append_moment(
+            (saved, born, working), (0.0, updating, 0.0)
+        )
     going, coming = leaves.reduced
     if going.any():
         there = going > 0
         going = going + np.where(accumulates & there, leaves.summed, 0.0)
         coming = np.where(there, coming, 0.0)
-        saved, born, working = _then((saved, born, working), (0.0, going, coming))
+        saved, born, working = _append_moment(
+            (saved, born, working), (0.0, going, coming)
+        )
     return saved, born, working
 
 
-def _then(moments: _Moments, last: tuple[Any, Any, Any]) -> _Moments:
+def _append_moment(moments: _MomentBytes, last: tuple[Any, Any, Any]) -> _MomentBytes:
     """Moments with one more behind them."""
     saved, born, working = (
         np.concatenate([rows, np.broadcast_to(end, (1, rows.shape[1]))])

@@ -20,8 +20,8 @@ import numpy as np
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op
-from whalejax.planner.sharding.cuts import Cut
 from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.shard_counts import ShardCounts
 
 
 SPREAD = frozenset({"broadcast_in_dim", "iota"})
@@ -319,13 +319,13 @@ def kept_bytes(
 ) -> list[Any]:
     """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
     found = []
-    known: dict[tuple[Layout, Layout, int], Cut] = {}
+    known: dict[tuple[Layout, Layout, int], ShardCounts] = {}
     for entry in kept:
         key = entry.layout, entry.sizes, entry.task_graph
         if key not in known:
-            known[key] = s.cut(*key[:2], tables[entry.task_graph])
+            known[key] = s.shard_counts(*key[:2], tables[entry.task_graph])
         cut = known[key]
-        nbytes = entry.nbytes * entry.count / cut.parts
+        nbytes = entry.nbytes * entry.count / cut.num_shards
         if roles_of(entry.layout) & s.batch_roles:
             nbytes = nbytes / s.num_micro_batches
         if s.cluster.compiler.lanes > 1:
@@ -336,10 +336,10 @@ def kept_bytes(
     return found
 
 
-def _local_sizes(entry: Kept, cut: Cut, s: Setting) -> list[Any]:
+def _local_sizes(entry: Kept, cut: ShardCounts, s: Setting) -> list[Any]:
     """Each dimension on one device, in one micro-batch."""
     sizes = []
-    for roles, atoms, parts in zip(entry.layout, entry.sizes, cut.dims, strict=True):
+    for roles, atoms, parts in zip(entry.layout, entry.sizes, cut.per_dim, strict=True):
         size = math.prod(atoms) / parts
         if s.batch_roles.intersection(roles):
             size = size / s.num_micro_batches
@@ -347,7 +347,7 @@ def _local_sizes(entry: Kept, cut: Cut, s: Setting) -> list[Any]:
     return sizes
 
 
-def _few_samples(entry: Kept, cut: Cut, s: Setting) -> Any:
+def _few_samples(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
     """1 where a device has few samples of a large extent, and 0 elsewhere."""
     samples, *extents = _local_sizes(entry, cut, s)[: -entry.last] or [np.inf]
     largest = functools.reduce(np.maximum, extents, 0.0)
@@ -355,7 +355,7 @@ def _few_samples(entry: Kept, cut: Cut, s: Setting) -> Any:
     return np.where(few & (largest >= LARGE_EXTENT), 1.0, 0.0)
 
 
-def _padding(entry: Kept, cut: Cut, s: Setting) -> Any:
+def _padding(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
     """By how much a tensor grows where one dimension fills whole lanes.
 
     The dimension is the one that wastes least.

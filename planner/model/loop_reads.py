@@ -24,14 +24,14 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
     for op in graph.ops:
         known = [slices.get(t, 1) for t in op.operands if weight[t]]
         if op.results and all(weight[t] for t in op.results):
-            times = _slices(graph, op)
+            times = _slice_count(graph, op)
             for t in op.results:
                 slices[t] = times * max(known, default=1)
         found.append(max((op.trip // n for n in known), default=1) or 1)
     return tuple(found)
 
 
-def _slices(graph: Graph, op: Op) -> int:
+def _slice_count(graph: Graph, op: Op) -> int:
     """Of how many slices an operation takes another one in each turn; 1 if of none."""
     if not op.operands:
         return 1

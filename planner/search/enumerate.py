@@ -48,7 +48,7 @@ from whalejax.planner.search.combining import (
     zero_levels,
 )
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory, MemoryTable
+from whalejax.planner.search.layout_memory import LayoutMemory, MemoryTable, StepLayout
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
@@ -58,7 +58,7 @@ from whalejax.planner.sharding.layout import (
     divisors,
     replicas,
 )
-from whalejax.planner.sharding.leaf_cuts import leaf_cuts
+from whalejax.planner.sharding.leaf_shard_counts import layout_shard_counts
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
 from whalejax.planner.sharding.operation_rows import Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
@@ -286,7 +286,7 @@ class Search:
         sizes = [fixed or 1]
         if fixed is None and self.options.sequence:
             sizes += [n for n in divisors(self.request.num_devices) if n > 1]
-        self._score([m for context in sizes for m in self.meshes(context)])
+        self._score_meshes([m for context in sizes for m in self.meshes(context)])
         if self._wants_space():
             self._share_space()
         return ranked([s for s in self.scored if s.fits])
@@ -305,7 +305,7 @@ class Search:
             model = mesh["tensor"] * mesh["expert"]
             if model > most:
                 break
-            self._score([mesh])
+            self._score_meshes([mesh])
             fresh, seen = self.scored[seen:], len(self.scored)
             fitting = [one.time.step_seconds for one in fresh if one.fits]
             self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
@@ -511,16 +511,16 @@ class Search:
                 return False
         return True
 
-    def _score(self, every: Sequence[dict[str, int]]) -> None:
+    def _score_meshes(self, every: Sequence[dict[str, int]]) -> None:
         """Evaluate meshes under all of their tables."""
         pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
         for mesh, tables in pairs:
             counts = tuple(self._micro_batches(mesh, tables))
-            self.memories.add(mesh, tables, self._levels(mesh), counts)
+            self.memories.add(mesh, tables, self._zero_levels(mesh), counts)
         for mesh, tables in pairs:
             self.score(mesh, tables)
 
-    def _levels(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    def _zero_levels(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
         """Levels of ZeRO that are tried."""
         levels: tuple[int, ...] = (0, 1, 2) if mesh["data"] > 1 else (0,)
         if self.request.zero is not None:
@@ -534,7 +534,7 @@ class Search:
         """
         costs: dict[int, tuple[RowCost, ...]] = {}
         shared = 0.0
-        for zero in self._levels(mesh):
+        for zero in self._zero_levels(mesh):
             if shared > self.bound:
                 break
             layouts = lay_out(self.facts, tables, mesh, zero)
@@ -551,7 +551,7 @@ class Search:
                 shared = least.step_seconds - _storage_seconds(least)
                 if least.step_seconds > self.bound:
                     continue
-            for offloads in self._offloads(case):
+            for offloads in self._offload_groups(case):
                 asked = offloads
                 offloads = [o for o in asked if self.hosting.serves(layouts, o)]
                 if len(offloads) < len(asked) == 1:
@@ -564,7 +564,7 @@ class Search:
                         self.bound = min(self.bound, min(fitting) * self.slack)
                     break
 
-    def _offloads(self, case: _Case) -> Iterator[list[tuple[str, ...]]]:
+    def _offload_groups(self, case: _Case) -> Iterator[list[tuple[str, ...]]]:
         """What may lie in host memory, in groups: the more where the less is too much.
 
         Where memory does not hold a case with most of it there, it holds none: what
@@ -621,7 +621,7 @@ class Search:
         count, memory = self._smallest_count(case, offload)
         asked = self.request.offload or ()
         time, collectives = self._case_time(case, count)
-        cuts = leaf_cuts(case.layouts, case.mesh)
+        cuts = layout_shard_counts(case.layouts, case.mesh)
         state, params = (
             of(cuts, offload)
             for of in (self.hosting.state_bytes, self.hosting.params_bytes)
@@ -738,9 +738,9 @@ class Search:
     ) -> MemoryTerms:
         s = self.setting(case.mesh, count)
         accumulates = s.num_micro_batches * self.graph.num_micro_batches > 1
-        laid = Laid(
+        laid = StepLayout(
             tables=case.tables,
-            cuts=leaf_cuts(case.layouts, case.mesh),
+            cuts=layout_shard_counts(case.layouts, case.mesh),
             offload=offload,
             accumulates=np.array([accumulates]),
             postpones=postpones and not accumulates,

@@ -19,7 +19,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import RowCost
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.request import Hosted, Request
-from whalejax.planner.sharding.leaf_cuts import LeafCuts
+from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
     hosts_known,
@@ -109,7 +109,7 @@ class Hosting:
             yield [*itertools.combinations(each, size)]
 
     def state_bytes(
-        self, cuts: Sequence[LeafCuts], offload: Offload, shares: Any = None
+        self, cuts: Sequence[LeafShardCounts], offload: Offload, shares: Any = None
     ) -> Any:
         """Optimizer state of one device that lies in host memory, by case.
 
@@ -121,13 +121,13 @@ class Hosting:
         if "optimizer" not in offload:
             return 0
         found: Any = 0
-        for (nbytes, group), times in self._states.items():
-            here = times * (nbytes // cuts[group].optimizer.parts)
+        for (nbytes, group), times in self._state_counts.items():
+            here = times * (nbytes // cuts[group].optimizer.num_shards)
             found = found + (here if shares is None else here * shares[group])
         return found
 
     @functools.cached_property
-    def _states(self) -> Counter[tuple[int, int]]:
+    def _state_counts(self) -> Counter[tuple[int, int]]:
         """Bytes of optimizer state that may lie there and the group, with how many."""
         return Counter(zip(self.state, self.facts.group_of, strict=True))
 
@@ -148,7 +148,9 @@ class Hosting:
             for may, group in zip(self.leaves, self.facts.group_of, strict=True)
         ]
 
-    def away(self, cuts: Sequence[LeafCuts], offload: Offload) -> list[Any]:
+    def host_param_counts(
+        self, cuts: Sequence[LeafShardCounts], offload: Offload
+    ) -> list[Any]:
         """Of each group, how many parameters lie in host memory, by case.
 
         Args:
@@ -160,21 +162,23 @@ class Hosting:
             for may, group in zip(self.leaves, self.facts.group_of, strict=True):
                 found[group] += may
             found = [
-                count * cut.updated_as_stored
+                count * cut.is_updated_as_stored
                 for count, cut in zip(found, cuts, strict=True)
             ]
         return found
 
-    def params_bytes(self, cuts: Sequence[LeafCuts], offload: Offload) -> Any:
+    def params_bytes(self, cuts: Sequence[LeafShardCounts], offload: Offload) -> Any:
         """Parameters of one device that lie in host memory, by case.
 
         Args:
             cuts: of each group of parameters.
             offload: what is kept there.
         """
-        groups = zip(self.facts.groups, cuts, self.away(cuts, offload), strict=True)
+        groups = zip(
+            self.facts.groups, cuts, self.host_param_counts(cuts, offload), strict=True
+        )
         return sum(
-            count * (group.nbytes // cut.param.parts)
+            count * (group.nbytes // cut.param.num_shards)
             for (group, _), cut, count in groups
         )
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from whalejax.meshes.errors import Problems
-from whalejax.meshes.units import counted, gigabytes
+from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import RAGGED, Tensor
@@ -59,7 +59,7 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
         return _nothing_fits(search, more=not (open_remat or full))
-    devices = counted(search.request.num_devices, "device")
+    devices = count_text(search.request.num_devices, "device")
     problems = Problems(f"no layout of {devices} serves this model", PlanError)
     for text in (*_unobeyed_pins(search), *_indivisible(search)):
         problems.add(text)
@@ -279,7 +279,7 @@ def _batch(search: Search) -> str:
         remedies.append("fewer micro-batches")
     each = f", {micro} in each of {count} micro-batches" if count > 1 else ""
     return (
-        f"the global batch has {counted(size, 'sample')}{each}; at least "
+        f"the global batch has {count_text(size, 'sample')}{each}; at least "
         f"{least} devices would share them, and {least} does not divide {micro}. "
         f"{', or '.join(remedies)}"
     )

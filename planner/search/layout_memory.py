@@ -17,43 +17,46 @@ import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.memory.live_sets import Course, Moments, moments
-from whalejax.planner.memory.peak import WHOLE, Part, Peaks, peak_of
+from whalejax.planner.memory.peak import WHOLE_PROGRAM, PeakMemory, StageShare, peak_of
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import Hosting
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_cuts import LeafCuts, cut_leaves
+from whalejax.planner.sharding.leaf_shard_counts import (
+    LeafShardCounts,
+    leaf_shard_counts,
+)
 from whalejax.planner.sharding.parameter_layout import LeafFacts, batch_homes
 from whalejax.planner.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
-    """Layouts, and how a step runs under them; arrays have a number for each case.
+class StepLayout:
+    """Layouts with their step options; arrays hold one number for each case.
 
     Attributes:
-        tables: compute table of each TaskGraph, the same in all cases.
-        cuts: of each group of parameters.
-        accumulates: whether gradients of several micro-batches are summed.
-        offload: what lies in host memory, in all cases.
-        in_flight: micro-batches whose activations are kept at once.
-        gathered: bytes of the largest value that is gathered along the sequence.
-        postpones: the compiler puts off products of weights' gradients, in all cases.
-        on: what of the program a device holds.
+        tables: Compute table of each TaskGraph, the same in all cases.
+        cuts: Shard counts of each parameter group.
+        accumulates: Whether gradients of several micro-batches are summed, by case.
+        offload: Names of what is in host memory, the same in all cases.
+        in_flight: Micro-batches whose activations are saved at once.
+        gathered: Bytes of the largest value that is gathered along the sequence.
+        postpones: Whether the compiler puts off products of weights' gradients.
+        stage: Share of the program that a device holds.
     """
 
     tables: Mapping[int, Table]
-    cuts: Sequence[LeafCuts]
+    cuts: Sequence[LeafShardCounts]
     accumulates: np.ndarray
     offload: tuple[str, ...] = ()
     in_flight: Any = 1.0
     gathered: Any = 0.0
     postpones: bool = False
-    on: Part = WHOLE
+    stage: StageShare = WHOLE_PROGRAM
 
-    def take(self, rows: np.ndarray) -> Laid:
-        """Some of the cases."""
+    def take(self, rows: np.ndarray) -> StepLayout:
+        """Select some of the cases."""
 
         def some(value: Any) -> Any:
             return value[..., rows] if isinstance(value, np.ndarray) else value
@@ -64,38 +67,43 @@ class Laid:
             accumulates=self.accumulates[rows],
             in_flight=some(self.in_flight),
             gathered=some(self.gathered),
-            on=self.on.take(rows),
+            stage=self.stage.take(rows),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryColumns:
-    """``MemoryTerms`` of many cases: by the names of its terms, whole bytes."""
+    """``MemoryTerms`` of many cases, in whole bytes.
+
+    Attributes:
+        terms: Bytes of each term on a device, by its name in ``MemoryTerms`` and case.
+        host: Bytes in host memory, by case.
+    """
 
     terms: Mapping[str, np.ndarray]
     host: np.ndarray
 
     @property
     def total(self) -> np.ndarray:
-        """Of all terms."""
+        """Bytes of all terms on a device, by case."""
         return sum(self.terms.values(), np.zeros(len(self.host)))
 
     def at(self, index: int) -> MemoryTerms:
-        """One case."""
+        """Terms of one case."""
         found = {f"{name}_bytes": int(v[index]) for name, v in self.terms.items()}
         return MemoryTerms(**found, host_bytes=int(self.host[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
-    """What layouts of one program take.
+    """Memory of the layouts of one program.
 
     Attributes:
-        graph: the captured loss.
-        program: its operations.
-        facts: the parameters.
-        hosting: what may lie in host memory.
-        dims: the logical dimensions.
+        graph: Captured loss.
+        program: Analysed operations of the loss.
+        facts: Parameters of the model, in groups of equal ones.
+        hosting: Host-memory limits of the search.
+        dims: Logical dimensions of the loss.
     """
 
     graph: Graph
@@ -110,18 +118,21 @@ class LayoutMemory:
         """The leaves of the batch, and the TaskGraph that reads each first."""
         return batch_homes(self.graph)
 
-    def of(self, one: Laid, s: Setting) -> MemoryColumns:
-        """Memory on the fullest moment of a step.
+    def of(self, one: StepLayout, s: Setting) -> MemoryColumns:
+        """Compute the memory at the fullest moment of a step.
 
         Args:
-            one: the layouts.
-            s: meshes and micro-batches.
+            one: Layouts of the cases.
+            s: Mesh sizes and micro-batches of the cases.
+
+        Returns:
+            Bytes of each memory term, by case.
         """
         number = len(one.accumulates)
         gathers = np.full(number, "params" in one.offload)
         for cut in one.cuts if self.program.regathered else ():
-            gathers = gathers | cut.gathered
-        names = [f.name for f in dataclasses.fields(Peaks)]
+            gathers = gathers | cut.is_gathered
+        names = [f.name for f in dataclasses.fields(PeakMemory)]
         found = {name: np.zeros(number) for name in names}
         for regathers in (False, True):
             rows = np.flatnonzero(gathers == regathers)
@@ -132,7 +143,7 @@ class LayoutMemory:
             here = self._peaks(some, s if alone else s.take(rows), regathers=regathers)
             for name in names:
                 found[name][rows] = getattr(here, name)
-        shares = None if one.on is WHOLE else one.on.groups
+        shares = None if one.stage is WHOLE_PROGRAM else one.stage.group_shares
         moved = np.floor(self.hosting.state_bytes(one.cuts, one.offload, shares))
         host = found.pop("host") + moved
         found["optimizer"] = found["optimizer"] - moved
@@ -140,11 +151,11 @@ class LayoutMemory:
         found["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
         return MemoryColumns(terms=found, host=host)
 
-    def _peaks(self, one: Laid, s: Setting, *, regathers: bool) -> Peaks:
+    def _peaks(self, one: StepLayout, s: Setting, *, regathers: bool) -> PeakMemory:
         number = len(one.accumulates)
         away = np.zeros((len(one.cuts), number))
         for row, count in zip(
-            away, self.hosting.away(one.cuts, one.offload), strict=True
+            away, self.hosting.host_param_counts(one.cuts, one.offload), strict=True
         ):
             row[:] = count
         return peak_of(
@@ -159,15 +170,16 @@ class LayoutMemory:
             in_flight=one.in_flight,
             gathered=one.gathered,
             postpones=one.postpones,
-            on=one.on,
+            stage=one.stage,
         )
 
     def moments(self, apart: bool, regathers: bool) -> Moments:
-        """What memory holds when.
+        """Live tensors of each span.
 
         Args:
-            apart: activations wait in host memory.
-            regathers: products gather their weights again for their backward pass.
+            apart: Whether activations are in host memory.
+            regathers: Whether products gather their weights again for their backward
+                pass.
         """
         course = self.program.course(apart=apart, regathers=regathers)
         if course not in self._found:
@@ -182,36 +194,39 @@ class LayoutMemory:
         found: Any = 0
         for nbytes, (tensor, home) in zip(given, self.homes, strict=True):
             table = tables[first if home is None else home]
-            cut = s.cut(self.dims.layouts[tensor], self.dims.sizes[tensor], table)
-            found = found + nbytes // cut.parts
+            cut = s.shard_counts(
+                self.dims.layouts[tensor], self.dims.sizes[tensor], table
+            )
+            found = found + nbytes // cut.num_shards
         return found
 
 
 _Row = tuple[tuple[int, ...], int, int]
-"""Sizes of the axes, level of ZeRO and micro-batches of one layout."""
+"""Axis sizes, ZeRO level and micro-batches of one layout."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Batch:
-    """Layouts of equal tables that are priced together.
+class _LayoutBatch:
+    """Layouts with equal tables whose memory is computed together.
 
     Attributes:
-        rows: their places.
-        found: what they take, by what lies in host memory.
-        before: those that were priced when these were added.
+        before: Batch that was computed before these layouts were added.
+        rows: Index of each layout in the batch.
+        found: Memory of the batch, by what is in host memory.
     """
 
-    before: _Batch | None
+    before: _LayoutBatch | None
     rows: dict[_Row, int] = field(default_factory=dict)
     found: dict[tuple[str, ...], MemoryColumns] = field(default_factory=dict)
 
 
 class MemoryTable:
-    """Memory of the layouts that a search weighs: those of equal tables together.
+    """Memory of the layouts that a search weighs, computed together for equal tables.
 
     Args:
-        memory: of one program.
-        setting: from sizes of the axes and micro-batches, as arrays.
+        memory: Memory of one program's layouts.
+        setting: Function of axis sizes and micro-batches, as arrays, that gives their
+            ``Setting``.
     """
 
     def __init__(
@@ -220,7 +235,7 @@ class MemoryTable:
         setting: Callable[[Mapping[str, Any], Any], Setting],
     ) -> None:
         self.memory, self.setting = memory, setting
-        self._batches: dict[object, _Batch] = {}
+        self._batches: dict[object, _LayoutBatch] = {}
 
     def add(
         self,
@@ -229,18 +244,18 @@ class MemoryTable:
         zeros: Sequence[int],
         counts: Sequence[int],
     ) -> None:
-        """Layouts that may be asked for.
+        """Add layouts that may be asked for.
 
         Args:
-            mesh: sizes of the axes.
-            tables: compute table of each TaskGraph.
-            zeros: levels over ``data``.
-            counts: of micro-batches.
+            mesh: Size of each axis.
+            tables: Compute table of each TaskGraph.
+            zeros: ZeRO levels over ``data``.
+            counts: Numbers of micro-batches.
         """
-        key = _key(mesh, tables)
+        key = _table_key(mesh, tables)
         batch = self._batches.get(key)
         if batch is None or batch.found:  # What was priced is not priced again.
-            batch = self._batches[key] = _Batch(before=batch)
+            batch = self._batches[key] = _LayoutBatch(before=batch)
         sizes = tuple(mesh.values())
         for zero, count in itertools.product(zeros, counts):
             batch.rows.setdefault((sizes, zero, count), len(batch.rows))
@@ -256,22 +271,23 @@ class MemoryTable:
         """Memory of one layout; None if it was not added.
 
         Args:
-            mesh, tables: as added.
-            zero, count: of those that were.
-            offload: what lies in host memory.
+            mesh, tables: Mesh and tables as they were added.
+            zero: ZeRO level over ``data``.
+            count: Number of micro-batches.
+            offload: Names of what is in host memory.
         """
         row = tuple(mesh.values()), zero, count
-        batch = self._batches.get(_key(mesh, tables))
+        batch = self._batches.get(_table_key(mesh, tables))
         while batch is not None and row not in batch.rows:
             batch = batch.before
         if batch is None:
             return None
         if offload not in batch.found:
             given = mesh, tables, [*batch.rows], offload
-            batch.found[offload] = self._priced(*given)
+            batch.found[offload] = self._price(*given)
         return batch.found[offload].at(batch.rows[row])
 
-    def _priced(
+    def _price(
         self,
         mesh: Mapping[str, int],
         tables: Mapping[int, Table],
@@ -281,9 +297,9 @@ class MemoryTable:
         sizes = np.array([row[0] for row in rows])
         zero, count = (np.array([row[i] for row in rows]) for i in (1, 2))
         columns = {axis: sizes[:, place] for place, axis in enumerate(mesh)}
-        laid = Laid(
+        laid = StepLayout(
             tables=tables,
-            cuts=cut_leaves(self.memory.facts, tables, columns, zero),
+            cuts=leaf_shard_counts(self.memory.facts, tables, columns, zero),
             accumulates=count > 1,
             offload=offload,
             in_flight=self.memory.hosting.request.in_flight,
@@ -291,7 +307,7 @@ class MemoryTable:
         return self.memory.of(laid, self.setting(columns, count))
 
 
-def _key(mesh: Mapping[str, int], tables: Mapping[int, Table]) -> object:
-    """What layouts have in common that are priced together."""
+def _table_key(mesh: Mapping[str, int], tables: Mapping[int, Table]) -> object:
+    """Key of the layouts whose memory is computed together."""
     alike = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
     return tuple(mesh), alike

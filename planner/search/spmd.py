@@ -142,7 +142,9 @@ def searches(
     count = sum(fixed.items() <= mesh.items() for mesh in every)
     if count > MANY and request.among is None:
         tried = _Searches(graph, cluster, request, again, known)
-        near = promising(tried.variants(), tried.graph_of, cluster, request, spaces)
+        near = promising(
+            tried.variants(), tried.variant_graph, cluster, request, spaces
+        )
         found = tried.near(near)
         if found and (
             count > 4 * MANY or any(s.fits for _, o in found for s in o.scored)
@@ -225,7 +227,7 @@ class _Searches:
         for key in itertools.product(chunks, ways, remats):
             yield (*key[::-1],)
 
-    def graph_of(self, variant: Variant) -> Graph | None:
+    def variant_graph(self, variant: Variant) -> Graph | None:
         """The program of a variant, or None where there is none such."""
         program = self.program(variant)
         return None if program is None else program[0].graph

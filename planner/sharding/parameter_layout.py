@@ -154,7 +154,7 @@ class LeafLayout:
     optimizer: Spec
 
     @property
-    def selected(self) -> bool:
+    def has_sharded_rows(self) -> bool:
         """Whether the rows that are taken of them lie in shards."""
         return any(self.compute[-2:-1])
 

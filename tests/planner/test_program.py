@@ -14,9 +14,9 @@ from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, r
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.layout_memory import Laid
+from whalejax.planner.search.layout_memory import StepLayout
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_cuts import leaf_cuts
+from whalejax.planner.sharding.leaf_shard_counts import layout_shard_counts
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
     Split,
@@ -154,9 +154,9 @@ def test_memory_and_parameters_beside_are_those_alone(
 
 def _peak(search: Search, tables: dict[int, Table], sizes: dict[str, int]) -> object:
     layouts = lay_out(search.facts, tables, sizes, 0)
-    laid = Laid(
+    laid = StepLayout(
         tables=tables,
-        cuts=leaf_cuts(layouts, sizes),
+        cuts=layout_shard_counts(layouts, sizes),
         accumulates=np.array([False]),
     )
     return search.memory.of(laid, search.setting(sizes, 1)).at(0)

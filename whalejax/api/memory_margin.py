@@ -73,7 +73,7 @@ def with_margin_said(
     whole = {_left(kind, margin): kind.memory_bytes for kind in cluster.kinds}
     room = whole.get(error.of_bytes, error.of_bytes)
     needed = int((error.of_bytes + error.lacks_bytes) * (1 + margin))
-    return error.saying(
+    return error.with_sentence(
         f"margin={margin:.2g} keeps {gigabytes(room - error.of_bytes)} of each device "
         "free; a smaller one leaves more to the plan",
         lacks_bytes=needed - room,
@@ -81,7 +81,7 @@ def with_margin_said(
     )
 
 
-def with_fixed_said(error: NothingFits, settings: PlanSettings) -> NothingFits:
+def with_fixed_settings(error: NothingFits, settings: PlanSettings) -> NothingFits:
     """An error that names the choices that were not left to the planner.
 
     Args:
@@ -96,7 +96,7 @@ def with_fixed_said(error: NothingFits, settings: PlanSettings) -> NothingFits:
     if not fixed:
         return error
     one = "it" if len(fixed) == 1 else "one of them"
-    return error.saying(
+    return error.with_sentence(
         f"{' and '.join(fixed)} {'is' if len(fixed) == 1 else 'are'} fixed; without "
         f"{one} there is more to choose from"
     )

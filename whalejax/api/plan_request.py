@@ -35,7 +35,7 @@ from whalejax.api.memory_margin import (
     accepted,
     band_note,
     with_devices,
-    with_fixed_said,
+    with_fixed_settings,
     with_margin_said,
     without_margin,
 )
@@ -460,7 +460,7 @@ class PlanQuestion:
             found = (_with_fewest_idle if idle else _at_once)(decided, wanted)
         except NothingFits as error:
             said = with_margin_said(error, self.cluster, margin)
-            raise with_fixed_said(said, self.request) from error
+            raise with_fixed_settings(said, self.request) from error
         return with_devices(found, self.cluster) if margin else found
 
     def _margin(self, programs: Programs) -> float:

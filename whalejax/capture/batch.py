@@ -15,7 +15,7 @@ from whalejax import _compat
 from whalejax.adapters.leaves import dotted
 from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, shown
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.units import counted
+from whalejax.meshes.units import count_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ def _check_sizes(
         near = f"{lower} or " if lower else ""
         do = "does" if size == 1 else "do"
         problems.add(
-            f"{counted(size, 'sample')} {do} not divide into "
+            f"{count_text(size, 'sample')} {do} not divide into "
             f"{num_micro_batches} micro-batches. Use a batch of {near}"
             f"{lower + num_micro_batches}, or another num_micro_batches."
         )

@@ -29,7 +29,7 @@ from whalejax.jaxpr import rebuild
 from whalejax.jaxpr.fewer_rows import (
     RowDims,
     Rows,
-    add_by_operands,
+    add_inferred_rows,
     carried_over,
     run_fewer,
     takes_fewer,
@@ -164,7 +164,7 @@ class _Builder:
         for group in _groups(body, known):
             name = f"{CALL}{len(self.found)}"
             made = self._call(body, group, known, at, name)
-            if made is None or not _in_order(body, [*found, made[0]]):
+            if made is None or not _can_be_ordered(body, [*found, made[0]]):
                 continue
             call, self.found[name] = made
             found.append(call)
@@ -195,7 +195,7 @@ class _Builder:
         if _depends(body, {*outputs}, {*inputs}, {*group}):
             return None
 
-        run = _run_by(equations, inputs, outputs, name)
+        run = _scoped_function(equations, inputs, outputs, name)
         rows = self._rows(equations, inputs, outputs, group, at)
         if run is None or rows is None or not _runs(run, inputs, rows):
             return None
@@ -275,7 +275,7 @@ class _Builder:
                 if given is None:
                     return False
                 try:
-                    add_by_operands(inner, given, sizes, (*place, number), results)
+                    add_inferred_rows(inner, given, sizes, (*place, number), results)
                 except ValueError:
                     return False
                 continue
@@ -370,7 +370,7 @@ def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
     return list(found.values())
 
 
-def _in_order(body: Any, calls: Sequence[rebuild.Call]) -> bool:
+def _can_be_ordered(body: Any, calls: Sequence[rebuild.Call]) -> bool:
     """Whether some calls can run one after the other, with all else."""
     try:
         rebuild.arranged(body, calls)
@@ -379,7 +379,7 @@ def _in_order(body: Any, calls: Sequence[rebuild.Call]) -> bool:
     return True
 
 
-def _run_by(
+def _scoped_function(
     equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], name: str
 ) -> Callable[..., list[Any]] | None:
     """What runs equations inside the scopes that all are in, each in its others.

@@ -20,7 +20,7 @@ from whalejax.journals.status import (
 )
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.units import counted
+from whalejax.meshes.units import count_text
 
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 20.0, 4.0, 20.0, 20.0
@@ -122,9 +122,9 @@ class RunTimeline(Picture):
         goodput = "" if run.goodput is None else f", goodput {run.goodput:.3f}"
         found = [
             f"Elastic run: {run.state}, {run.seconds:g} s, {run.steps_done} steps, "
-            f"{counted(len(run.generations), 'generation')}, "
+            f"{count_text(len(run.generations), 'generation')}, "
             f"{len(run.lost)} lost or failed{goodput}",
-            f"{counted(self.steps_again, 'step')} done again; "
+            f"{count_text(self.steps_again, 'step')} done again; "
             f"{self.waited_seconds:.1f} s of waits for the next step",
         ]
         for one in run.generations:

@@ -163,7 +163,7 @@ def _wrong(column: str, cell: str) -> str:
         return f"{at}: {quoted(cell)}; expected compiled or eager, or nothing"
     if column not in _NUMBERS or not cell:
         return ""
-    wanted = _expected(column)
+    wanted = _expected_text(column)
     try:
         value = float(cell)
     except ValueError:
@@ -184,7 +184,7 @@ def _wrong(column: str, cell: str) -> str:
     return "" if good else f"{at}: {quoted(cell, str)}; expected {wanted}"
 
 
-def _expected(column: str) -> str:
+def _expected_text(column: str) -> str:
     """What a column of numbers holds, in words."""
     if column == "micro_batch":
         return "a number above 0"

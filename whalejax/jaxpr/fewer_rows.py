@@ -82,7 +82,7 @@ def run_fewer(
             a.val if _compat.is_literal(a) else known[a] for a in equation.invars
         ]
         with _compat.equation_context(equation):
-            read = _read(equation, dims)
+            read = _operand_dims(equation, dims)
             results = _results(equation, operands, read, rows, parts, place)
         dims.update(zip(equation.outvars, rows.results[place], strict=True))
         pairs = zip(equation.outvars, results, rows.results[place], strict=True)
@@ -95,7 +95,7 @@ def run_fewer(
     return [a.val if _compat.is_literal(a) else known[a] for a in body.outvars]
 
 
-def _read(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
+def _operand_dims(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
     """Where the rows of an equation's operands lie."""
     return tuple(
         None if _compat.is_literal(a) else dims.get(a) for a in equation.invars
@@ -173,7 +173,7 @@ def _ruled(
     @call.defjvp
     def _rule(primals: Any, tangents: Any) -> Any:
         both = _compat.trace(pushed, [*avals, *avals])
-        inside = by_operands(both, (*given, *given), rows)
+        inside = infer_rows(both, (*given, *given), rows)
         found = run_fewer(both, [*primals, *tangents], inside, parts)
         return tuple(found[: len(found) // 2]), tuple(found[len(found) // 2 :])
 
@@ -195,7 +195,7 @@ def takes_fewer(equation: Any) -> bool:
     return kind is None and not (equation.effects or placed)
 
 
-def by_operands(jaxpr: Any, given: RowDims, rows: Rows) -> Rows:
+def infer_rows(jaxpr: Any, given: RowDims, rows: Rows) -> Rows:
     """Where rows lie in a program that treats each of them by itself.
 
     Args:
@@ -204,11 +204,11 @@ def by_operands(jaxpr: Any, given: RowDims, rows: Rows) -> Rows:
         rows: of what it stands in.
     """
     results: dict[Position, RowDims] = {}
-    outputs = add_by_operands(jaxpr, given, rows.sizes, (), results)
+    outputs = add_inferred_rows(jaxpr, given, rows.sizes, (), results)
     return replace(rows, inputs=given, outputs=outputs, results=results)
 
 
-def add_by_operands(
+def add_inferred_rows(
     jaxpr: Any,
     given: RowDims,
     sizes: frozenset[int],
@@ -240,7 +240,7 @@ def add_by_operands(
     known: dict[Any, int | None] = dict(zip(body.invars, given, strict=True))
     of_nothing: set[Any] = set()
     for index, equation in enumerate(body.eqns):
-        read = _read(equation, known)
+        read = _operand_dims(equation, known)
         with_rows = [
             a for a, dim in zip(equation.invars, read, strict=True) if dim is not None
         ]
@@ -249,7 +249,7 @@ def add_by_operands(
         if with_rows and None in dims:
             raise ValueError(f"{equation.primitive.name} leaves no rows")
         if of_nothing.issuperset(with_rows):
-            if not all(_keeps(equation, a) for a in with_rows):
+            if not all(_keeps_elements(equation, a) for a in with_rows):
                 raise ValueError(f"{equation.primitive.name} may read no rows")
             pairs = zip(equation.outvars, dims, strict=True)
             of_nothing.update(v for v, dim in pairs if dim is not None)
@@ -259,11 +259,11 @@ def add_by_operands(
             inputs = _compat.open_jaxpr(inner)[0].invars
             same = len(inputs) == len(read)
             below = read if same else _dims(inputs, sizes)
-            add_by_operands(inner, below, sizes, (*at, index, number), results)
+            add_inferred_rows(inner, below, sizes, (*at, index, number), results)
     return tuple(None if _compat.is_literal(a) else known.get(a) for a in body.outvars)
 
 
-def _keeps(equation: Any, operand: Any) -> bool:
+def _keeps_elements(equation: Any, operand: Any) -> bool:
     """Whether results have an operand's elements, each for itself or repeated."""
     if equation.primitive.name == "broadcast_in_dim":
         return True

@@ -77,14 +77,14 @@ def table(found: VerificationData) -> RenderableType:
         rows.add_row(q.name, *_cells(q))
     if len(shown) > 1:
         # Compilers run some as others of the same traffic.
-        both = _together(found.collectives)
+        both = _collective_total(found.collectives)
         rows.add_row(both.name, *_cells(both))
     if found.product_flops is not None and not found.refused:
         rows.add_row("matrix products", *_cells(found.product_flops))
     return Group(_head(found), "", rows, *_words(found))
 
 
-def _together(every: Sequence[Quantity]) -> Quantity:
+def _collective_total(every: Sequence[Quantity]) -> Quantity:
     return Quantity(
         name="all collectives",
         predicted=sum(q.predicted or 0.0 for q in every),

@@ -23,7 +23,7 @@ from whalejax.planner.search.batched.fits import (
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import CHUNKS, Frames
 from whalejax.planner.search.batched.partition import cut_layers
-from whalejax.planner.search.batched.peak import fits_of, keeps_of, stays
+from whalejax.planner.search.batched.peak import fits_of, keeps_of, may_hold_residents
 from whalejax.planner.search.batched.replicas import ReplicaCases
 from whalejax.planner.search.batched.step_time import least_step
 from whalejax.planner.search.ranking import Tally
@@ -199,7 +199,7 @@ class Sieve:
         for kind in kinds:
             cases = Cases(self.model, some, placement, kind)
             if self.model.exact is not None:
-                fits &= stays(cases)
+                fits &= may_hold_residents(cases)
                 continue
             if alone:
                 fits &= keeps_of(cases, parts)

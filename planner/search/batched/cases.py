@@ -65,7 +65,7 @@ Seconds = dict[tuple[int, int, str, str], Array]
 """By kind of device, place, phase and term; of one layer at ``LAYER``."""
 
 
-class Exact(Protocol):
+class StageMemory(Protocol):
     """Memory of cases by what is in it in every span of a step; see ``ExactMemory``."""
 
     def covers(self, cases: Cases) -> bool:
@@ -74,7 +74,7 @@ class Exact(Protocol):
     def terms(self, cases: Cases, group: Group) -> tuple[dict[str, Array], Array]:
         """Terms on a stage of a group, and bytes in host memory."""
 
-    def waiting(self, cases: Cases) -> Array:
+    def offloaded_activations(self, cases: Cases) -> Array:
         """Bytes of activations that wait in host memory, of one micro-batch."""
 
 
@@ -106,7 +106,7 @@ class Model:
     batch_bytes: int
     optimizer_other_bytes: int
     room: float = 1.0
-    exact: Exact | None = None
+    exact: StageMemory | None = None
 
     @functools.cached_property
     def lightest(self) -> list[int]:
@@ -475,7 +475,7 @@ class Cases(_Rows):
         away = self.offloads("params")
         exact = self.model.exact
         if exact is not None and (self.frames.stage == 1).all() and exact.covers(self):
-            self._waited(kind, link, exact.waiting(self))
+            self._add_transfers(kind, link, exact.offloaded_activations(self))
             return
         for place in PLACES:
             params = self.held[place].params * away
@@ -490,7 +490,7 @@ class Cases(_Rows):
                 exposed = exposed_seconds(moved, link, compute)
                 self._add(kind, place, phase, "offload", exposed)
 
-    def _waited(self, kind: int, link: float, waiting: Array) -> None:
+    def _add_transfers(self, kind: int, link: float, waiting: Array) -> None:
         """The same of what a program moves beside all that it computes, as one plan.
 
         Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.memory.peak import WHOLE, Part
+from whalejax.planner.memory.peak import WHOLE_PROGRAM, StageShare
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.model.layer_chain import FIRST
 from whalejax.planner.search.analysis_cache import AnalysedProgram
@@ -22,10 +22,10 @@ from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.peak import share_of
 from whalejax.planner.search.batched.space import Space
 from whalejax.planner.search.host_offload import Hosting
-from whalejax.planner.search.layout_memory import Laid, LayoutMemory
+from whalejax.planner.search.layout_memory import LayoutMemory, StepLayout
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import GRID_AXES
-from whalejax.planner.sharding.leaf_cuts import cut_leaves
+from whalejax.planner.sharding.leaf_shard_counts import leaf_shard_counts
 from whalejax.planner.terms import OFFLOADS
 
 
@@ -72,7 +72,7 @@ class ExactMemory:
         return once and not self.space.cluster.compiler.reduces_at_end
 
     def covers(self, cases: Cases) -> bool:
-        """Whether it can tell all of some cases."""
+        """Whether the memory of all given cases is known exactly."""
         bits = int(np.bitwise_or.reduce(cases.frames.offload, initial=0))
         away = {name for i, name in enumerate(OFFLOADS) if bits >> i & 1}
         waits = "activations" not in away or bool(self.program.waiting)
@@ -82,17 +82,17 @@ class ExactMemory:
         return alike and plain <= {"none"} and waits and "gradients" not in away
 
     def terms(self, cases: Cases, group: Group) -> tuple[dict[str, Array], Array]:
-        """Terms on a stage of a group, and bytes in host memory.
+        """Memory terms on the fullest stage of a group, and bytes in host memory.
 
         Args:
-            cases: cut by ``cut_layers``, and covered.
-            group: of their stages.
+            cases: Cases that ``cut_layers`` has cut and ``covers`` accepts.
+            group: Group of stages on one kind of device.
         """
         found: dict[str, Array] = {}
         host = np.zeros(cases.number)
-        for variant, bits, rows in self._alike(cases):
+        for variant, bits, rows in self._blocks(cases):
             offload = tuple(n for i, n in enumerate(OFFLOADS) if bits >> i & 1)
-            laid, s = self._laid(cases, group, variant, offload, rows)
+            laid, s = self._step_layout(cases, group, variant, offload, rows)
             here = self.memory.of(laid, s)
             host[rows] = here.host
             for name, values in here.terms.items():
@@ -100,7 +100,11 @@ class ExactMemory:
         return found, host
 
     def lacks(self, cases: Cases) -> tuple[float, float]:
-        """Bytes that the one case lacks on its fullest device, and on its host."""
+        """Bytes that a single case lacks on its fullest device and on its host.
+
+        Args:
+            cases: One case, cut by ``cut_layers``.
+        """
         found = []
         for group in cases.groups:
             terms, host = self.terms(cases, group)
@@ -111,17 +115,17 @@ class ExactMemory:
                 found.append((sum(lacks), over, lacks))
         return max(found)[-1]
 
-    def waiting(self, cases: Cases) -> Array:
-        """Bytes of activations that wait in host memory, of one micro-batch.
+    def offloaded_activations(self, cases: Cases) -> Array:
+        """Bytes of one micro-batch's activations in host memory, by case.
 
         Args:
-            cases: covered, of one stage.
+            cases: Cases of one stage that ``covers`` accepts.
         """
         found = np.zeros(cases.number)
         apart = self.memory.moments(apart=True, regathers=False)
         some = np.flatnonzero(apart.waiting)
         kinds = [apart.kinds[place] for place in some]
-        for variant, bits, rows in self._alike(cases):
+        for variant, bits, rows in self._blocks(cases):
             if bits >> OFFLOADS.index("activations") & 1:
                 tables = self.space.served[variant].spots
                 nbytes = kept_bytes(kinds, tables, self._setting(cases, rows))
@@ -135,54 +139,54 @@ class ExactMemory:
         space = self.space
         return Setting(mesh, count, space.cluster, space.reading.dims, self.batch)
 
-    def alike(self, cases: Cases) -> Array:
-        """A number for every case, of its variant and of what lies in host memory."""
+    def block_numbers(self, cases: Cases) -> Array:
+        """Number of each case's variant and host-memory options."""
         variant = cases.cell(Column("variant")).astype(np.int64)
         found: Array = (variant << len(OFFLOADS)) + cases.frames.offload
         return found
 
-    def _alike(self, cases: Cases) -> Iterator[tuple[int, int, Array]]:
-        """Cases of one variant with the same in host memory, in blocks."""
-        key = self.alike(cases)
+    def _blocks(self, cases: Cases) -> Iterator[tuple[int, int, Array]]:
+        """Blocks of cases with one variant and the same host-memory options."""
+        key = self.block_numbers(cases)
         for one in np.unique(key).tolist():
             rows = np.flatnonzero(key == one)
             for start in range(0, len(rows), BLOCK):
                 number, bits = divmod(one, 1 << len(OFFLOADS))
                 yield number, bits, rows[start : start + BLOCK]
 
-    def _laid(
+    def _step_layout(
         self,
         cases: Cases,
         group: Group,
         variant: int,
         offload: tuple[str, ...],
         rows: Array,
-    ) -> tuple[Laid, Setting]:
+    ) -> tuple[StepLayout, Setting]:
         frames = cases.frames
         tables = self.space.served[variant].spots
         s = self._setting(cases, rows)
         several = bool((frames.stage[rows] > 1).any())
         held = cases.in_flight(group, frames.micro_batches)[rows] if several else 1.0
-        laid = Laid(
+        laid = StepLayout(
             tables=tables,
-            cuts=cut_leaves(self.facts, tables, s.mesh, frames.zero[rows]),
+            cuts=leaf_shard_counts(self.facts, tables, s.mesh, frames.zero[rows]),
             accumulates=frames.micro_batches[rows] > 1,
             offload=offload,
             in_flight=held,
-            on=self._part(cases, group, rows) if several else WHOLE,
+            stage=self._stage_share(cases, group, rows) if several else WHOLE_PROGRAM,
         )
         return laid, s
 
-    def _part(self, cases: Cases, group: Group, rows: Array) -> Part:
-        """What of the program lies on the fullest stage of a group."""
+    def _stage_share(self, cases: Cases, group: Group, rows: Array) -> StageShare:
+        """Share of the program on the fullest stage of a group."""
         spots = {home: spot.place for home, spot in enumerate(self.chain.spots)}
         shares = {
             place: share_of(cases, group, place)[rows]
             for place in {*spots.values(), *self._group_places}
         }
-        return Part(
-            homes={home: shares[place] for home, place in spots.items()},
-            groups=np.array([shares[place] for place in self._group_places]),
+        return StageShare(
+            task_graph_shares={home: shares[place] for home, place in spots.items()},
+            group_shares=np.array([shares[place] for place in self._group_places]),
         )
 
     @functools.cached_property

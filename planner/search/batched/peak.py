@@ -70,12 +70,12 @@ def keeps_of(cases: Cases, micro_batches: Array) -> Array:
     return fits
 
 
-def stays(cases: Cases) -> Array:
-    """Whether devices may hold each case: they hold what stays during the whole step.
+def may_hold_residents(cases: Cases) -> Array:
+    """Whether device memory may hold each case: what stays for the whole step fits.
 
     Args:
-        cases: nothing is cut yet. What may lie in host memory is taken to do so, all of
-            it.
+        cases: Cases that are not cut into stages yet. Everything that a case offloads
+            is taken to be in host memory.
     """
     cut_layers(cases)
     fits = np.ones(cases.number, dtype=bool)
@@ -98,7 +98,7 @@ def memory_of(
     left = []
     most = cases.zeros
     fits = np.ones(cases.number, dtype=bool)
-    stages = _summed(cases, parts, any_policy=any_policy)
+    stages = _approximate_terms(cases, parts, any_policy=any_policy)
     exact = cases.model.exact
     if exact is not None and exact.covers(cases):
         stages = (exact.terms(cases, group) for group in cases.groups)
@@ -117,7 +117,7 @@ def memory_of(
     return {n: np.stack(v)[chosen, column] for n, v in tables.items()}, fits, most
 
 
-def _summed(
+def _approximate_terms(
     cases: Cases, parts: Array, *, any_policy: bool
 ) -> Iterable[tuple[dict[str, Array], Array]]:
     """For each group terms on a stage and bytes on a host, whenever they are there."""

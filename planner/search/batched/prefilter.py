@@ -50,7 +50,7 @@ find too large is looked for with more in host memory."""
 MOST: Final = 8
 """Promising meshes of one program that are looked at, where memory is summed up."""
 
-TOGETHER: Final = 256
+MEMORY_BLOCK: Final = 256
 """Cases of which memory is asked together; of few it takes as long."""
 
 SLACK: Final = 0.1
@@ -94,15 +94,15 @@ def promising(
     asked = dataclasses.replace(
         request, mesh={"stage": 1, **(request.mesh or {})}, remat=()
     )
-    found = _Programs(cluster, asked, spaces)
+    found = _PromisingPrograms(cluster, asked, spaces)
     for variant in variants:
-        graph = None if found.hopeless(variant) else program(variant)
+        graph = None if found.is_hopeless(variant) else program(variant)
         if graph is not None:
-            found.look(variant, graph)
-    return found.near()
+            found.search_program(variant, graph)
+    return found.promising_meshes()
 
 
-class _Programs:
+class _PromisingPrograms:
     """Promising meshes of the programs that were looked at.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Programs:
         self.lacks: dict[Variant, dict[Mesh, float]] = {}
         self.fastest: dict[Variant, float] = {}
 
-    def hopeless(self, variant: Variant) -> bool:
+    def is_hopeless(self, variant: Variant) -> bool:
         """No plan of it is near the best: with all logits at once none would be.
 
         Logits in parts give memory and take time.
@@ -132,7 +132,7 @@ class _Programs:
         whole = self.fastest.get((remat, attention, 1), 0.0)
         return chunks > 1 and whole > self.best * (1 + NEAR)
 
-    def look(self, variant: Variant, graph: Graph) -> None:
+    def search_program(self, variant: Variant, graph: Graph) -> None:
         """Search one program."""
         for room in ROOMS:
             try:
@@ -160,7 +160,7 @@ class _Programs:
                 self.fastest[variant] = search.fastest
                 return
 
-    def near(self) -> dict[Variant, dict[Mesh, float]]:
+    def promising_meshes(self) -> dict[Variant, dict[Mesh, float]]:
         """What ``promising`` gives."""
         near = {
             variant: {
@@ -364,12 +364,12 @@ class _Search(WideSearch):
         found = weigh(cases, memory=False)
         best, step = self.tally.best, found.step
         self.fastest = min(self.fastest, step.min(initial=math.inf))
-        alike = self.liveness.alike(cases)
+        alike = self.liveness.block_numbers(cases)
         left = np.argsort(step, kind="stable")
         # Cases of a variant are asked about together, those of the fastest case first.
         while len(left) and step[left[0]] <= best * (1 + self.slack):
             fast = left[step[left] <= best * (1 + self.slack)]
-            rows = fast[alike[fast] == alike[fast[0]]][:TOGETHER]
+            rows = fast[alike[fast] == alike[fast[0]]][:MEMORY_BLOCK]
             some = frames.take(rows)
             here = Cases(self.model, some, placement, None)
             cut_layers(here)

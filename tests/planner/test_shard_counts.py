@@ -21,13 +21,21 @@ from whalejax.meshes import cluster
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.layout_memory import Laid
+from whalejax.planner.search.layout_memory import StepLayout
 from whalejax.planner.search.request import Request
-from whalejax.planner.sharding.cuts import Cut, cut_by, cuts_of, extended
 from whalejax.planner.sharding.fused_parameters import Fused, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
-from whalejax.planner.sharding.leaf_cuts import cut_leaves, leaf_cuts
+from whalejax.planner.sharding.leaf_shard_counts import (
+    layout_shard_counts,
+    leaf_shard_counts,
+)
 from whalejax.planner.sharding.parameter_layout import lay_out
+from whalejax.planner.sharding.shard_counts import (
+    ShardCounts,
+    spec_shard_counts,
+    table_shard_counts,
+    with_storage_axis,
+)
 from whalejax.planner.terms import ALL
 
 
@@ -37,15 +45,15 @@ AXES = ("data", "fsdp", "expert", "tensor")
 ROLES = range(6)
 
 
-def _same(cut: Cut, spec: Spec, mesh: Mapping[str, int], at: int) -> bool:
+def _same(cut: ShardCounts, spec: Spec, mesh: Mapping[str, int], at: int) -> bool:
     """Whether a cut is that of a layout in one of its meshes."""
 
     def here(value: Any) -> Any:
         return value[at] if isinstance(value, np.ndarray) else value
 
-    one = cut_by(spec, mesh)
+    one = spec_shard_counts(spec, mesh)
     used = {axis for axis, where in cut.axes.items() if here(where)}
-    return [here(n) for n in cut.dims] == [*one.dims] and used == {*one.axes}
+    return [here(n) for n in cut.per_dim] == [*one.per_dim] and used == {*one.axes}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,9 +69,9 @@ def test_cuts_are_those_of_each_layout(seed: int) -> None:
     columns = {axis: np.array([mesh[axis] for mesh in meshes]) for axis in AXES}
     columns["spare"] = np.array([draw.choice((1, 2)) for _ in meshes])
     shape = [int(np.prod(atoms)) for atoms in sizes]
-    plain = cuts_of(layout, sizes, table, columns)
-    lent = cuts_of(layout, sizes, table, columns, fused)
-    more = extended(lent, shape, "spare", columns, (2, 0))
+    plain = table_shard_counts(layout, sizes, table, columns)
+    lent = table_shard_counts(layout, sizes, table, columns, fused)
+    more = with_storage_axis(lent, shape, "spare", columns, (2, 0))
     found = set()
     for at, mesh in enumerate(meshes):
         spec = lying(layout, sizes, fused, table, mesh)
@@ -128,19 +136,19 @@ def test_memory_of_many_layouts_is_that_of_each(
         tables, axes = rows[0][1], [*rows[0][0]]
         mesh = {axis: np.array([row[0][axis] for row in rows]) for axis in axes}
         zero, count = (np.array([row[i] for row in rows]) for i in (2, 3))
-        cuts = cut_leaves(search.facts, tables, mesh, zero)
+        cuts = leaf_shard_counts(search.facts, tables, mesh, zero)
         s = Setting(mesh, count, search.cluster, search.dims, search.batch_roles)
         for offload in ((), ("optimizer", "params")):
-            laid = Laid(
+            laid = StepLayout(
                 tables=tables, cuts=cuts, accumulates=count > 1, offload=offload
             )
             many = search.memory.of(laid, s)
             for at in draw.sample(range(len(rows)), k=min(8, len(rows))):
                 sizes, _, level, parts = rows[at]
                 layouts = lay_out(search.facts, tables, sizes, level)
-                alone = Laid(
+                alone = StepLayout(
                     tables=tables,
-                    cuts=leaf_cuts(layouts, sizes),
+                    cuts=layout_shard_counts(layouts, sizes),
                     accumulates=np.array([parts > 1]),
                     offload=offload,
                 )

@@ -1,7 +1,7 @@
-"""Into how many parts layouts cut tensors: of one mesh, or of many as arrays.
+"""Number of shards of each tensor dimension, for one mesh or for arrays of meshes.
 
-A cut is what memory and traffic ask of a layout: how many parts each dimension has, and
-which axes make them. That of one mesh is read off the layout that a plan writes
+Memory and traffic need no more of a layout than how many shards each dimension has and
+which mesh axes make them. For one mesh that is read off the layout that a plan writes
 (``layout.spec_of``); for arrays of meshes the same rule runs with masks, since which
 axis divides which dimension differs from mesh to mesh.
 """
@@ -21,39 +21,40 @@ from whalejax.planner.sharding.layout import Spec, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a tensor is cut; numbers of one mesh, or arrays over meshes.
+class ShardCounts:
+    """Shards of a tensor's dimensions; numbers of one mesh, or arrays over meshes.
 
     Attributes:
-        dims: for each dimension, into how many parts.
-        axes: for each axis that shards some dimension in some mesh, whether it does.
+        per_dim: Number of shards of each dimension.
+        axes: Whether each mesh axis shards some dimension; axes that never do are
+            absent.
     """
 
-    dims: tuple[Any, ...]
+    per_dim: tuple[Any, ...]
     axes: Mapping[str, Any]
 
     @property
-    def parts(self) -> Any:
-        """Into how many parts, of all dimensions."""
-        return math.prod(self.dims)
+    def num_shards(self) -> Any:
+        """Number of shards of the whole tensor."""
+        return math.prod(self.per_dim)
 
     def shards(self, axis: str) -> Any:
         """Whether an axis shards some dimension."""
         return self.axes.get(axis, False)
 
-    def take(self, rows: np.ndarray) -> Cut:
-        """Some of the meshes."""
+    def take(self, rows: np.ndarray) -> ShardCounts:
+        """Select some of the meshes."""
 
         def some(value: Any) -> Any:
             return value[rows] if isinstance(value, np.ndarray) else value
 
         axes = {axis: some(here) for axis, here in self.axes.items()}
-        return Cut(tuple(map(some, self.dims)), axes)
+        return ShardCounts(tuple(map(some, self.per_dim)), axes)
 
-    def where(self, mask: Any, other: Cut) -> Cut:
-        """This cut where a mask says so, and another one elsewhere."""
-        pairs = zip(self.dims, other.dims, strict=True)
-        return Cut(
+    def where(self, mask: Any, other: ShardCounts) -> ShardCounts:
+        """Take these counts where a mask is true, and others elsewhere."""
+        pairs = zip(self.per_dim, other.per_dim, strict=True)
+        return ShardCounts(
             tuple(np.where(mask, *pair) for pair in pairs),
             {
                 axis: np.where(mask, self.shards(axis), other.shards(axis))
@@ -62,33 +63,34 @@ class Cut:
         )
 
 
-def cut_by(spec: Spec, mesh: Mapping[str, Any]) -> Cut:
-    """The cut of one layout.
+def spec_shard_counts(spec: Spec, mesh: Mapping[str, Any]) -> ShardCounts:
+    """Count the shards of one layout.
 
     Args:
-        spec: the layout.
-        mesh: sizes of the axes; arrays of meshes that all have this layout, too.
+        spec: Layout of the tensor.
+        mesh: Size of each axis, or arrays of the sizes of meshes with this layout.
     """
     dims = tuple(math.prod(mesh[a] for a in axes) for axes in spec)
-    return Cut(dims, {a: True for axes in spec for a in axes})
+    return ShardCounts(dims, {a: True for axes in spec for a in axes})
 
 
-def cuts_of(
+def table_shard_counts(
     layout: Layout,
     sizes: Layout,
     table: Table,
     mesh: Mapping[str, Any],
     fused: Fused | None = None,
-) -> Cut:
+) -> ShardCounts:
     """``fused_parameters.lying`` for arrays of meshes.
 
     Args:
-        layout, sizes: atoms of each dimension.
-        table: the TaskGraph's table.
-        mesh: sizes of the axes, outermost first, as arrays.
-        fused: how a fused parameter lies, or None where its own dimensions serve.
+        layout: Roles of each dimension, major atom first.
+        sizes: Sizes of the same atoms.
+        table: Compute table of the TaskGraph.
+        mesh: Array of sizes of each axis, outermost axis first.
+        fused: Storage rule of a fused parameter; None for any other tensor.
     """
-    found = _Growing((1,) * len(layout), {})
+    found = _ShardCountsBuilder((1,) * len(layout), {})
     major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
     inner = {} if fused is None else dict(fused.inner)
     for axis, size in mesh.items():
@@ -104,25 +106,25 @@ def cuts_of(
     return found.cut
 
 
-def extended(
-    cut: Cut,
+def with_storage_axis(
+    cut: ShardCounts,
     shape: Sequence[int],
     axis: str,
     mesh: Mapping[str, Any],
     dims: Sequence[int],
-) -> Cut:
+) -> ShardCounts:
     """``layout.extend_spec`` for arrays of meshes.
 
     Args:
-        cut: so far.
-        shape: the whole tensor's.
-        axis: the mesh axis to add.
-        mesh: sizes of the axes, as arrays.
-        dims: dimensions to try, best first.
+        cut: Shard counts without the axis.
+        shape: Shape of the unsharded tensor.
+        axis: Mesh axis to add.
+        mesh: Array of sizes of each axis.
+        dims: Dimensions to try, best first.
     """
     size = mesh[axis]
     left = (size > 1) & np.logical_not(cut.shards(axis))
-    found = _Growing(cut.dims, cut.axes)
+    found = _ShardCountsBuilder(cut.per_dim, cut.axes)
     for dim in dims:
         if not left.any():
             break
@@ -130,21 +132,21 @@ def extended(
     return found.cut
 
 
-class _Growing:
-    """A cut that axes are added to."""
+class _ShardCountsBuilder:
+    """Shard counts to which axes are added."""
 
     def __init__(self, dims: Sequence[Any], axes: Mapping[str, Any]) -> None:
-        self.dims, self.axes = [*dims], {**axes}
+        self.per_dim, self.axes = [*dims], {**axes}
 
     @property
-    def cut(self) -> Cut:
-        return Cut(tuple(self.dims), self.axes)
+    def cut(self) -> ShardCounts:
+        return ShardCounts(tuple(self.per_dim), self.axes)
 
     def take(self, axis: str, dim: int, length: int, size: Any, may: Any) -> Any:
-        """Let an axis shard a dimension where it may and divides it; where that is."""
-        more = self.dims[dim] * size
+        """Shard a dimension by an axis where allowed and divisible; return where."""
+        more = self.per_dim[dim] * size
         hit = may & (length % more == 0)
         if hit.any():
-            self.dims[dim] = np.where(hit, more, self.dims[dim])
+            self.per_dim[dim] = np.where(hit, more, self.per_dim[dim])
             self.axes[axis] = self.axes.get(axis, False) | hit
         return hit

@@ -1,0 +1,141 @@
+"""Shard counts of parameters, for one mesh or for arrays of meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafGroup,
+    LeafLayout,
+)
+from whalejax.planner.sharding.shard_counts import (
+    ShardCounts,
+    spec_shard_counts,
+    table_shard_counts,
+    with_storage_axis,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafShardCounts:
+    """Shard counts of one parameter group, where ``LeafLayout`` has layouts."""
+
+    compute: ShardCounts
+    param: ShardCounts
+    gradient: ShardCounts
+    optimizer: ShardCounts
+
+    def take(self, rows: np.ndarray) -> LeafShardCounts:
+        """Select some of the meshes."""
+        return LeafShardCounts(
+            compute=self.compute.take(rows),
+            param=self.param.take(rows),
+            gradient=self.gradient.take(rows),
+            optimizer=self.optimizer.take(rows),
+        )
+
+    @property
+    def is_gathered(self) -> Any:
+        """Whether parameters are gathered before they are computed with."""
+        return self.compute.num_shards != self.param.num_shards
+
+    @property
+    def has_sharded_rows(self) -> Any:
+        """Whether lookups read rows that are sharded."""
+        return self.compute.per_dim[-2] > 1 if len(self.compute.per_dim) > 1 else False
+
+    @property
+    def is_updated_as_stored(self) -> Any:
+        """Whether the optimizer updates the shards that are stored."""
+        return self.param.num_shards == self.optimizer.num_shards
+
+
+def layout_shard_counts(
+    layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
+) -> tuple[LeafShardCounts, ...]:
+    """Count the shards of one mesh's layouts.
+
+    Args:
+        layouts: Layouts of each parameter group, from ``lay_out``.
+        mesh: Size of each axis.
+    """
+    counts = []
+    for layout in layouts:
+        specs = layout.compute, layout.param, layout.gradient, layout.optimizer
+        of = {spec: spec_shard_counts(spec, mesh) for spec in dict.fromkeys(specs)}
+        compute, param, gradient, optimizer = (of[spec] for spec in specs)
+        counts.append(
+            LeafShardCounts(
+                compute=compute, param=param, gradient=gradient, optimizer=optimizer
+            )
+        )
+    return tuple(counts)
+
+
+def leaf_shard_counts(
+    facts: LeafFacts,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, Any],
+    zero: Any,
+) -> tuple[LeafShardCounts, ...]:
+    """``lay_out`` for arrays of meshes.
+
+    Args:
+        facts: Parameters of the model, in groups of equal ones.
+        tables: Compute table of each TaskGraph, the same in all meshes.
+        mesh: Array of sizes of each axis, outermost axis first.
+        zero: ZeRO level over ``data`` in each mesh.
+    """
+    return tuple(
+        _group_shard_counts(group, tables[group.home], mesh, zero)
+        for group, _ in facts.groups
+    )
+
+
+def _group_shard_counts(
+    group: LeafGroup, table: Table, mesh: Mapping[str, Any], zero: Any
+) -> LeafShardCounts:
+    compute = table_shard_counts(group.layout, group.sizes, table, mesh, group.fused)
+    param = compute
+    for dim, axis in group.held:
+        param = with_storage_axis(param, group.shape, axis, mesh, (dim,))
+    param = with_storage_axis(param, group.shape, "fsdp", mesh, group.order)
+    owned = param
+    if group.trained:
+        owned = with_storage_axis(param, group.shape, "data", mesh, group.order)
+    return LeafShardCounts(
+        compute=compute,
+        param=param,
+        gradient=owned.where(zero >= 2, param),
+        optimizer=owned.where(zero >= 1, param),
+    )
+
+
+def reduces_gradient(
+    group: LeafGroup,
+    compute: ShardCounts,
+    table: Table,
+    mesh: Mapping[str, Any],
+    common: frozenset[int],
+) -> Any:
+    """Whether ``parameter_layout.summed_over`` names any axis, of one mesh or of each.
+
+    Args:
+        group: Group of equal parameters.
+        compute: Shard counts of one parameter as it is computed with.
+        table: Compute table of the TaskGraph that reads it first.
+        mesh: Sizes of the axes, numbers or arrays.
+        common: Roles of the batch and of the sequence, which parameters lack.
+    """
+    others = common - {role for atoms in group.layout for role in atoms}
+    reduces: Any = False
+    for axis, size in mesh.items() if group.trained else ():
+        if others.intersection(table.get(axis, ())):
+            reduces = reduces | ((size > 1) & np.logical_not(compute.shards(axis)))
+    return reduces
