@@ -66,7 +66,7 @@ def run_fewer(
         rows: where rows lie.
         parts: into how many the samples are cut.
         at: position of the jaxpr in the program.
-        given: where the rows of its inputs lie; None for those of the program.
+        given: Row dimension of each input; None for the inputs of the program.
 
     Raises:
         ValueError: an equation gives another shape than that of its part.
@@ -96,7 +96,7 @@ def run_fewer(
 
 
 def _operand_dims(equation: Any, dims: Mapping[Any, int | None]) -> RowDims:
-    """Where the rows of an equation's operands lie."""
+    """Row dimension of each operand of an equation."""
     return tuple(
         None if _compat.is_literal(a) else dims.get(a) for a in equation.invars
     )
@@ -196,12 +196,15 @@ def takes_fewer(equation: Any) -> bool:
 
 
 def infer_rows(jaxpr: Any, given: RowDims, rows: Rows) -> Rows:
-    """Where rows lie in a program that treats each of them by itself.
+    """Infer the row dimensions of a program that treats each row by itself.
 
     Args:
-        jaxpr: the program.
-        given: where the rows of its inputs lie.
-        rows: of what it stands in.
+        jaxpr: Program to infer them for.
+        given: Row dimension of each input; None for an input without rows.
+        rows: Row dimensions of the program around it.
+
+    Raises:
+        ValueError: They cannot be told; see ``add_inferred_rows``.
     """
     results: dict[Position, RowDims] = {}
     outputs = add_inferred_rows(jaxpr, given, rows.sizes, (), results)
@@ -215,24 +218,24 @@ def add_inferred_rows(
     at: Position,
     results: dict[Position, RowDims],
 ) -> RowDims:
-    """Add where rows lie in a jaxpr and in all that it calls.
+    """Infer the row dimensions of a program and of all programs that it calls.
 
     What is made of operands without rows has none. Among the dimensions of all else,
     also of what is made of nothing, the first whose length is a number of rows holds
     them; where that is not so, shapes disagree once the program is run on fewer.
 
     Args:
-        jaxpr: the program.
-        given: where the rows of its inputs lie.
-        sizes: how many rows there may be.
-        at: its position.
-        results: where that is written down.
+        jaxpr: Program to infer them for.
+        given: Row dimension of each input; None for an input without rows.
+        sizes: Numbers of rows that there may be.
+        at: Position of the program.
+        results: Mapping that row dimensions are added to, by position.
 
     Returns:
-        Where those of its outputs lie.
+        Row dimension of each output.
 
     Raises:
-        ValueError: rows are lost on the way, or what is made of nothing and as long is
+        ValueError: Rows are lost on the way, or what is made of nothing and as long is
             used as more than one value for each. Then it may be no row at all, such as
             a sum over a constant.
     """

@@ -15,8 +15,8 @@ def program_at(program: Any, position: Position) -> Any:
     """The open jaxpr in which an equation stands.
 
     Args:
-        program: the whole, closed or open.
-        position: of the equation.
+        program: Complete program, closed or open.
+        position: Position of the equation.
     """
     body, _ = _compat.open_jaxpr(program)
     for number, place in zip(position[:-1:2], position[1::2], strict=False):
