@@ -48,8 +48,8 @@ class NothingFits(PlanError):
         """The same error, with a sentence after its text.
 
         Args:
-            more: the sentence.
-            lacks_bytes, of_bytes: what is counted otherwise; None keeps it.
+            more: Sentence to append.
+            lacks_bytes, of_bytes: New values of the attributes; None keeps the old.
         """
         return NothingFits(
             f"{self}. {more}",

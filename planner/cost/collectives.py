@@ -251,9 +251,9 @@ def torus_reduces_whole(
     """Where ``runs_as`` makes an all-reduce of a reduce-scatter, for arrays of meshes.
 
     Args:
-        added: for each axis, in which meshes it scatters.
-        mesh: sizes of all mesh axes, outermost first.
-        cluster: the machine.
+        added: Whether each axis scatters, by mesh.
+        mesh: Array of sizes of each axis, outermost axis first.
+        cluster: Cluster with its links and compiler.
     """
     names = list(mesh)
     columns = dict(zip(names, np.broadcast_arrays(*mesh.values()), strict=True))

@@ -114,9 +114,9 @@ class Hosting:
         """Optimizer state of one device that lies in host memory, by case.
 
         Args:
-            cuts: of each group of parameters.
-            offload: what is kept there.
-            shares: which part of each group lies on the device; None if all does.
+            cuts: Shard counts of each parameter group.
+            offload: Names of what is in host memory.
+            shares: Part of each parameter group on the device; None for all of it.
         """
         if "optimizer" not in offload:
             return 0
@@ -154,8 +154,8 @@ class Hosting:
         """Of each group, how many parameters lie in host memory, by case.
 
         Args:
-            cuts: of each group of parameters.
-            offload: what is kept there.
+            cuts: Shard counts of each parameter group.
+            offload: Names of what is in host memory.
         """
         found: list[Any] = [0] * len(cuts)
         if "params" in offload:
@@ -171,8 +171,8 @@ class Hosting:
         """Parameters of one device that lie in host memory, by case.
 
         Args:
-            cuts: of each group of parameters.
-            offload: what is kept there.
+            cuts: Shard counts of each parameter group.
+            offload: Names of what is in host memory.
         """
         groups = zip(
             self.facts.groups, cuts, self.host_param_counts(cuts, offload), strict=True

@@ -85,8 +85,8 @@ def with_fixed_settings(error: NothingFits, settings: PlanSettings) -> NothingFi
     """An error that names the choices that were not left to the planner.
 
     Args:
-        error: of a search that kept to them.
-        settings: that fix them.
+        error: Error of a search that kept to the settings.
+        settings: Settings that the user gave.
     """
     fixed = [
         f"{name}={given!r:.80}"

@@ -103,14 +103,14 @@ def promising(
 
 
 class _PromisingPrograms:
-    """Promising meshes of the programs that were looked at.
+    """Promising meshes of the programs that were searched.
 
     Attributes:
-        best: seconds of the fastest step of any.
-        slack: by program, by which part meshes may be slower.
-        steps: by program, seconds of a step on each mesh.
-        lacks: by program, bytes that each mesh lacks, while nothing fits.
-        fastest: by program, seconds of its fastest step, had devices memory enough.
+        best: Seconds of the fastest step of all programs.
+        slack: Relative slowdown up to which a mesh is promising, by program.
+        steps: Seconds of a step on each mesh, by program.
+        lacks: Bytes that each mesh lacks, by program, while nothing fits.
+        fastest: Seconds of each program's fastest step, whether memory holds it or not.
     """
 
     def __init__(
