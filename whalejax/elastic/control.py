@@ -345,5 +345,5 @@ class Control:
                         if channel is self._channel:
                             self._sent += 1
             except WireError:
-                channel.close()  # The other thread connects anew.
+                channel.shut_down()  # The other thread connects anew.
                 time.sleep(_AGAIN_SECONDS)

@@ -313,7 +313,7 @@ class Agent:
         try:
             self._channel.send(Message(kind=kind, fields=fields), seconds=_SEND_SECONDS)
         except WireError:
-            self._drop()
+            self._channel.shut_down()  # It is dropped when all that came is heard.
 
     # What the supervisor says.
 

@@ -88,6 +88,7 @@ class AgentFleet(Generic[Link]):
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
         self._ticked_at: float | None = None
+        self._ended_for: str | None = None
 
     # What agents say.
 
@@ -109,7 +110,8 @@ class AgentFleet(Generic[Link]):
                     f"an agent of the name {name} is there already, at {known.host}. "
                     "Give this one another --name, or end that one"
                 )
-        if self._membership.phase == "ending":
+        # An agent of the run comes back to the end of it.
+        if known is None and self._membership.phase == "ending":
             return "the run is over"
         return ""
 
@@ -122,6 +124,10 @@ class AgentFleet(Generic[Link]):
             fields: of a checked ``"enlist"`` that is not refused.
         """
         name, told = fields["agent"], {one[0]: one for one in fields["there"]}
+        if self._ended_for is not None:
+            self._send(link, Message(kind="finish", fields={"why": self._ended_for}))
+            self._agents.pop(name, None)
+            return
         known = self._agents.get(name)
         if known is not None and known.token not in ("", fields["token"]):
             self._lose(now, known, "another took its place")
@@ -186,7 +192,9 @@ class AgentFleet(Generic[Link]):
         if record is None:
             return
         record.link, record.gone_at = None, now
-        if record.leaving and not record.there:
+        if self._ended_for is not None:
+            del self._agents[record.name]
+        elif record.leaving and not record.there:
             del self._agents[record.name]
             self._give_back(now, record)
             self._membership.agent_left(record.name)
@@ -271,9 +279,15 @@ class AgentFleet(Generic[Link]):
         self._tell_holder(name, "kill")
 
     def finish(self, why: str) -> None:
-        """Tell all agents that the run is over."""
+        """Tell all agents that the run is over; those that are away, as they return."""
+        self._ended_for = why
         for record in self._agents.values():
             self._tell(record, "finish", why=why)
+
+    @property
+    def hears_the_end(self) -> bool:
+        """Whether an agent has yet to hear that the run is over."""
+        return bool(self._agents)
 
     @property
     def names(self) -> list[str]:

@@ -81,6 +81,8 @@ _MOST_EVENTS: Final = 4096
 """Messages that wait for the loop; who sends more waits too."""
 _SILENT_SECONDS: Final = 600.0
 _FULL_SECONDS: Final = 1.0
+_FAREWELL_SECONDS: Final = 5.0
+"""In which each agent should hear that the run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,7 @@ class Supervisor:
                 remove_unfinished(self._save)
             remove_copies(self._folder / KEY)
             self._finish_agents(self._end.text)
+            self._wait_for_agents()
             tell_user(self._end.text)
             return self._end.status
 
@@ -596,6 +599,17 @@ class Supervisor:
     def _finish_agents(self, why: str) -> None:
         if self._fleet is not None:
             self._fleet.finish(why[:_LONGEST_WHY])
+
+    def _wait_for_agents(self) -> None:
+        """Until each has ended its connection, or came back and heard of the end."""
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while self._fleet is not None and self._fleet.hears_the_end:
+            if time.monotonic() > end:
+                return
+            self._selector.select(_TICK_SECONDS)
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+            self._take_events()
 
     # Effects.
 

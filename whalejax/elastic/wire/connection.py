@@ -224,10 +224,18 @@ class Channel:
         """Of the socket, for a selector."""
         return self._link.fileno()
 
-    def close(self) -> None:
-        """End the connection; a thread that waits in it raises ``Closed``."""
+    def shut_down(self) -> None:
+        """Send and take nothing more; what came before can still be received.
+
+        For who could not send: the last message of the other side, such as that the
+        run is over, may have come and wait to be received.
+        """
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in it raises ``Closed``."""
+        self.shut_down()
         self._link.close()
 
 

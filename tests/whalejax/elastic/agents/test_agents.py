@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from whalejax.distributed.reserved_port import release_port, reserve_port
 from whalejax.elastic.agents.agent import Agent, AgentOptions, _check
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.keys import make_key
+from whalejax.elastic.wire.connection import Channel, Closed, listen
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 
@@ -206,6 +208,45 @@ def test_an_agent_with_another_key_ends_at_once(tmp_path: Path) -> None:
             Agent(options).run()
     finally:
         acceptor.close()
+
+
+def test_an_agent_that_cannot_send_hears_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its beat fails when words that came before are still to be heard."""
+    make_key(tmp_path / "key")
+    heard, said = [], threading.Event()
+    send = Channel.send
+
+    def fails_to_beat(channel: Channel, message: Message, **options: Any) -> None:
+        if message.kind == "agent_beat":
+            assert said.wait(60)
+            raise Closed("the other side is gone")
+        send(channel, message, **options)
+
+    monkeypatch.setattr(Channel, "send", fails_to_beat)
+
+    def serve(channel: Channel) -> None:
+        heard.append(channel.receive(seconds=60).kind)
+        program = {"command": [""], "environment": {}, "beat_seconds": 60.0}
+        channel.send(Message(kind="enlisted", fields=program))
+        channel.send(Message(kind="finish", fields={"why": ""}))
+        said.set()
+
+    listening = listen()
+    port = listening.getsockname()[1]
+    acceptor = Acceptor(listening, load_key(tmp_path / "key"), serve)
+    try:
+        options = AgentOptions(
+            supervisor=f"127.0.0.1:{port}",
+            key=tmp_path / "key",
+            logs=tmp_path,
+            patience=600.0,
+        )
+        assert Agent(options).run() == 0
+    finally:
+        acceptor.close()
+    assert heard == ["enlist"]
 
 
 def test_names_and_addresses_that_no_agent_can_have() -> None:

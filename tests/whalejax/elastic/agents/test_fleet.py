@@ -217,3 +217,29 @@ def test_too_few_members_name_agents_that_are_there_and_missing() -> None:
         ran.tick(at * 0.6)
     (end,) = ran.said("ending")
     assert "agents that are there: a (1 process); missing: b" in end["why"]
+
+
+def test_each_agent_hears_the_end_of_the_run_also_one_that_was_away() -> None:
+    ran = Ran()
+    came(ran, 0.0, "a")
+    came(ran, 0.1, "b")
+    ran.fleet.closed(0.2, "b")
+    ran.fleet.finish("all steps are done")
+    assert ran.asked("a", "finish") == [None] and not ran.asked("b", "finish")
+    ran.fleet.closed(0.3, "a")
+    assert ran.fleet.hears_the_end
+    assert ran.fleet.refusal(enlist("b")) == ""
+    ran.fleet.enlist(0.4, "b again", enlist("b"))
+    assert ran.asked("b again", "finish") == [None]
+    assert not ran.asked("b again", "enlisted") and not ran.fleet.hears_the_end
+
+
+def test_only_an_agent_of_the_run_comes_back_to_its_end() -> None:
+    ran = Ran()
+    came(ran, 0.0, "a")
+    ran.membership.terminate(0.1)
+    ran.do(0.1)
+    ran.membership.phase = "ending"
+    ran.fleet.closed(0.2, "a")
+    assert ran.fleet.refusal(enlist("a")) == ""
+    assert ran.fleet.refusal(enlist("new")) == "the run is over"
