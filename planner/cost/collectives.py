@@ -23,6 +23,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster, Level
 from whalejax.planner.entries import CollectiveKind
+from whalejax.planner.sharding.shard_counts import axis_sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,11 +259,7 @@ def torus_reduces_whole(
     names = list(mesh)
     columns = dict(zip(names, np.broadcast_arrays(*mesh.values()), strict=True))
     found = np.zeros(len(columns[names[0]]), bool)
-    axes = [axis for axis, here in added.items() if np.any(here)]
-    bits = sum((added[axis] * 2**place for place, axis in enumerate(axes)), 0 * found)
-    for code in np.unique(bits).tolist():
-        rows = np.flatnonzero(bits == code)
-        joined = tuple(axis for place, axis in enumerate(axes) if code >> place & 1)
+    for joined, rows in axis_sets(added, len(found)):
         ordered = [
             (np.full(len(rows), names.index(axis)), columns[axis][rows])
             for axis in reversed(names)
@@ -305,6 +302,43 @@ def span_rates(
         np.where(turned, whole_byte, per_byte),
         np.where(turned, whole_time, per_time),
     )
+
+
+class CollectiveRates:
+    """Seconds of one kind of collective over some axes of many meshes.
+
+    Args:
+        kind: Collective that is asked for.
+        spans: Pieces of the axes, from ``spans_of``.
+        cluster: Devices, links and their compiler, which may run another one.
+    """
+
+    def __init__(self, kind: CollectiveKind, spans: Spans, cluster: Cluster) -> None:
+        self._asked = _span_rates(kind, spans)
+        self._whole = _span_rates("all-reduce", spans)
+        number = len(spans[0][0])
+        self._small, self._large = (
+            np.zeros(number, bool) | _reduces_whole(kind, spans, cluster, nbytes)
+            for nbytes in (0.0, math.inf)
+        )
+
+    def seconds(
+        self, payload: np.ndarray, meshes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of one collective, and whether it runs as an all-reduce.
+
+        Args:
+            payload: Bytes on one device, by case.
+            meshes: Index of the mesh of each case.
+        """
+        per_byte, per_time = (rate[meshes] for rate in self._asked)
+        small = payload < _SMALL_GATHER_BYTES
+        turned = np.where(small, self._small[meshes], self._large[meshes])
+        if turned.any():
+            whole_byte, whole_time = (rate[meshes] for rate in self._whole)
+            per_byte = np.where(turned, whole_byte, per_byte)
+            per_time = np.where(turned, whole_time, per_time)
+        return payload * per_byte + per_time, turned
 
 
 def _span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarray]:

@@ -156,7 +156,8 @@ def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
 
 def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     """Cost of one row under the axes that hit it."""
-    ahead, behind, launches = row_seconds(row, hits, s, _slowest(row, s))
+    kind = slowest_kind(row, s.cluster)
+    ahead, behind, launches = row_seconds(row, hits, s, kind)
     if row.remat:
         behind += ahead
     seconds = (ahead + behind) * row.count
@@ -172,9 +173,9 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     )
 
 
-def _slowest(row: Row, s: Setting) -> DeviceKind:
-    """The kind of device that the others wait for in a row."""
-    product, cluster = row.product, s.cluster
+def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
+    """Kind of device that the others wait for in an operation."""
+    product = row.product
     return cluster.slowest if product is None else cluster.slowest_for(product.dtype)
 
 
@@ -311,7 +312,7 @@ def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, 
     Returns:
         Seconds, kernels and FLOPs of products.
     """
-    seconds, _, launches = row_seconds(row, hits, s, _slowest(row, s))
+    seconds, _, launches = row_seconds(row, hits, s, slowest_kind(row, s.cluster))
     if row.product is None:
         return seconds * row.count, (launches > 0) * row.count, 0
     times: float = row.product.times(s.cluster.compiler)[0]
@@ -328,9 +329,9 @@ def _product_seconds(
     return kind.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
 
 
-def _whole(nbytes: Any) -> Any:
-    """Whole bytes of a number; arrays stay as they are."""
-    return int(nbytes) if isinstance(nbytes, float | int) else nbytes
+def whole_bytes(nbytes: Any) -> Any:
+    """Bytes without their fraction: an integer, or an array of whole numbers."""
+    return int(nbytes) if isinstance(nbytes, float | int) else np.floor(nbytes)
 
 
 def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
@@ -371,7 +372,7 @@ def gradients_of(
             axes=axes,
             phase="backward",
             what="gradient",
-            payload_bytes=_whole(local_bytes(operand, hits, s)),
+            payload_bytes=whole_bytes(local_bytes(operand, hits, s)),
             count=row.count // once,
             scope=row.scope,
         )
@@ -430,7 +431,7 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]
             axes=axes,
             phase=phase,
             what=what,
-            payload_bytes=_whole(payload),
+            payload_bytes=whole_bytes(payload),
             count=count * row.count,
             scope=row.scope,
         )
@@ -458,7 +459,7 @@ def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
             axes=(one.axis,),
             phase=one.phase,
             what="halo",
-            payload_bytes=_whole(one.payload_bytes),
+            payload_bytes=whole_bytes(one.payload_bytes),
             count=one.count * row.count,
             scope=row.scope,
         )
@@ -620,7 +621,7 @@ class _Path:
                     axes=axes,
                     phase=phase,
                     what=what,
-                    payload_bytes=_whole(payload),
+                    payload_bytes=whole_bytes(payload),
                     count=self.flow.count * again,
                     scope=self.flow.scope,
                 )

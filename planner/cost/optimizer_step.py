@@ -7,65 +7,80 @@ and because part of it happens once a step and not once a micro-batch.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile
 from whalejax.planner.cost.collectives import axis_parts, runs_as, torus_reduces_whole
-from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.operation_cost import Setting, whole_bytes
 from whalejax.planner.entries import Collective, CollectiveKind
-from whalejax.planner.sharding.layout import Spec, Table, shards
-from whalejax.planner.sharding.leaf_shard_counts import (
-    LeafShardCounts,
-    layout_shard_counts,
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
+from whalejax.planner.sharding.shard_counts import (
+    ShardCounts,
+    added_axes,
+    axis_sets,
 )
-from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageCollectives:
-    """Collectives that sharded storage causes.
-
-    Attributes:
-        in_micro_batch: repeated in every micro-batch.
-        in_update: once in a step.
-    """
-
-    in_micro_batch: tuple[Collective, ...]
-    in_update: tuple[Collective, ...]
-
-
-def storage_collectives(
-    facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
-) -> StorageCollectives:
+def storage_gathers(
+    facts: LeafFacts,
+    cuts: Sequence[LeafShardCounts],
+    mesh: Mapping[str, np.ndarray],
+    compiler: CompilerProfile,
+    cast_bytes: float,
+) -> Iterator[tuple[np.ndarray, Collective]]:
     """Gathers of parameters that storage shards beyond the computation.
 
     Args:
-        facts: the parameters.
-        layouts: of each of their groups.
-        s: mesh and micro-batches.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each group.
+        mesh: Array of sizes of each axis.
+        compiler: Compiler that brings parameters to those who compute with them.
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+
+    Yields:
+        Cases, and their collective, whose payload is an array over them: those of a
+        micro-batch in phase ``"forward"``, then those of a step in ``"update"``.
     """
-    during: Counter[tuple[tuple[str, ...], int]] = Counter()
-    update: Counter[tuple[tuple[str, ...], int]] = Counter()
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        axes = _added(layout.compute, layout.param)
-        if axes:
-            moved = group.moved_bytes(s.cluster.compiler, layout.has_sharded_rows)
-            moved *= cast_bytes * group.narrowed
-            payload = int(moved / shards(layout.compute, s.mesh) / group.slices)
-            during[axes, payload] += group.gathers * group.slices * count
-        axes = _added(layout.param, layout.optimizer)
-        if axes:
-            update[axes, int(group.nbytes / shards(layout.param, s.mesh))] += count
-    return StorageCollectives(
-        in_micro_batch=_gathers(during, "forward"),
-        in_update=_gathers(update, "update"),
-    )
+    pairs = [*zip(facts.groups, cuts, strict=True)]
+    for (group, count), cut in pairs:
+        moved = group.moved_bytes(compiler, cut.has_sharded_rows)
+        moved = moved * cast_bytes * group.narrowed
+        payload = np.floor(moved / cut.compute.num_shards / group.slices)
+        times = group.gathers * group.slices * count
+        yield from _gathers(cut.compute, cut.param, mesh, payload, times, "forward")
+    for (group, count), cut in pairs:
+        payload = np.floor(group.nbytes / cut.param.num_shards)
+        yield from _gathers(cut.param, cut.optimizer, mesh, payload, count, "update")
+
+
+def _gathers(
+    before: ShardCounts,
+    after: ShardCounts,
+    mesh: Mapping[str, np.ndarray],
+    payload: Any,
+    count: int,
+    phase: str,
+) -> Iterator[tuple[np.ndarray, Collective]]:
+    number = len(next(iter(mesh.values())))
+    payload = np.broadcast_to(payload, number)
+    for axes, rows in axis_sets(added_axes(before, after), number):
+        if axes and count:
+            yield (
+                rows,
+                Collective(
+                    kind="all-gather",
+                    axes=axes,
+                    phase=phase,
+                    what="parameter",
+                    payload_bytes=payload[rows],
+                    count=count,
+                ),
+            )
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
@@ -82,89 +97,75 @@ where there was a choice."""
 
 def turning_seconds(
     facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
-    s: Setting,
+    cuts: Sequence[LeafShardCounts],
+    cluster: Cluster,
     cast_bytes: float,
-    num_micro_batches: int,
-) -> float:
-    """Time of a step in which gathered parameters are turned round in memory.
+    num_micro_batches: Any,
+) -> Any:
+    """Time of a step in which gathered parameters are transposed in memory, by case.
 
     Args:
-        facts: the parameters.
-        layouts: of each of their groups.
-        s: mesh and cluster.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        num_micro_batches: of the step.
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each group.
+        cluster: Devices and their compiler.
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        num_micro_batches: Micro-batches of the step.
     """
-    if s.cluster.platform != "cpu":
+    if cluster.platform != "cpu":
         return 0.0
-    seconds = 0.0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        moved = (
-            group.moved_bytes(s.cluster.compiler, layout.has_sharded_rows)
-            * cast_bytes
-            * group.narrowed
-        )
+    seconds: Any = 0.0
+    for (group, count), cut in zip(facts.groups, cuts, strict=True):
+        moved = group.moved_bytes(cluster.compiler, cut.has_sharded_rows)
+        moved = moved * cast_bytes * group.narrowed
         times = GATHER_TURNS * group.turns * count * num_micro_batches
-        seconds += times * _turning(layout.compute, layout.param, moved, s)
-        once = _turning(layout.param, layout.optimizer, float(group.nbytes), s)
-        seconds += CUT_TURNS * count * once
+        seconds = seconds + times * _turning(cut.compute, cut.param, moved, cluster)
+        once = _turning(cut.param, cut.optimizer, float(group.nbytes), cluster)
+        seconds = seconds + CUT_TURNS * count * once
     return seconds
 
 
-def _turning(before: Spec, after: Spec, nbytes: float, s: Setting) -> float:
-    """To turn an array round once, if storage shards its last dimension."""
-    last = len(after) - 1
-    if last < 1 or not set(after[last]) & set(_added(before, after)):
+def _turning(
+    before: ShardCounts, after: ShardCounts, nbytes: Any, cluster: Cluster
+) -> Any:
+    """Time to transpose an array once, where storage shards its last dimension."""
+    last = len(after.per_dim) - 1
+    if last < 1:
         return 0.0
-    payload = nbytes / shards(before, s.mesh)
-    return float(s.cluster.slowest.turned_seconds(payload))
+    turns = after.per_dim[last] > before.per_dim[last]
+    return turns * cluster.slowest.turned_seconds(nbytes / before.num_shards)
 
 
 def whole_shares(
-    facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
-) -> tuple[float, float]:
+    facts: LeafFacts,
+    cuts: Sequence[LeafShardCounts],
+    compiler: CompilerProfile,
+    cast_bytes: float,
+) -> tuple[Any, Any]:
     """Which parts of the gradients are reduced whole where others are scattered.
 
     Args:
-        facts: the parameters.
-        layouts: of each of their groups.
-        s: mesh and cluster.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each group.
+        compiler: Compiler of the step.
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
 
     Returns:
         Of those that storage shards, what the compiler reduces whole for their tiles
-        (see ``CompilerProfile.scatters_odd_tiles``); of all, what storage leaves whole.
+        (see ``CompilerProfile.scatters_odd_tiles``); of all, what storage leaves whole;
+        by case.
     """
-    odd = _odd_share(facts, layouts, s, cast_bytes)
-    return odd, _kept_share(facts, layouts, s)
-
-
-def _odd_share(
-    facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
-) -> float:
-    if s.cluster.compiler.scatters_odd_tiles:
-        return 0.0
-    sharded = odd = 0.0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        if not _added(layout.compute, layout.gradient):
-            continue
-        nbytes = group.gradient_bytes * count / shards(layout.compute, s.mesh)
-        sharded += nbytes
-        (cuts,) = layout_shard_counts((layout,), s.mesh)
-        odd += nbytes * bool(_odd(group, cuts, s.cluster.compiler, cast_bytes))
-    return odd / max(1.0, sharded)
-
-
-def _kept_share(facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting) -> float:
-    total = kept = 0.0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        nbytes = group.gradient_bytes * count / shards(layout.compute, s.mesh)
-        nbytes *= group.uses
-        total += nbytes
-        if not _added(layout.compute, layout.gradient):
-            kept += nbytes
-    return kept / max(1.0, total)
+    sharded: Any = 0.0
+    odd: Any = 0.0
+    total: Any = 0.0
+    kept: Any = 0.0
+    for (group, count), cut in zip(facts.groups, cuts, strict=True):
+        nbytes = group.gradient_bytes * count / cut.compute.num_shards
+        scatters = cut.gradient.num_shards > cut.compute.num_shards
+        sharded = sharded + nbytes * scatters
+        odd = odd + nbytes * scatters * _odd(group, cut, compiler, cast_bytes)
+        total = total + nbytes * group.uses
+        kept = kept + nbytes * group.uses * np.logical_not(scatters)
+    return odd / np.maximum(1.0, sharded), kept / np.maximum(1.0, total)
 
 
 def _odd(
@@ -220,11 +221,7 @@ def _torus_reduces_whole(cuts: LeafShardCounts, s: Setting) -> Any:
     """Whether links make the reduction that scatters a gradient one of all of it."""
     if not any(level.torus for level in s.cluster.levels):
         return False
-    after, before = cuts.gradient.axes, cuts.compute
-    added = {
-        axis: np.logical_and(here, np.logical_not(before.shards(axis)))
-        for axis, here in after.items()
-    }
+    added = added_axes(cuts.compute, cuts.gradient)
     if not s.has_unlike_meshes:
         axes = tuple(axis for axis, here in added.items() if here)
         parts = axis_parts(axes, s.mesh, s.cluster)
@@ -232,54 +229,53 @@ def _torus_reduces_whole(cuts: LeafShardCounts, s: Setting) -> Any:
     return torus_reduces_whole(added, s.mesh, s.cluster)
 
 
-def combined_gradients(
-    gradients: Sequence[Collective],
-    zero: int,
-    mesh: Mapping[str, int],
-    cluster: Cluster,
-    odd: float = 0.0,
-    kept: float = 0.0,
-) -> tuple[Collective, ...]:
-    """Gradient reductions as the compiler runs them: one for each set of axes.
+def reduced_gradients(
+    axes: tuple[str, ...],
+    payload: Any,
+    mesh: Mapping[str, Any],
+    compiler: CompilerProfile,
+    *,
+    over_data: bool,
+    odd: Any = 0.0,
+    kept: Any = 0.0,
+) -> Iterator[Collective]:
+    """Reductions of all gradients over one set of axes, as the compiler runs them.
 
     XLA combines the all-reduces of a step's end into one. Where it can reduce-scatter
     and gradients are stored in shards, the axes that shard them take half the traffic
     and the others reduce what is left; or, by the compiler, all axes reduce at once.
 
     Args:
-        gradients: one reduction for each parameter and use, over the batch axes.
-        zero: ZeRO level over ``data``.
-        mesh: axis sizes.
-        cluster: the machine.
-        odd, kept: from ``whole_shares``.
+        axes: Mesh axes.
+        payload: Bytes of the gradients on one device; arrays are over cases.
+        mesh: Sizes of the axes.
+        compiler: Compiler of the step.
+        over_data: Whether ``data`` shards gradients, too.
+        odd, kept: From ``whole_shares``.
+
+    Yields:
+        Collectives; of no bytes where there is none.
     """
-    totals: Counter[tuple[str, ...]] = Counter()
-    for c in gradients:
-        totals[c.axes] += c.payload_bytes * c.count
-    sharding = {"fsdp", "data"} if zero >= 2 else {"fsdp"}
-    found: list[Collective] = []
-    for axes, payload in totals.items():
-        scattered = tuple(a for a in axes if a in sharding)
-        compiler = cluster.compiler
-        if _at_once(axes, compiler) or not (compiler.reduce_scatter and scattered):
-            found.append(_reduction("all-reduce", axes, payload))
-            continue
-        left = tuple(a for a in axes if a not in sharding)
-        unsharded = int(payload * kept)
-        payload -= unsharded
-        whole = int(payload * odd)
-        found.append(_reduction("reduce-scatter", scattered, payload - whole))
-        if left:
-            parts = math.prod(mesh[a] for a in scattered)
-            found.append(_reduction("all-reduce", scattered, whole))
-            found.append(_reduction("all-reduce", left, payload // parts))
-            whole = 0
-        found.append(_reduction("all-reduce", axes, unsharded + whole))
-    return tuple(c for c in found if c.payload_bytes)
+    sharding = {"fsdp", "data"} if over_data else {"fsdp"}
+    scattered = tuple(a for a in axes if a in sharding)
+    if _at_once(axes, compiler) or not (compiler.reduce_scatter and scattered):
+        yield _reduction("all-reduce", axes, payload)
+        return
+    left = tuple(a for a in axes if a not in sharding)
+    unsharded = whole_bytes(payload * kept)
+    payload = payload - unsharded
+    whole = whole_bytes(payload * odd)
+    yield _reduction("reduce-scatter", scattered, payload - whole)
+    if left:
+        parts = math.prod(mesh[a] for a in scattered)
+        yield _reduction("all-reduce", scattered, whole)
+        yield _reduction("all-reduce", left, payload // parts)
+        whole = 0
+    yield _reduction("all-reduce", axes, unsharded + whole)
 
 
 def _reduction(
-    kind: CollectiveKind, axes: tuple[str, ...], payload_bytes: int
+    kind: CollectiveKind, axes: tuple[str, ...], payload_bytes: Any
 ) -> Collective:
     return Collective(
         kind=kind,
@@ -291,34 +287,20 @@ def _reduction(
     )
 
 
-def _added(before: Spec, after: Spec) -> tuple[str, ...]:
-    old = {axis for axes in before for axis in axes}
-    return tuple(axis for axes in after for axis in axes if axis not in old)
-
-
-def _gathers(
-    counted: Mapping[tuple[tuple[str, ...], int], int], phase: str
-) -> tuple[Collective, ...]:
-    return tuple(
-        Collective(
-            kind="all-gather",
-            axes=axes,
-            phase=phase,
-            what="parameter",
-            payload_bytes=payload_bytes,
-            count=count,
-        )
-        for (axes, payload_bytes), count in counted.items()
-    )
-
-
 def update_seconds(
-    facts: LeafFacts, layouts: Sequence[LeafLayout], cluster: Cluster, s: Setting
-) -> float:
-    """Time of the optimizer."""
-    moved = operations = 0.0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        parts = shards(layout.optimizer, s.mesh)
-        moved += count * group.updated_bytes / parts
-        operations += count * group.operations / parts
-    return float(cluster.slowest.elementwise_seconds(moved, operations))
+    facts: LeafFacts, cuts: Sequence[LeafShardCounts], cluster: Cluster
+) -> Any:
+    """Time of the optimizer, by case.
+
+    Args:
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each group.
+        cluster: Devices; the slowest decides.
+    """
+    moved: Any = 0.0
+    operations: Any = 0.0
+    for (group, count), cut in zip(facts.groups, cuts, strict=True):
+        parts = cut.optimizer.num_shards
+        moved = moved + count * group.updated_bytes / parts
+        operations = operations + count * group.operations / parts
+    return cluster.slowest.elementwise_seconds(moved, operations)

@@ -22,7 +22,6 @@ import numpy as np
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.cost.optimizer_step import reduced_whole
-from whalejax.planner.entries import Collective
 from whalejax.planner.memory.live_sets import Moments
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
@@ -387,13 +386,6 @@ def _gathered_first(
         waiting[:-1] += np.maximum(0.0, here[place] - behind) * one[place]
     waiting[-1] = (here * one * forms).sum(0)
     return one, waiting
-
-
-def largest_gather(collectives: Iterable[Collective]) -> float:
-    """Bytes of the largest value that is gathered on its way to its readers."""
-    found = (c for c in collectives if c.what == "border" and c.kind == "all-gather")
-    sizes = (float(c.payload_bytes) for c in found)
-    return max(sizes, default=0.0)
 
 
 def peak_of(

@@ -84,8 +84,7 @@ def decide_any(
     spaces = spaces or Spaces()
     options = {"precision": precision, "batch": batch, "again": again, "known": known}
     if runs is None:
-        own = {**options, "spaces": spaces}
-        runs = functools.partial(_one_program, graph, cluster, asked, stages, **own)
+        runs = functools.partial(_one_program, graph, cluster, asked, stages, **options)
     beyond = _EstimateSearch(graph, cluster, asked, again, spaces)
     beyond.prepare()
     plan: Plan | None = None
@@ -502,7 +501,7 @@ def _no_mesh(graph: Graph, cluster: Cluster, request: Request) -> PlanError:
     request = dataclasses.replace(request, mesh=mesh)
     search = Search(analysed.graph, analysed.dims, cluster, request)
     if not search.run() and stages == 1:
-        return refusal(search)
+        return refusal([search])
     named = f"stage {stages}" if stages > 1 else "such a mesh"
     devices, batch = request.num_devices, graph.batch_size * graph.num_micro_batches
     return PlanError(

@@ -9,7 +9,6 @@ from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.build import written
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import Again, Known, by_marks, decided_on
 
@@ -23,7 +22,6 @@ def decide(
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
     known: Known | None = None,
-    spaces: Spaces | None = None,
 ) -> Plan:
     """Choose how to run a model on a cluster.
 
@@ -37,14 +35,13 @@ def decide(
         again: the graph with TaskGraphs computed again in the backward pass, and with
             attention in blocks; without it nothing is.
         known: what other searches of the same loss have found of it.
-        spaces: what other wide searches of the same loss ranged over.
 
     Raises:
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
             found is listed.
     """
     request = by_marks(graph, request)
-    decided = decided_on(graph, cluster, request, again, known, spaces)
+    decided = decided_on(graph, cluster, request, again, known)
     return written(
         decided.analysed,
         decided.search,

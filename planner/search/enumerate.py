@@ -16,7 +16,6 @@ costed once for each mesh.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -28,27 +27,19 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.topology import HIDES_UPDATES_ON
-from whalejax.planner.cost.operation_cost import RowCost, Setting, row_flops, row_hits
-from whalejax.planner.cost.row_cost_cache import Prices
-from whalejax.planner.cost.step_time import step_time
+from whalejax.planner.cost.operation_cost import Setting, row_flops, row_hits
+from whalejax.planner.cost.step_time import LayoutCases, TimeColumns
 from whalejax.planner.entries import Collective
-from whalejax.planner.memory.peak import largest_gather
 from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.windows import Window
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.combining import (
-    CombiningCosts,
-    added,
-    combine_seconds,
-    may_combine,
-    with_buffers,
-    zero_levels,
-)
-from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.search.layout_memory import LayoutMemory, MemoryTable, StepLayout
+from whalejax.planner.search.combining import may_combine, zero_levels
+from whalejax.planner.search.evaluator import SEARCHED_AXES, Evaluator
+from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Offload
+from whalejax.planner.search.layout_memory import MemoryColumns
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
@@ -58,15 +49,13 @@ from whalejax.planner.sharding.layout import (
     divisors,
     replicas,
 )
-from whalejax.planner.sharding.leaf_shard_counts import layout_shard_counts
+from whalejax.planner.sharding.leaf_shard_counts import ignores_pins, sharded_shares
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
 from whalejax.planner.sharding.operation_rows import Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
-    ignores_pin,
     lay_out,
-    sharded_share,
 )
 from whalejax.planner.sharding.sequence_parallel import Split, shared_roles
 from whalejax.planner.sharding.strategies import (
@@ -75,7 +64,7 @@ from whalejax.planner.sharding.strategies import (
     choices,
     sharded_by_split,
 )
-from whalejax.planner.terms import MemoryTerms, TimeTerms
+from whalejax.planner.terms import MemoryTerms
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -97,6 +86,16 @@ MANY_SPACES = 1000
 SPACE_SLACK = 1.1
 """How much slower than the best a plan that shares space may be for its memory to be
 weighed; more than what ties and what is listed beside the best."""
+
+LISTED = 40
+"""Meshes of which all that fits is evaluated; of more, what is near the best."""
+
+NEAR = 1.02
+"""How many times the best step a plan of many meshes may take that is evaluated: more
+than plans may tie."""
+
+FIRST_BLOCK, BLOCK = 32, 256
+"""Cases whose memory is computed together: the fastest, and others."""
 
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
@@ -155,26 +154,34 @@ class WideHalo:
     size: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Case:
-    """One mesh under one table for each TaskGraph at one ZeRO level.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Layouts:
+    """Layouts that a search evaluates.
 
     Attributes:
-        mesh, tables, zero, layouts: as in ``Scored``.
-        counts: numbers of micro-batches that there can be, rising.
-        costs: of rows, by the number of micro-batches, as far as they are known.
-        times: of a step, the same.
-        memories: the same, by what lies in host memory too.
+        cases: with as few micro-batches as there can be.
+        counts: of each, all numbers of micro-batches that there can be, rising.
+        meshes: of each, the sizes of the axes.
     """
 
-    mesh: dict[str, int]
-    tables: dict[int, Table]
-    zero: int
-    layouts: tuple[LeafLayout, ...]
-    counts: tuple[int, ...]
-    costs: dict[int, tuple[RowCost, ...]]
-    times: dict[int, tuple[TimeTerms, tuple[Collective, ...]]]
-    memories: dict[tuple[int, tuple[str, ...]], MemoryTerms]
+    cases: LayoutCases
+    counts: Sequence[tuple[int, ...]]
+    meshes: Sequence[dict[str, int]]
+
+    def take(self, rows: np.ndarray) -> _Layouts:
+        """Select some of the layouts."""
+        if len(rows) == len(self.cases):
+            return self
+        return _Layouts(
+            cases=self.cases.take(rows),
+            counts=[self.counts[row] for row in rows.tolist()],
+            meshes=[self.meshes[row] for row in rows.tolist()],
+        )
+
+    def at(self, rows: np.ndarray, place: int) -> LayoutCases:
+        """Some of them, at one of their numbers of micro-batches."""
+        count = np.array([self.counts[row][place] for row in rows.tolist()])
+        return self.cases.take(rows).with_count(count)
 
 
 class Search:
@@ -183,12 +190,17 @@ class Search:
     Attributes:
         graph, dims, rows: what is planned.
         program: its operations, wherever they stand.
-        prices: costs of the rows.
         hosting: what may lie in host memory.
         split: what stands between products is set apart in the graph, for sequence
             parallelism; the options are those of the search ``beside`` without.
         named_axes: mesh axes that metadata names.
-        scored: every plan that was evaluated, after ``run``.
+        scored: every plan that was evaluated, after ``run``; of very many meshes, those
+            that fit, or the nearest to that.
+        weighed: how many layouts were evaluated.
+        follows: there are very many meshes, of which only what is near the best is
+            evaluated.
+        least_lacking: seconds of the fastest layout that lacks memory with as few
+            micro-batches as there can be.
         bound: step time above which a plan is not worth its evaluation; of promising
             meshes it follows the best that is found.
         slack: how many times the best that is.
@@ -219,9 +231,6 @@ class Search:
             graph, dims, cluster.compiler
         )
         self.rows: Rows = self.program.views.rows(graph)
-        self.prices: Prices = Prices(
-            self.rows, None if beside is None else beside.prices
-        )
         self.facts: LeafFacts = (
             LeafFacts.of(
                 graph,
@@ -240,30 +249,30 @@ class Search:
             else beside.options
         )
         self.facts = self.facts.held(self.options.stored)
-        self.hosting = Hosting(self.program, cluster, request, self.facts)
-        self.combining = CombiningCosts(
-            graph, dims, self.facts, cluster, request.combine
-        )
-        self.batch_roles = frozenset(r.index for r in dims.batch)
-        self.named_axes = pinned_axes(graph)
-        self.scored: list[Scored] = []
-        self.refused: dict[str, int] = {}
-
-    @functools.cached_property
-    def memory(self) -> LayoutMemory:
-        """What layouts take."""
-        return LayoutMemory(
-            graph=self.graph,
+        self.evaluator = Evaluator(
+            graph=graph,
+            dims=dims,
+            cluster=cluster,
+            request=request,
             program=self.program,
+            rows=self.rows,
             facts=self.facts,
-            hosting=self.hosting,
-            dims=self.dims,
         )
-
-    @functools.cached_property
-    def memories(self) -> MemoryTable:
-        """What the layouts take that are weighed."""
-        return MemoryTable(self.memory, self.setting)
+        self.hosting = self.evaluator.hosting
+        self.named_axes = pinned_axes(graph)
+        self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
+        self._divided: dict[object, dict[int, Table] | None] = {}
+        self._distinct: dict[object, dict[int, Table]] = {}
+        self.scored: list[Scored] = []
+        self.weighed = 0
+        self.follows = False
+        self.least_lacking = self._lacks = math.inf
+        self._nearest: Scored | None = None
+        self._lacking: list[tuple[_Layouts, TimeColumns, np.ndarray]] = []
+        self._postponed: tuple[_Layouts, TimeColumns, np.ndarray, np.ndarray] | None = (
+            None
+        )
+        self.refused: dict[str, int] = {}
 
     @functools.cached_property
     def residents(self) -> Residents:
@@ -282,6 +291,16 @@ class Search:
             The plans that fit, best first; empty if none does (``scored`` then holds
             those that do not fit).
         """
+        self.search_layouts()
+        self.use_host_memory(self.bound)
+        return ranked([s for s in self.scored if s.fits])
+
+    def search_layouts(self) -> None:
+        """Evaluate every layout with as little in host memory as may be.
+
+        Where many lack memory, and nothing is known of how fast a plan must be, most
+        of them wait for ``resume`` or ``use_host_memory``.
+        """
         fixed = (self.request.mesh or {}).get("context")
         sizes = [fixed or 1]
         if fixed is None and self.options.sequence:
@@ -289,7 +308,6 @@ class Search:
         self._score_meshes([m for context in sizes for m in self.meshes(context)])
         if self._wants_space():
             self._share_space()
-        return ranked([s for s in self.scored if s.fits])
 
     def _share_space(self) -> None:
         """Evaluate every mesh on which devices share the space of samples.
@@ -392,23 +410,56 @@ class Search:
             return
         size = self.graph.batch_size * self.graph.num_micro_batches
         size //= self.request.num_micro_batches or 1
-        lists = [self.options.tables(g, mesh) for g in self.options.order]
-        if not all(lists):
-            self._refuse(NOTHING_TO_SPLIT)
-        for combination in itertools.product(*lists):
-            tables = dict(zip(self.options.order, combination, strict=True))
-            if not self._uses_model_axes(mesh, tables):
+        space = tuple(mesh.get(axis, 1) for axis in SPATIAL_AXES)
+        combinations = self._combinations(mesh, mesh["expert"], mesh["tensor"], space)
+        for index, tables in enumerate(combinations):
+            if self.split is not None and not self._serves(self.split, mesh, tables):
                 continue
-            if self.split is not None:
-                if not self._serves(self.split, mesh, tables):
-                    continue
-                options = self.options
-                tables = self.split.tables(tables, options.batch, options.sequence)
-            found = self.options.that_divide(tables, mesh, size)
-            if found is None:
+            # What divides the batch depends on no more of a mesh than this.
+            key = mesh["data"] * mesh["fsdp"], mesh["expert"], mesh["tensor"], space
+            if (index, key) not in self._divided:
+                apart = self._set_apart(tables)
+                fitting = self.options.that_divide(apart, mesh, size)
+                self._divided[index, key] = self._known(fitting)
+            divided = self._divided[index, key]
+            if divided is None:
                 self._refuse(BATCH_DOES_NOT_DIVIDE)
             else:
-                yield found
+                yield divided
+
+    def _known(self, tables: dict[int, Table] | None) -> dict[int, Table] | None:
+        """Equal tables as one object, under which cases are evaluated together."""
+        if tables is None:
+            return None
+        key = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
+        return self._distinct.setdefault(key, tables)
+
+    def _set_apart(self, tables: dict[int, Table]) -> dict[int, Table]:
+        if self.split is None:
+            return tables
+        return self.split.tables(tables, self.options.batch, self.options.sequence)
+
+    def _combinations(
+        self,
+        mesh: Mapping[str, int],
+        expert: int,
+        tensor: int,
+        space: tuple[int, ...],
+    ) -> list[dict[int, Table]]:
+        """Tables of all TaskGraphs that use the model axes of a mesh."""
+        key = expert, tensor, space
+        if key not in self._combined:
+            lists = [self.options.tables(g, mesh) for g in self.options.order]
+            combinations = (
+                dict(zip(self.options.order, some, strict=True))
+                for some in itertools.product(*lists)
+            )
+            found = [c for c in combinations if self._uses_model_axes(mesh, c)]
+            self._combined[key] = found, all(lists)
+        found, some = self._combined[key]
+        if not some:
+            self._refuse(NOTHING_TO_SPLIT)
+        return found
 
     def _serves(
         self, split: Split, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -495,8 +546,9 @@ class Search:
                 if axis is not None:
                     yield row, window, axis, _ends(row, window)
 
-    def _refuse(self, reason: str) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+    def _refuse(self, reason: str, times: int = 1) -> None:
+        if times:
+            self.refused[reason] = self.refused.get(reason, 0) + times
 
     def _uses_model_axes(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -505,20 +557,203 @@ class Search:
 
         Otherwise the mesh is another one, with that axis's devices in ``data``.
         """
+        batch = self.evaluator.batch_roles
         for axis in ("expert", "tensor"):
             uses = (t.get(axis, ()) for t in tables.values())
-            if mesh[axis] > 1 and all(set(r) <= self.batch_roles for r in uses):
+            if mesh[axis] > 1 and all(set(r) <= batch for r in uses):
                 return False
         return True
 
+    # Evaluation.
+
     def _score_meshes(self, every: Sequence[dict[str, int]]) -> None:
-        """Evaluate meshes under all of their tables."""
-        pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
-        for mesh, tables in pairs:
-            counts = tuple(self._micro_batches(mesh, tables))
-            self.memories.add(mesh, tables, self._zero_levels(mesh), counts)
-        for mesh, tables in pairs:
-            self.score(mesh, tables)
+        """Evaluate meshes under all of their tables, the fastest first.
+
+        Time is that with as few micro-batches as there can be, which is the least.
+        """
+        layouts = self._layouts(every)
+        if layouts is None:
+            return
+        self.follows = len(every) > LISTED
+        near, times = self.evaluator.near(layouts.cases, self.bound)
+        self._score_layouts(layouts.take(near), times)
+
+    def _score_layouts(self, layouts: _Layouts, times: TimeColumns) -> None:
+        """Evaluate layouts with as little in host memory as may be, the fastest first.
+
+        Those that lack memory wait for ``use_host_memory``.
+        """
+        order = np.argsort(times.step, kind="stable")
+        first = next(self.hosting.options())
+        if self.follows and self.bound == math.inf:
+            # Another search may soon know how fast a plan must be.
+            some = order[:FIRST_BLOCK]
+            left = self._score_group(layouts, times, some, first)
+            order = order[FIRST_BLOCK:]
+            if self.bound == math.inf:
+                self._postponed = layouts, times, order, left
+                return
+            self._lacking.append((layouts, times, left))
+        left = self._score_group(layouts, times, order, first)
+        self._lacking.append((layouts, times, left))
+
+    def resume(self, bound: float) -> None:
+        """Evaluate the layouts that were put off until more is known.
+
+        Args:
+            bound: step time above which a plan is not worth it.
+        """
+        self.bound = min(self.bound, bound)
+        if self._postponed is not None:
+            layouts, times, order, lacking = self._postponed
+            self._postponed = None
+            first = next(self.hosting.options())
+            left = self._score_group(layouts, times, order, first)
+            both = np.concatenate([lacking, left])
+            ranked_rows = both[np.argsort(times.step[both], kind="stable")]
+            self._lacking.append((layouts, times, ranked_rows))
+
+    def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
+        """Tables with a tensor axis that lack memory with as little as may be in host
+        memory, and seconds of their fastest step, the fastest first.
+        """
+        found: dict[int, tuple[float, Mapping[int, Table]]] = {}
+        for layouts, times, lacking in self._lacking:
+            cases = layouts.cases.take(lacking)
+            shards, step = cases.mesh["tensor"] > 1, times.step[lacking]
+            for tables, rows in cases.batches:
+                here = rows[shards[rows]]
+                if len(here):
+                    known = found.get(id(tables), (math.inf, tables))
+                    found[id(tables)] = min(known[0], float(step[here].min())), known[1]
+        return sorted(found.values(), key=lambda pair: pair[0])
+
+    def use_host_memory(self, bound: float) -> None:
+        """Evaluate layouts that lack memory with more of theirs in host memory.
+
+        Args:
+            bound: step time above which a plan is not worth it.
+        """
+        self.resume(bound)
+        for layouts, times, lacking in self._lacking:
+            step = times.step
+            left = lacking[step[lacking] <= self.bound]
+            _, *others = self.hosting.options() if len(left) else [[]]
+            if len(others) > 1 and not self.cluster.compiler.reduces_at_end:
+                # Where memory does not hold a case with most of it there, what lies
+                # between is not looked at.
+                hopeful = self._fits_in_corner(layouts, left, others[-1][0])
+                self._score_group(layouts, times, left[~hopeful], others[-1])
+                left = left[hopeful]
+            for group in others:
+                left = self._score_group(layouts, times, left, group)
+        self._lacking = []
+        if not self.scored and self._nearest is not None:
+            self.scored.append(self._nearest)
+
+    def _score_group(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        group: Sequence[Offload],
+    ) -> np.ndarray:
+        """Evaluate layouts with each of some sets in host memory, the fastest first.
+
+        Returns:
+            Those that do not fit, and those that are too slow to be evaluated.
+        """
+        step, left, size = times.step, rows, FIRST_BLOCK
+        lacking = []
+        while len(left) and step[left[0]] <= self.bound:
+            some = left[step[left] <= self.bound][:size]
+            found, fits = self._in_host_memory(layouts, times, some, group)
+            self.scored += found
+            best = min((s.time.step_seconds for s in found if s.fits), default=math.inf)
+            if self.follows or self.request.among is not None:
+                slack = min(self.slack, NEAR) if self.follows else self.slack
+                self.bound = min(self.bound, best * slack)
+            lacking.append(some[~fits])
+            left, size = left[~np.isin(left, some)], BLOCK
+        every = np.concatenate([*lacking, left])
+        return every[np.argsort(step[every], kind="stable")]
+
+    def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
+        """Evaluate one mesh under one table for each TaskGraph, at every ZeRO level.
+
+        What can be is added to ``scored``.
+        """
+        layouts = self._cases([(mesh, tables)])
+        if layouts is not None:
+            self._score_layouts(layouts, self.evaluator.times(layouts.cases))
+
+    def _layouts(self, every: Sequence[dict[str, int]]) -> _Layouts | None:
+        return self._cases(
+            [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
+        )
+
+    def _cases(
+        self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]
+    ) -> _Layouts | None:
+        """Cases of meshes with their tables at every ZeRO level; None without one."""
+        tables: dict[int, int] = {}
+        distinct: list[dict[int, Table]] = []
+        rows: list[tuple[int, ...]] = []
+        counts: list[tuple[int, ...]] = []
+        meshes_of: list[dict[str, int]] = []
+        for mesh, table in pairs:
+            if id(table) not in tables:
+                tables[id(table)] = len(distinct)
+                distinct.append(table)
+            parts = self._micro_batches(mesh, table)
+            sizes = [mesh.get(axis, 1) for axis in SEARCHED_AXES]
+            for zero in self._zero_levels(mesh):
+                rows.append((tables[id(table)], zero, parts[0], *sizes))
+                counts.append(parts)
+                meshes_of.append(mesh)
+        if not rows:
+            return None
+        columns = np.array(rows).T
+        cases = LayoutCases(
+            tables=distinct,
+            table=columns[0],
+            mesh=dict(zip(SEARCHED_AXES, columns[3:], strict=True)),
+            zero=columns[1],
+            count=columns[2],
+        )
+        kept = self._allowed(cases)
+        if not len(kept):
+            return None
+        alone = len(kept) == len(cases)
+        return _Layouts(
+            cases=cases if alone else cases.take(kept),
+            counts=[counts[i] for i in kept.tolist()],
+            meshes=[meshes_of[i] for i in kept.tolist()],
+        )
+
+    def _allowed(self, cases: LayoutCases) -> np.ndarray:
+        """Indices of the cases whose storage obeys metadata and shards something."""
+        number = len(cases)
+        ignores = np.zeros(number, dtype=bool)
+        shares = {axis: np.ones(number) for axis in ("fsdp", "data")}
+        for rows, cuts in cases.cuts(self.facts):
+            ignores[rows] = ignores_pins(self.facts, cuts)
+            for axis, share in shares.items():
+                share[rows] = sharded_shares(self.facts, cuts, axis)
+        ignores &= cases.mesh["fsdp"] > 1
+        self._refuse(IGNORES_A_PIN, int(ignores.sum()))
+        allowed = ~ignores
+        fixed = {*(self.request.mesh or {}), *self.named_axes}
+        stores = {"fsdp": cases.mesh["fsdp"] > 1, "data": cases.zero > 0}
+        for axis, here in stores.items():
+            asked = axis in fixed or (axis == "data" and self.request.zero)
+            # A storage axis that divides little of the parameters is another plan's.
+            little = allowed & here & (shares[axis] < LEAST_SHARE)
+            if not asked:
+                why = f"{axis} would shard less than half of the parameters"
+                self._refuse(why, int(little.sum()))
+                allowed &= ~little
+        return np.flatnonzero(allowed)
 
     def _zero_levels(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
         """Levels of ZeRO that are tried."""
@@ -527,227 +762,182 @@ class Search:
             levels = (self.request.zero,)
         return zero_levels(self.request, levels)
 
-    def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
-        """Evaluate one mesh under one table for each TaskGraph, at every ZeRO level.
-
-        What can be is added to ``scored``.
+    def _fits_in_corner(
+        self, layouts: _Layouts, rows: np.ndarray, most: Offload
+    ) -> np.ndarray:
+        """Whether devices hold cases with most in host memory, or with all of it but
+        parameters.
         """
-        costs: dict[int, tuple[RowCost, ...]] = {}
-        shared = 0.0
-        for zero in self._zero_levels(mesh):
-            if shared > self.bound:
-                break
-            layouts = lay_out(self.facts, tables, mesh, zero)
-            if ignores_pin(self.facts, layouts, mesh):
-                self._refuse(IGNORES_A_PIN)
-                continue
-            if self._shards_nothing(mesh, zero, layouts):
-                continue
-            memories: dict[tuple[int, tuple[str, ...]], MemoryTerms] = {}
-            counts = tuple(self._micro_batches(mesh, tables))
-            case = _Case(mesh, tables, zero, layouts, counts, costs, {}, memories)
-            if self.bound < math.inf:
-                least = self._case_time(case, counts[0])[0]
-                shared = least.step_seconds - _storage_seconds(least)
-                if least.step_seconds > self.bound:
-                    continue
-            for offloads in self._offload_groups(case):
-                asked = offloads
-                offloads = [o for o in asked if self.hosting.serves(layouts, o)]
-                if len(offloads) < len(asked) == 1:
-                    self._refuse(UPDATED_IN_OTHER_SHARDS)
-                    break
-                found = [self._scored(case, offload) for offload in offloads]
-                self.scored += found
-                if fitting := [one.time.step_seconds for one in found if one.fits]:
-                    if self.request.among is not None:
-                        self.bound = min(self.bound, min(fitting) * self.slack)
-                    break
-
-    def _offload_groups(self, case: _Case) -> Iterator[list[tuple[str, ...]]]:
-        """What may lie in host memory, in groups: the more where the less is too much.
-
-        Where memory does not hold a case with most of it there, it holds none: what
-        lies between is not looked at.
-        """
-        groups = self.hosting.options()
-        yield next(groups)
-        others = [
-            *groups
-        ]  # Which ask the optimizer, and only where the first do not do.
-        if len(others) < 2 or self.cluster.compiler.reduces_at_end:
-            yield from others
-            return
-        (most,) = others[-1]
+        found = np.zeros(len(rows), dtype=bool)
         # Parameters that lie there pass through the device.
-        corners = most, tuple(name for name in most if name != "params")
-        last = case.counts[-1]
-        if any(
-            self.hosting.serves(case.layouts, some)
-            and self._fits(self._memory(case, last, some, ()))
-            for some in corners
-        ):
-            yield from others
-        else:
-            yield others[-1]
+        for offload in (most, tuple(name for name in most if name != "params")):
+            last = layouts.at(rows, -1)
+            fits = self.evaluator.fits(self.evaluator.memory(last, offload))
+            found |= fits & self.evaluator.serves(last, offload)
+        return found
 
-    def _least_seconds(self, case: _Case) -> float:
-        """Step time with as few micro-batches as there can be, which is the least."""
-        return self._case_time(case, case.counts[0])[0].step_seconds
+    def _in_host_memory(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        group: Sequence[Offload],
+    ) -> tuple[list[Scored], np.ndarray]:
+        """Plans of some cases with each of some sets in host memory.
 
-    def _case_time(
-        self, case: _Case, count: int
-    ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        if count not in case.times:
-            s, costs = self.setting(case.mesh, count), case.costs
-            costs[count] = costs.get(count) or self.prices.of(case.tables, s)
-            met = self.combining.of(case.layouts, case.mesh)
-            time, collectives = step_time(
-                self.facts,
-                case.layouts,
-                costs[count],
-                s,
-                zero=case.zero,
-                count=count,
-                cast_bytes=self.request.cast_bytes,
-                apart=met.collectives or None,
+        Returns:
+            The plans, and whether any fits, by case.
+        """
+        found: list[Scored] = []
+        fit = np.zeros(len(rows), dtype=bool)
+        for offload in group:
+            serves = self.evaluator.serves(layouts.cases.take(rows), offload)
+            if self.request.offload is not None and not serves.all():
+                self._refuse(UPDATED_IN_OTHER_SHARDS, int((~serves).sum()))
+            least = times.step[rows] + self.evaluator.offload_seconds(
+                layouts.cases.take(rows), offload, times.take(rows)
             )
-            beside = combine_seconds(met.nbytes, self.cluster)
-            case.times[count] = added(time, beside), collectives
-        return case.times[count]
+            some = np.flatnonzero(serves & (least <= self.bound))
+            if len(some):
+                plans, fits = self._with_offload(layouts, times, rows[some], offload)
+                fit[some] |= fits
+                found += plans
+        return found, fit
 
-    def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
-        """One plan."""
-        count, memory = self._smallest_count(case, offload)
-        asked = self.request.offload or ()
-        time, collectives = self._case_time(case, count)
-        cuts = layout_shard_counts(case.layouts, case.mesh)
-        state, params = (
-            of(cuts, offload)
-            for of in (self.hosting.state_bytes, self.hosting.params_bytes)
-        )
-        waiting = memory.host_bytes - state - params
-        costs = [*zip(self.rows.ops, case.costs[count], strict=False)]
-        fits = self._fits(memory)
-        fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
-        return Scored(
-            mesh=case.mesh,
-            zero=case.zero,
-            **self.request.or_off(
-                offload=offload, sequence_parallel=self.split is not None
-            ),
-            num_micro_batches=count,
-            tables=case.tables,
-            facts=self.facts,
-            layouts=case.layouts,
-            collectives=collectives,
-            time=dataclasses.replace(
-                time,
-                allocation_seconds=fresh,
-                offload_seconds=self.hosting.seconds(
-                    state, params, waiting, costs, count
-                ),
-            ),
-            memory=memory,
-            fits=fits,
-            roomy=fits and count == case.counts[0] and offload == asked,
-            least_seconds=self._least_seconds(case),
-        )
+    def _with_offload(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        offload: Offload,
+    ) -> tuple[list[Scored], np.ndarray]:
+        """Plans with as few micro-batches as fit, or as many as there can be.
+
+        Of very many meshes, only plans that fit are made, and the nearest to that.
+        """
+        cases, memory = self._smallest_counts(layouts, rows, offload)
+        fits = self.evaluator.fits(memory)
+        asked = offload == (self.request.offload or ())
+        roomy = fits & (layouts.cases.count[rows] == cases.count) & asked
+        self.weighed += len(rows)
+        if asked and not roomy.all():
+            least = float(times.step[rows[~roomy]].min())
+            self.least_lacking = min(self.least_lacking, least)
+        places = np.flatnonzero(fits) if self.follows else np.arange(len(rows))
+        plans = self._plans(layouts, times, rows, places, cases, memory, offload)
+        found = [
+            dataclasses.replace(plan, fits=bool(fits[i]), roomy=bool(roomy[i]))
+            for i, plan in zip(places.tolist(), plans, strict=True)
+        ]
+        if not self.scored and not fits.any():
+            device, host = self.evaluator.lacks(memory)
+            nearest = int((device + host).argmin())
+            if float(device[nearest] + host[nearest]) < self._lacks:
+                self._lacks = float(device[nearest] + host[nearest])
+                one = np.array([nearest])
+                (self._nearest,) = self._plans(
+                    layouts, times, rows, one, cases, memory, offload
+                )
+        return found, fits
+
+    def _plans(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        places: np.ndarray,
+        cases: LayoutCases,
+        memory: MemoryColumns,
+        offload: Offload,
+    ) -> list[Scored]:
+        """Plans of some of the cases whose numbers of micro-batches are chosen."""
+        if not len(places):
+            return []
+        rows, cases, memory = rows[places], cases.take(places), memory.take(places)
+        first = layouts.cases.count[rows] == cases.count
+        here = times.take(rows) if first.all() else self.evaluator.times(cases)
+        moves = self.evaluator.offload_seconds(cases, offload, here, memory)
+        fresh_seconds = self.cluster.slowest.fresh_seconds
+        found = []
+        for place, row in enumerate(rows.tolist()):
+            terms = memory.at(place)
+            found.append(
+                Scored(
+                    mesh=layouts.meshes[row],
+                    zero=int(cases.zero[place]),
+                    **self.request.or_off(
+                        offload=offload, sequence_parallel=self.split is not None
+                    ),
+                    num_micro_batches=int(cases.count[place]),
+                    tables=cases.tables[cases.table[place]],
+                    facts=self.facts,
+                    details=self,
+                    time=dataclasses.replace(
+                        here.at(place),
+                        allocation_seconds=fresh_seconds(terms.temporary_bytes),
+                        offload_seconds=float(moves[place]),
+                    ),
+                    memory=terms,
+                    wire_bytes=int(here.wire[place]),
+                    fits=False,
+                    roomy=False,
+                    least_seconds=float(times.step[row]),
+                )
+            )
+        return found
+
+    def _smallest_counts(
+        self, layouts: _Layouts, rows: np.ndarray, offload: Offload
+    ) -> tuple[LayoutCases, MemoryColumns]:
+        """Cases with the fewest micro-batches that fit, or the most there can be."""
+        cases = layouts.at(rows, 0)
+        memory = self.evaluator.memory(cases, offload)
+        fits = self.evaluator.fits(memory)
+        several = np.array([len(layouts.counts[row]) > 1 for row in rows.tolist()])
+        lacking = np.flatnonzero(~fits & several)
+        if not len(lacking):
+            return cases, memory
+        most = layouts.at(rows[lacking], -1)
+        held = self.evaluator.memory(most, offload)
+        count = cases.count.copy()
+        count[lacking] = most.count
+        memory = memory.with_rows(lacking, held)
+        between = [
+            (place, parts)
+            for place in lacking[self.evaluator.fits(held)].tolist()
+            for parts in layouts.counts[rows[place]][-2:0:-1]
+        ]
+        if between:
+            places, counts = np.array(between).T
+            tried = cases.take(places).with_count(counts)
+            found = self.evaluator.memory(tried, offload)
+            fitting = np.flatnonzero(self.evaluator.fits(found))
+            # The last of each case has the fewest micro-batches.
+            _, last = np.unique(places[fitting][::-1], return_index=True)
+            chosen = fitting[::-1][last]
+            count[places[chosen]] = counts[chosen]
+            memory = memory.with_rows(places[chosen], found.take(chosen))
+        return cases.with_count(count), memory
+
+    # What was evaluated.
+
+    def layouts_of(self, scored: Scored) -> tuple[LeafLayout, ...]:
+        """Layout of each parameter group of a plan of this search."""
+        return lay_out(self.facts, scored.tables, scored.mesh, scored.zero)
+
+    def collectives_of(self, scored: Scored) -> tuple[Collective, ...]:
+        """Collectives of one step of a plan of this search, as they run."""
+        return self.evaluator.times(self._case(scored)).collectives
+
+    def _case(self, scored: Scored) -> LayoutCases:
+        given = scored.mesh, scored.tables, scored.zero, scored.num_micro_batches
+        return self.evaluator.case(*given)
 
     def lacks(self, memory: MemoryTerms) -> tuple[int, int]:
         """Bytes that a plan lacks on a device, and of its part of the host."""
         room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
         device = memory.total_bytes - self.cluster.memory_bytes
         return max(0, device), max(0, memory.host_bytes - room)
-
-    def _fits(self, memory: MemoryTerms) -> bool:
-        """Devices hold it, and hosts what lies there."""
-        return not any(self.lacks(memory))
-
-    def _shards_nothing(
-        self, mesh: Mapping[str, int], zero: int, layouts: tuple[LeafLayout, ...]
-    ) -> bool:
-        """A storage axis that divides little of the parameters is another plan's."""
-        axes = ["fsdp"] * (mesh["fsdp"] > 1) + ["data"] * (zero > 0)
-        fixed = {*(self.request.mesh or {}), *self.named_axes}
-        for axis in axes:
-            asked = axis in fixed or (axis == "data" and self.request.zero)
-            if not asked and sharded_share(self.facts, layouts, axis) < LEAST_SHARE:
-                self._refuse(f"{axis} would shard less than half of the parameters")
-                return True
-        return False
-
-    def _smallest_count(
-        self, case: _Case, offload: tuple[str, ...]
-    ) -> tuple[int, MemoryTerms]:
-        """The fewest micro-batches that fit, or the most that there can be.
-
-        Memory falls with their number, but for what accumulation itself takes.
-        """
-        counts = case.counts
-
-        def memory(place: int) -> MemoryTerms:
-            key = counts[place], offload
-            if key not in case.memories:
-                waits = self.cluster.compiler.reduces_at_end
-                run = self._case_time(case, key[0])[1] if waits else ()
-                case.memories[key] = self._memory(case, *key, run)
-            return case.memories[key]
-
-        last = len(counts) - 1
-        if self._fits(memory(0)):
-            last = 0
-        elif self._fits(memory(last)):
-            fitting = range(1, last)
-            last = 1 + bisect.bisect_left(
-                fitting, True, key=lambda place: self._fits(memory(place))
-            )
-        return counts[last], memory(last)
-
-    def _memory(
-        self,
-        case: _Case | Scored,
-        count: int,
-        offload: tuple[str, ...],
-        collectives: Sequence[Collective],
-        *,
-        postpones: bool = False,
-        in_flight: float | None = None,
-    ) -> MemoryTerms:
-        memory = None
-        if not postpones and not collectives and in_flight is None:
-            given = case.mesh, case.tables, case.zero, count, offload
-            memory = self.memories.of(*given)
-        if memory is None:
-            held = self.request.in_flight if in_flight is None else in_flight
-            memory = self._memory_alone(
-                case, count, offload, collectives, postpones=postpones, in_flight=held
-            )
-        met = self.combining.of(case.layouts, case.mesh)
-        return with_buffers(memory, met.nbytes) if met.nbytes else memory
-
-    def _memory_alone(
-        self,
-        case: _Case | Scored,
-        count: int,
-        offload: tuple[str, ...],
-        collectives: Sequence[Collective],
-        *,
-        postpones: bool,
-        in_flight: float,
-    ) -> MemoryTerms:
-        s = self.setting(case.mesh, count)
-        accumulates = s.num_micro_batches * self.graph.num_micro_batches > 1
-        laid = StepLayout(
-            tables=case.tables,
-            cuts=layout_shard_counts(case.layouts, case.mesh),
-            offload=offload,
-            accumulates=np.array([accumulates]),
-            postpones=postpones and not accumulates,
-            in_flight=in_flight,
-            gathered=largest_gather(collectives),
-        )
-        return self.memory.of(laid, s).at(0)
 
     def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
         """What a plan takes with so many micro-batches' activations at once.
@@ -756,8 +946,8 @@ class Search:
             scored: one of this search.
             in_flight: how many.
         """
-        given = scored, scored.num_micro_batches, scored.offload, scored.collectives
-        return self._memory(*given, in_flight=in_flight)
+        case, offload = self._case(scored), scored.offload
+        return self.evaluator.memory(case, offload, in_flight=in_flight).at(0)
 
     def reported(self, scored: Scored) -> MemoryTerms:
         """What the compiled program of a plan takes.
@@ -778,10 +968,10 @@ class Search:
         vectors = [one for (group, _), one in pairs if len(group.shape) == 1]
         if others or all(one.optimizer == one.param for one in vectors):
             return found
-        given = scored, scored.num_micro_batches, scored.offload, scored.collectives
-        more = self._memory(*given, postpones=True)
+        case, offload = self._case(scored), scored.offload
+        more = self.evaluator.memory(case, offload, postpones=True).at(0)
         fuller = more.total_bytes > found.total_bytes
-        return more if fuller and self._fits(more) else found
+        return more if fuller and not any(self.lacks(more)) else found
 
     def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
         """What rows are priced under, on a mesh with so many micro-batches.
@@ -790,25 +980,17 @@ class Search:
             mesh: sizes of the axes; arrays are of many meshes.
             count: micro-batches, or an array of them.
         """
-        # The graph was traced at one part of its batch; what is searched is how many
-        # parts there are in all.
-        return Setting(
-            mesh,
-            count // self.graph.num_micro_batches,
-            self.cluster,
-            self.dims,
-            self.batch_roles,
-        )
+        return self.evaluator.setting(mesh, count)
 
     def _micro_batches(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
-    ) -> Iterator[int]:
+    ) -> tuple[int, ...]:
+        """Numbers of micro-batches that there can be, rising."""
         fixed = self.request.num_micro_batches
         if fixed is not None:
-            yield fixed
-            return
+            return (fixed,)
         parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
-        yield from divisors(self.graph.batch_size // parts)
+        return tuple(divisors(self.graph.batch_size // parts))
 
     def product_flops(self, scored: Scored) -> int:
         """FLOPs of matrix products on one device in one step."""
@@ -824,11 +1006,6 @@ def _ends(row: Row, window: Window) -> tuple[int, int]:
     """Extents of the operand and the result along which a window slides."""
     size = math.prod(row.operands[0].sizes[window.dim])
     return size, math.prod(row.results[0].sizes[window.out])
-
-
-def _storage_seconds(time: TimeTerms) -> float:
-    """What a level of ZeRO changes of a step."""
-    return time.gradient_seconds + time.parameter_seconds + time.update_seconds
 
 
 def ranked(scored: Sequence[Scored]) -> list[Scored]:

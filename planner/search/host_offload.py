@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost.operation_cost import RowCost
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
@@ -24,7 +22,6 @@ from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
     hosts_known,
 )
-from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
 from whalejax.planner.terms import OFFLOADS
 
@@ -184,29 +181,28 @@ class Hosting:
 
     def seconds(
         self,
-        state: int,
-        params: int,
-        waiting: int,
-        costs: Sequence[tuple[Row, RowCost]],
-        count: int,
-    ) -> float:
+        state: Any,
+        params: Any,
+        waiting: Any,
+        passes: tuple[Any, Any],
+        count: Any,
+    ) -> Any:
         """What moving to host memory and back adds to a step; 0 where nobody knows.
+
+        Arrays are over cases.
 
         Args:
             state: bytes of optimizer state on one device.
             params: bytes of parameters on one device, which each pass reads.
             waiting: bytes of activations of one micro-batch on one device.
-            costs: each row of the model, and what it costs in one micro-batch.
+            passes: Seconds that a forward and a backward pass of one micro-batch
+                compute.
             count: micro-batches in a step.
         """
         link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
         if not link:
             return 0.0
-        # The backward pass takes twice as long as the forward pass, which it may
-        # contain once more.
-        ahead = math.fsum(c.compute_seconds / (3 + row.remat) for row, c in costs)
-        behind = math.fsum(c.compute_seconds for _, c in costs) - ahead
         moved = waiting + params
-        each = (exposed_seconds(moved, link, compute) for compute in (ahead, behind))
+        each = (exposed_seconds(moved, link, compute) for compute in passes)
         # A loop over pieces of state waits for each: nothing hides behind it.
-        return 2 * (state + params) / link + count * float(sum(each))
+        return 2 * (state + params) / link + count * sum(each)

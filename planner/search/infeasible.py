@@ -8,7 +8,7 @@ remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.units import count_text, gigabytes
@@ -45,20 +45,22 @@ MOST_LEAVES = 4
 """Dimensions listed of one region."""
 
 
-def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
-    """The error for a search that found nothing.
+def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError:
+    """The error for searches that found nothing.
 
     Args:
-        search: after ``run`` returned no plan.
+        searches: of all programs, none of which has a plan that fits.
         open_remat: the user left it to the planner what is computed again.
     """
+    search = min(searches[::-1], key=_lacks)
     if search.hosting.nothing == NOTHING_WAITS:
         return PlanError(_nothing_waits(search, open_remat=open_remat))
     if search.hosting.nothing == NOTHING_IS_SLICED:
         return PlanError(_nothing_is_sliced())
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
-        return _nothing_fits(search, more=not (open_remat or full))
+        weighed = sum(one.weighed for one in searches)
+        return _nothing_fits(search, weighed, more=not (open_remat or full))
     devices = count_text(search.request.num_devices, "device")
     problems = Problems(f"no layout of {devices} serves this model", PlanError)
     for text in (*_unobeyed_pins(search), *_indivisible(search)):
@@ -222,7 +224,13 @@ def _nothing_is_sliced() -> str:
     )
 
 
-def _nothing_fits(search: Search, *, more: bool) -> NothingFits:
+def _lacks(search: Search) -> float:
+    """Bytes that the nearest plan of a search lacks."""
+    lacks = (sum(search.lacks(one.memory)) for one in search.scored)
+    return min(lacks, default=math.inf)
+
+
+def _nothing_fits(search: Search, weighed: int, *, more: bool) -> NothingFits:
     nearest = min(search.scored, key=lambda s: sum(search.lacks(s.memory)))
     device, host = search.lacks(nearest.memory)
     need, limit, whose = nearest.memory.total_bytes, search.cluster.memory_bytes, ""
@@ -235,7 +243,6 @@ def _nothing_fits(search: Search, *, more: bool) -> NothingFits:
         for name, nbytes in sorted(sizes.items(), key=lambda item: -item[1])
         if nbytes
     )
-    weighed = len(search.scored)
     text = (
         f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(need)} and "
         f"lacks {gigabytes(need - limit)} ({need - limit} bytes) of "

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,6 @@ from whalejax.planner.search.host_offload import Hosting
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.leaf_shard_counts import (
     LeafShardCounts,
-    leaf_shard_counts,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts, batch_homes
 from whalejax.planner.terms import MemoryTerms
@@ -87,6 +85,29 @@ class MemoryColumns:
     def total(self) -> np.ndarray:
         """Bytes of all terms on a device, by case."""
         return sum(self.terms.values(), np.zeros(len(self.host)))
+
+    def take(self, rows: np.ndarray) -> MemoryColumns:
+        """Select some of the cases."""
+        terms = {name: values[rows] for name, values in self.terms.items()}
+        return MemoryColumns(terms=terms, host=self.host[rows])
+
+    def with_rows(self, rows: np.ndarray, other: MemoryColumns) -> MemoryColumns:
+        """Take these cases from others."""
+
+        def mixed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+            found = before.copy()
+            found[rows] = after
+            return found
+
+        names = {**self.terms, **other.terms}
+        nothing = np.zeros(len(self.host))
+        return MemoryColumns(
+            terms={
+                name: mixed(self.terms.get(name, nothing), other.terms[name])
+                for name in names
+            },
+            host=mixed(self.host, other.host),
+        )
 
     def at(self, index: int) -> MemoryTerms:
         """Terms of one case."""
@@ -199,115 +220,3 @@ class LayoutMemory:
             )
             found = found + nbytes // cut.num_shards
         return found
-
-
-_Row = tuple[tuple[int, ...], int, int]
-"""Axis sizes, ZeRO level and micro-batches of one layout."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _LayoutBatch:
-    """Layouts with equal tables whose memory is computed together.
-
-    Attributes:
-        before: Batch that was computed before these layouts were added.
-        rows: Index of each layout in the batch.
-        found: Memory of the batch, by what is in host memory.
-    """
-
-    before: _LayoutBatch | None
-    rows: dict[_Row, int] = field(default_factory=dict)
-    found: dict[tuple[str, ...], MemoryColumns] = field(default_factory=dict)
-
-
-class MemoryTable:
-    """Memory of the layouts that a search weighs, computed together for equal tables.
-
-    Args:
-        memory: Memory of one program's layouts.
-        setting: Function of axis sizes and micro-batches, as arrays, that gives their
-            ``Setting``.
-    """
-
-    def __init__(
-        self,
-        memory: LayoutMemory,
-        setting: Callable[[Mapping[str, Any], Any], Setting],
-    ) -> None:
-        self.memory, self.setting = memory, setting
-        self._batches: dict[object, _LayoutBatch] = {}
-
-    def add(
-        self,
-        mesh: Mapping[str, int],
-        tables: Mapping[int, Table],
-        zeros: Sequence[int],
-        counts: Sequence[int],
-    ) -> None:
-        """Add layouts that may be asked for.
-
-        Args:
-            mesh: Size of each axis.
-            tables: Compute table of each TaskGraph.
-            zeros: ZeRO levels over ``data``.
-            counts: Numbers of micro-batches.
-        """
-        key = _table_key(mesh, tables)
-        batch = self._batches.get(key)
-        if batch is None or batch.found:  # What was priced is not priced again.
-            batch = self._batches[key] = _LayoutBatch(before=batch)
-        sizes = tuple(mesh.values())
-        for zero, count in itertools.product(zeros, counts):
-            batch.rows.setdefault((sizes, zero, count), len(batch.rows))
-
-    def of(
-        self,
-        mesh: Mapping[str, int],
-        tables: Mapping[int, Table],
-        zero: int,
-        count: int,
-        offload: tuple[str, ...],
-    ) -> MemoryTerms | None:
-        """Memory of one layout; None if it was not added.
-
-        Args:
-            mesh, tables: Mesh and tables as they were added.
-            zero: ZeRO level over ``data``.
-            count: Number of micro-batches.
-            offload: Names of what is in host memory.
-        """
-        row = tuple(mesh.values()), zero, count
-        batch = self._batches.get(_table_key(mesh, tables))
-        while batch is not None and row not in batch.rows:
-            batch = batch.before
-        if batch is None:
-            return None
-        if offload not in batch.found:
-            given = mesh, tables, [*batch.rows], offload
-            batch.found[offload] = self._price(*given)
-        return batch.found[offload].at(batch.rows[row])
-
-    def _price(
-        self,
-        mesh: Mapping[str, int],
-        tables: Mapping[int, Table],
-        rows: Sequence[_Row],
-        offload: tuple[str, ...],
-    ) -> MemoryColumns:
-        sizes = np.array([row[0] for row in rows])
-        zero, count = (np.array([row[i] for row in rows]) for i in (1, 2))
-        columns = {axis: sizes[:, place] for place, axis in enumerate(mesh)}
-        laid = StepLayout(
-            tables=tables,
-            cuts=leaf_shard_counts(self.memory.facts, tables, columns, zero),
-            accumulates=count > 1,
-            offload=offload,
-            in_flight=self.memory.hosting.request.in_flight,
-        )
-        return self.memory.of(laid, self.setting(columns, count))
-
-
-def _table_key(mesh: Mapping[str, int], tables: Mapping[int, Table]) -> object:
-    """Key of the layouts whose memory is computed together."""
-    alike = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
-    return tuple(mesh), alike

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.sharding.layout import Table
@@ -76,7 +78,17 @@ class Request(FixedOptions):
     copies: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDetails(Protocol):
+    """What is worked out of a plan when it is asked for."""
+
+    def layouts_of(self, scored: Scored) -> tuple[LeafLayout, ...]:
+        """Layout of each parameter group."""
+
+    def collectives_of(self, scored: Scored) -> tuple[Collective, ...]:
+        """Collectives of one step, as the compiler runs them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scored(StepOptions):
     """One evaluated plan: its ``StepOptions``, and what they come with.
 
@@ -85,9 +97,10 @@ class Scored(StepOptions):
         zero: ZeRO level over ``data``.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
-        facts, layouts: the parameters, and the layout of each of their groups.
-        collectives: of one step.
+        facts: the parameters.
+        details: works out ``layouts`` and ``collectives``.
         time, memory: predictions.
+        wire_bytes: payload of all collectives in a step, for breaking ties.
         fits: memory is within the device's.
         roomy: so it is with as few micro-batches as there can be.
         least_seconds: of a step with so few, whether they fit or not.
@@ -98,24 +111,28 @@ class Scored(StepOptions):
     num_micro_batches: int
     tables: Mapping[int, Table]
     facts: LeafFacts
-    layouts: tuple[LeafLayout, ...]
-    collectives: tuple[Collective, ...]
+    details: PlanDetails = field(compare=False, repr=False)
     time: TimeTerms
     memory: MemoryTerms
+    wire_bytes: int
     fits: bool
     roomy: bool
     least_seconds: float = 0.0
+
+    @functools.cached_property
+    def layouts(self) -> tuple[LeafLayout, ...]:
+        """Layout of each parameter group."""
+        return self.details.layouts_of(self)
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Collectives of one step, as the compiler runs them."""
+        return self.details.collectives_of(self)
 
     @property
     def leaves(self) -> tuple[LeafPlan, ...]:
         """The plan of every parameter."""
         return self.facts.leaves(self.layouts, self.tables, self.mesh)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Payload of all collectives in a step, for breaking ties."""
-        parts = self.num_micro_batches
-        return sum(c.payload_bytes * c.times(parts) for c in self.collectives)
 
     @property
     def layout(self) -> str:

@@ -7,7 +7,6 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,8 +18,6 @@ from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.batched.prefilter import MANY, Mesh, Variant, promising
-from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.enumerate import Search, fixed_space, meshes, ranked
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
@@ -96,22 +93,22 @@ def decided_on(
     request: Request,
     again: Again | None = None,
     known: Known | None = None,
-    spaces: Spaces | None = None,
 ) -> Decided:
     """Search; ``decide`` without the checks before and the writing after it.
 
     Args:
-        graph, cluster, request, again, known, spaces: as there.
+        graph, cluster, request, again, known: as there.
 
     Raises:
         PlanError: no plan fits.
     """
-    searched = searches(graph, cluster, request, again, known, spaces)
+    searched = searches(graph, cluster, request, again, known)
     fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
     if request.sequence_parallel and not any(one.scored for _, one in searched):
         raise PlanError(_no_sequence(searched[0][1]))
     if not fitting:
-        raise refusal(searched[-1][1], open_remat=request.remat is None)
+        every = [search for _, search in searched]
+        raise refusal(every, open_remat=request.remat is None)
     analysed, search = next(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
@@ -125,31 +122,14 @@ def searches(
     request: Request,
     again: Again | None,
     known: Known | None = None,
-    spaces: Spaces | None = None,
 ) -> list[tuple[Analysed, Search]]:
     """One search for each policy of remat that may be worth it, the lightest first.
 
     Computing again takes time and gives memory: where every layout has enough with the
     fewest micro-batches, or those that lack some would be slower with enough than what
-    fits, no policy can be better than none. Of very many meshes, only those are looked
-    at that are promising for a program.
+    fits, no policy can be better than none.
     """
     known = {} if known is None else known
-    fixed = _written(request.mesh)
-    every = meshes(request.num_devices, fixed.get("context", 1))
-    if fixed_space(fixed):
-        return _Searches(graph, cluster, request, again, known).all()
-    count = sum(fixed.items() <= mesh.items() for mesh in every)
-    if count > MANY and request.among is None:
-        tried = _Searches(graph, cluster, request, again, known)
-        near = promising(
-            tried.variants(), tried.variant_graph, cluster, request, spaces
-        )
-        found = tried.near(near)
-        if found and (
-            count > 4 * MANY or any(s.fits for _, o in found for s in o.scored)
-        ):
-            return found
     return _Searches(graph, cluster, request, again, known).all()
 
 
@@ -189,6 +169,7 @@ class _Searches:
         self.request = request
         self.again = again
         self.found: list[tuple[Analysed, Search]] = []
+        self.tried: dict[int, set[frozenset[int]]] = {}
 
     def best_seconds(self) -> float:
         """Step time of the fastest plan so far that fits; infinite without one."""
@@ -202,43 +183,27 @@ class _Searches:
         request = self.request
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
-        if self.again is None:
-            return self.found
-        if request.attention is None:
+        if request.attention is None and self.again is not None:
             # In blocks it moves less even where nothing can share the sequence.
             self.policies(((ALL, "ring"),), asked)
-        if request.loss_chunks is None and any(self.gains(s) for _, s in self.found):
-            self.policies(self.best_attention(), LOSS_CHUNKS)
+        if request.loss_chunks is None and self.again is not None:
+            if any(self.gains(search) for _, search in self.found):
+                self.policies(self.best_attention(), LOSS_CHUNKS)
+        self.use_host_memory()
         return self.found
 
-    def variants(self) -> Iterator[Variant]:
-        """Every program of the loss that there may be, the one as written first."""
-        request = self.request
-        if self.again is None:
-            yield ((), (), 1)
-            return
-        policies = self.request.policies
-        remats: list[Remat] = [((ALL, p),) if p != "none" else () for p in policies]
-        remats = remats if request.remat is None else [request.remat]
-        ways: list[Chosen] = [(), ((ALL, "ring"),)]
-        ways = ways if request.attention is None else [request.attention]
-        chunks = [1, LOSS_CHUNKS]
-        chunks = chunks if request.loss_chunks is None else [request.loss_chunks]
-        for key in itertools.product(chunks, ways, remats):
-            yield (*key[::-1],)
-
-    def variant_graph(self, variant: Variant) -> Graph | None:
-        """The program of a variant, or None where there is none such."""
-        program = self.program(variant)
-        return None if program is None else program[0].graph
-
-    def near(
-        self, promising: Mapping[Variant, Mapping[Mesh, float]]
-    ) -> list[tuple[Analysed, Search]]:
-        """Search programs on their promising meshes, the most promising first."""
-        for variant, meshes_near in promising.items():
-            self.search(*variant, among=frozenset(meshes_near))
-        return self.found
+    def use_host_memory(self) -> None:
+        """Put more in host memory, where with enough memory a plan may be the best."""
+        plain = [pair for pair in self.found if pair[1].split is None]
+        others = [pair for pair in self.found if pair[1].split is not None]
+        for _, search in others:
+            search.use_host_memory(self.best_seconds() * (1 + TIE))
+        for analysed, search in plain:
+            before = len(search.scored)
+            search.use_host_memory(self.best_seconds() * SLACK)
+            if len(search.scored) > before:
+                for apart in self.set_apart(analysed, search):
+                    apart.use_host_memory(self.best_seconds() * (1 + TIE))
 
     def best_attention(self) -> Chosen:
         """How it runs in the fastest plan that fits, or in the one tried last."""
@@ -254,9 +219,7 @@ class _Searches:
         fits.
         """
         best = self.best_seconds() * (1 + TIE)
-        return not search.scored or any(
-            not s.roomy and s.least_seconds <= best for s in search.scored
-        )
+        return not search.weighed or search.least_lacking <= best
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
@@ -269,27 +232,27 @@ class _Searches:
         lightest, *others = [((ALL, p),) if p != "none" else () for p in policies]
         if not self.search(lightest, attention, chunks):
             return
-        first = self.found[place][1]
+        analysed, first = self.found[place]
         for policy in others if self.gains(first) else ():
             self.search(policy, attention, chunks)
+        first.resume(self.best_seconds() * SLACK)
+        self.set_apart(analysed, first)
 
     def search(
         self,
         remat: Remat,
         attention: Chosen,
         chunks: int,
-        among: frozenset[Mesh] | None = None,
     ) -> bool:
         """One program, and beside its best plans those that shard the sequence too.
 
         Args:
             remat, attention, chunks: which program.
-            among: the meshes that are looked at; all of them if left out.
 
         Returns:
             Whether there is such a program.
         """
-        program = self.program((remat, attention, chunks))
+        program = self.program(remat, attention, chunks)
         if program is None:
             return False
         analysed, shared = program
@@ -298,7 +261,6 @@ class _Searches:
             remat=remat,
             attention=attention,
             loss_chunks=chunks,
-            among=self.request.among if among is None else among,
         )
         one = Search(
             analysed.graph,
@@ -309,31 +271,42 @@ class _Searches:
             slack=SLACK,
             program=shared,
         )
-        one.run()
+        one.search_layouts()
         self.found.append((analysed, one))
-        splits = [*_splits(analysed, one)]
+        self.set_apart(analysed, one)
+        return True
+
+    def set_apart(self, analysed: Analysed, plain: Search) -> list[Search]:
+        """Beside a search's best plans, those that shard the sequence, too."""
+        tried = self.tried.setdefault(id(plain), set())
+        best = self.best_seconds() * (1 + TIE)
+        splits = [*_splits(analysed, plain, tried, best)]
         if self.request.sequence_parallel:
-            one.scored = []  # Nor do they bound those that are asked for.
+            plain.scored = []  # Nor do they bound those that are asked for.
+        found = []
         for split in splits:
             apart = Search(
                 split.graph,
                 analysed.dims,
                 self.cluster,
-                asked,
-                beside=one,
+                plain.request,
+                beside=plain,
                 split=split,
                 bound=self.best_seconds() * (1 + TIE),
                 slack=1 + TIE,
             )
-            apart.run()
+            apart.search_layouts()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
-        return True
+            found.append(apart)
+        return found
 
-    def program(self, variant: Variant) -> tuple[Analysed, AnalysedProgram] | None:
+    def program(
+        self, remat: Remat, attention: Chosen, chunks: int
+    ) -> tuple[Analysed, AnalysedProgram] | None:
         """One program, or None where there is none such."""
-        key = *variant, self.cluster.compiler
+        key = remat, attention, chunks, self.cluster.compiler
         if key not in self.known:
-            graph = self._program(*variant)
+            graph = self._program(remat, attention, chunks)
             self.known[key] = None if graph is None else self._analysed(graph)
         return self.known[key]
 
@@ -365,17 +338,33 @@ MOST_SPLITS = 3
 sharded too."""
 
 
-def _splits(analysed: Analysed, plain: Search) -> Iterator[Split]:
-    """Ways to set apart what stands between products, beside the best plans without."""
+def _splits(
+    analysed: Analysed, plain: Search, tried: set[frozenset[int]], best: float
+) -> Iterator[Split]:
+    """Ways to set apart what stands between products, beside the best plans without.
+
+    Args:
+        analysed, plain: the program, and its search.
+        tried: sets of sharded dimensions that were; new ones are added.
+        best: step time above which layouts that lack memory are not worth it.
+    """
     options = plain.options
     if plain.request.sequence_parallel is False or not options.sequence:
         return
-    tried: dict[frozenset[int], None] = {}
-    for scored in sorted(plain.scored, key=lambda s: s.time.step_seconds):
-        enough = len(tried) >= MOST_SPLITS and not plain.request.sequence_parallel
-        if scored.mesh["tensor"] > 1 and not enough:
-            tried[shared_roles(scored.tables, options.batch)] = None
-    yield from splits_between(analysed.graph, analysed.dims, filter(None, tried))
+    asked = plain.request.sequence_parallel
+    scored = sorted(plain.scored, key=lambda s: s.time.step_seconds)
+    fitting = [s.tables for s in scored if s.fits and s.mesh["tensor"] > 1]
+    # What stands between products in parts takes less memory.
+    lacking = [
+        tables for seconds, tables in plain.lacking_tables() if asked or seconds <= best
+    ]
+    found: dict[frozenset[int], None] = {}
+    for several in (fitting, lacking):
+        sets = dict.fromkeys(shared_roles(t, options.batch) for t in several)
+        found |= dict.fromkeys([*filter(None, sets)][: None if asked else MOST_SPLITS])
+    fresh = [roles for roles in found if roles not in tried]
+    tried.update(fresh)
+    yield from splits_between(analysed.graph, analysed.dims, fresh)
 
 
 def _no_sequence(search: Search) -> str:

@@ -74,7 +74,7 @@ def laid_out(
         for scored in search.scored
     ]
     if not found:
-        raise refusal(pairs[-1][1], open_remat=False)
+        raise refusal([search for _, search in pairs], open_remat=False)
     return found
 
 

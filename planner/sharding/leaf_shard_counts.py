@@ -117,6 +117,44 @@ def _group_shard_counts(
     )
 
 
+def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
+    """Whether ``fsdp`` shards another dimension than the metadata of some leaf says.
+
+    Args:
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each group.
+
+    Returns:
+        Truth, or an array of it over meshes; of meshes whose ``fsdp`` is above 1.
+    """
+    ignores: Any = False
+    for (group, _), cut in zip(facts.groups, cuts, strict=True):
+        if group.pinned is not None:
+            there = np.asarray(cut.param.axes.get("fsdp", 0)) == group.pinned + 1
+            ignores = ignores | np.logical_not(there)
+    return ignores
+
+
+def sharded_shares(facts: LeafFacts, cuts: Sequence[LeafShardCounts], axis: str) -> Any:
+    """Which part of the parameters' bytes a storage axis shards, by mesh.
+
+    Of those that are not trained ``data`` shards nothing.
+
+    Args:
+        facts: Parameters of the model, in groups of equal ones.
+        cuts: Shard counts of each group.
+        axis: ``"fsdp"`` or ``"data"``.
+    """
+    total = 0
+    sharded: Any = 0
+    for (group, count), cut in zip(facts.groups, cuts, strict=True):
+        if axis == "data" and not group.trained:
+            continue
+        total += group.nbytes * count
+        sharded = sharded + group.nbytes * count * cut.optimizer.shards(axis)
+    return sharded / max(1, total)
+
+
 def reduces_gradient(
     group: LeafGroup,
     compute: ShardCounts,

@@ -594,28 +594,3 @@ def lay_out(
             )
         )
     return tuple(found)
-
-
-def sharded_share(facts: LeafFacts, layouts: Sequence[LeafLayout], axis: str) -> float:
-    """Which part of the parameters' bytes a storage axis shards.
-
-    Of those that are not trained ``data`` shards nothing.
-    """
-    total = sharded = 0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        if axis == "data" and not group.trained:
-            continue
-        total += group.nbytes * count
-        if any(axis in axes for axes in layout.optimizer):
-            sharded += group.nbytes * count
-    return sharded / max(1, total)
-
-
-def ignores_pin(
-    facts: LeafFacts, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
-) -> bool:
-    """Whether ``fsdp`` shards another dimension than the metadata of some leaf says."""
-    return mesh["fsdp"] > 1 and any(
-        group.pinned is not None and "fsdp" not in layout.param[group.pinned]
-        for (group, _), layout in zip(facts.groups, layouts, strict=True)
-    )

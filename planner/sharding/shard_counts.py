@@ -9,7 +9,7 @@ axis divides which dimension differs from mesh to mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ class ShardCounts:
 
     Attributes:
         per_dim: Number of shards of each dimension.
-        axes: Whether each mesh axis shards some dimension; axes that never do are
-            absent.
+        axes: By mesh axis, one more than the dimension that it shards, or 0 where it
+            shards none; axes that never do are absent.
     """
 
     per_dim: tuple[Any, ...]
@@ -40,7 +40,7 @@ class ShardCounts:
 
     def shards(self, axis: str) -> Any:
         """Whether an axis shards some dimension."""
-        return self.axes.get(axis, False)
+        return self.axes.get(axis, 0) != 0
 
     def take(self, rows: np.ndarray) -> ShardCounts:
         """Select some of the meshes."""
@@ -57,10 +57,67 @@ class ShardCounts:
         return ShardCounts(
             tuple(np.where(mask, *pair) for pair in pairs),
             {
-                axis: np.where(mask, self.shards(axis), other.shards(axis))
+                axis: np.where(mask, self.axes.get(axis, 0), other.axes.get(axis, 0))
                 for axis in {**self.axes, **other.axes}
             },
         )
+
+
+def added_axes(before: ShardCounts, after: ShardCounts) -> dict[str, Any]:
+    """Whether each mesh axis shards a dimension in one layout and none in another.
+
+    Args:
+        before: Layout that the axes do not shard.
+        after: Layout that they shard.
+
+    Returns:
+        Truth, or an array of it over meshes, by axis.
+    """
+    return {
+        axis: np.logical_and(after.shards(axis), np.logical_not(before.shards(axis)))
+        for axis in after.axes
+    }
+
+
+def axis_sets(
+    masks: Mapping[str, Any], number: int
+) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Group cases by the mesh axes of which something is true there.
+
+    Args:
+        masks: Truth, or an array of it over cases, by axis.
+        number: Number of cases.
+
+    Yields:
+        Axes, and the indices of their cases.
+    """
+    axes = [axis for axis, here in masks.items() if np.any(here)]
+    bits = np.zeros(number, dtype=np.int64)
+    for place, axis in enumerate(axes):
+        bits += masks[axis] * 2**place
+    for code in np.unique(bits).tolist():
+        joined = tuple(axis for place, axis in enumerate(axes) if code >> place & 1)
+        yield joined, np.flatnonzero(bits == code)
+
+
+def distinct_columns(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Find the cases that differ in some columns.
+
+    Args:
+        columns: Arrays of numbers that are not negative, one number for each case.
+
+    Returns:
+        Index of the first case of each combination, and by case its combination.
+    """
+    key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        size = int(column.max(initial=0)) + 1
+        if most * size >= 2**62:
+            key = np.unique(key, return_inverse=True)[1]
+            most = int(key.max(initial=0)) + 1
+        key, most = key * size + column, most * size
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
 
 
 def spec_shard_counts(spec: Spec, mesh: Mapping[str, Any]) -> ShardCounts:
@@ -71,7 +128,8 @@ def spec_shard_counts(spec: Spec, mesh: Mapping[str, Any]) -> ShardCounts:
         mesh: Size of each axis, or arrays of the sizes of meshes with this layout.
     """
     dims = tuple(math.prod(mesh[a] for a in axes) for axes in spec)
-    return ShardCounts(dims, {a: True for axes in spec for a in axes})
+    places = {a: dim for dim, axes in enumerate(spec, 1) for a in axes}
+    return ShardCounts(dims, places)
 
 
 def table_shard_counts(
@@ -148,5 +206,5 @@ class _ShardCountsBuilder:
         hit = may & (length % more == 0)
         if hit.any():
             self.per_dim[dim] = np.where(hit, more, self.per_dim[dim])
-            self.axes[axis] = self.axes.get(axis, False) | hit
+            self.axes[axis] = np.where(hit, dim + 1, self.axes.get(axis, 0))
         return hit

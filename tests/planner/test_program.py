@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, search_of
-from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, row_hits
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
@@ -56,27 +54,9 @@ def alone(plain: Search, split: Split) -> Search:
     return Search(split.graph, plain.dims, plain.cluster, plain.request)
 
 
-def priced(search: Search, tables: Mapping[int, Table], sizes: dict[str, int]) -> None:
-    """Prices are those of every row and flow by itself."""
-    s = search.setting(sizes, 1)
-    expected = [
-        row_cost(row, row_hits(row, tables[row.task_graph], s), s)
-        for row in search.rows.ops
-    ]
-    expected += [
-        RowCost(compute_seconds=0.0, collectives=flow_cost(flow, tables, s))
-        for flow in search.rows.flows
-    ]
-    assert search.prices.of(tables, s) == tuple(expected)
-
-
 def mesh(**axes: int) -> dict[str, int]:
     names = ("data", "fsdp", "expert", "context", "tensor")
     return {**dict.fromkeys(names, 1), **axes}
-
-
-MESHES = (mesh(data=4, tensor=2), mesh(fsdp=2, tensor=4), mesh(data=4, tensor=2))
-"""One comes back, after what was known of it is forgotten."""
 
 
 def test_each_of_several_splits_is_the_one_that_stands_alone(
@@ -113,32 +93,10 @@ def test_rows_share_kinds_where_their_task_graphs_alone_differ(
             assert known.setdefault(kind, unplaced) == unplaced
 
 
-def test_prices_of_many_tables_are_those_of_each(plain: Search) -> None:
-    seen = 0
-    for sizes in MESHES:
-        for table in plain.options.tables(0, sizes):
-            priced(plain, {0: table}, sizes)
-            seen += 1
-    assert seen > 2 * len(MESHES)
-
-
-def test_prices_that_searches_share_are_those_of_each(
-    plain: Search, splits: list[Split]
-) -> None:
-    options = plain.options
-    for sizes in MESHES:
-        for split in splits:
-            search = beside(plain, split)
-            assert search.prices.known is plain.prices.known
-            for table in options.tables(0, sizes):
-                tables = split.tables({0: table}, options.batch, options.sequence)
-                priced(search, tables, sizes)
-
-
 def test_memory_and_parameters_beside_are_those_alone(
     plain: Search, splits: list[Split]
 ) -> None:
-    (sizes, *_), options = MESHES, plain.options
+    sizes, options = mesh(data=4, tensor=2), plain.options
     found = set()
     for split in splits:
         one, other = beside(plain, split), alone(plain, split)
@@ -159,4 +117,4 @@ def _peak(search: Search, tables: dict[int, Table], sizes: dict[str, int]) -> ob
         cuts=layout_shard_counts(layouts, sizes),
         accumulates=np.array([False]),
     )
-    return search.memory.of(laid, search.setting(sizes, 1)).at(0)
+    return search.evaluator.layout_memory.of(laid, search.setting(sizes, 1)).at(0)

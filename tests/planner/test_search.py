@@ -119,7 +119,7 @@ def like(some: Scored, step: float, memory: int, wire: int = 0) -> Scored:
         some,
         time=dataclasses.replace(type(some.time)(), compute_seconds=step),
         memory=type(some.memory)(params_bytes=memory),
-        collectives=(dataclasses.replace(some.collectives[0], payload_bytes=wire),),
+        wire_bytes=wire,
     )
 
 

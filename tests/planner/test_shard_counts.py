@@ -18,9 +18,17 @@ from whalejax.capture.precision import at_precision
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.meshes import cluster
-from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.operation_cost import (
+    Setting,
+    as_run,
+    flow_cost,
+    row_cost,
+    row_hits,
+)
+from whalejax.planner.cost.step_time import LayoutCases
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.evaluator import SEARCHED_AXES
 from whalejax.planner.search.layout_memory import StepLayout
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.fused_parameters import Fused, lying
@@ -137,12 +145,14 @@ def test_memory_of_many_layouts_is_that_of_each(
         mesh = {axis: np.array([row[0][axis] for row in rows]) for axis in axes}
         zero, count = (np.array([row[i] for row in rows]) for i in (2, 3))
         cuts = leaf_shard_counts(search.facts, tables, mesh, zero)
-        s = Setting(mesh, count, search.cluster, search.dims, search.batch_roles)
+        s = Setting(
+            mesh, count, search.cluster, search.dims, search.evaluator.batch_roles
+        )
         for offload in ((), ("optimizer", "params")):
             laid = StepLayout(
                 tables=tables, cuts=cuts, accumulates=count > 1, offload=offload
             )
-            many = search.memory.of(laid, s)
+            many = search.evaluator.layout_memory.of(laid, s)
             for at in draw.sample(range(len(rows)), k=min(8, len(rows))):
                 sizes, _, level, parts = rows[at]
                 layouts = lay_out(search.facts, tables, sizes, level)
@@ -152,7 +162,60 @@ def test_memory_of_many_layouts_is_that_of_each(
                     accumulates=np.array([parts > 1]),
                     offload=offload,
                 )
-                one = search.memory.of(alone, search.setting(sizes, parts)).at(0)
+                one = search.evaluator.layout_memory.of(
+                    alone, search.setting(sizes, parts)
+                ).at(0)
                 assert many.at(at) == one
                 seen.add(one)
     assert len(seen) > 20
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("text", ["h100:8", "v5e:4x4", "cpu:8"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_times_of_many_layouts_are_those_of_each(
+    name: str, text: str, policy: str
+) -> None:
+    """In every term, with unlike tables, ZeRO levels and micro-batches at once."""
+    search, draw = _search(name, text, policy), random.Random(11)
+    every = [row for rows in _layouts(search).values() for row in rows]
+    rows = draw.sample(every, k=min(60, len(every)))
+    distinct = list({id(row[1]): row[1] for row in rows}.values())
+    places = {id(tables): place for place, tables in enumerate(distinct)}
+    cases = LayoutCases(
+        tables=distinct,
+        table=np.array([places[id(row[1])] for row in rows]),
+        mesh={a: np.array([row[0].get(a, 1) for row in rows]) for a in SEARCHED_AXES},
+        zero=np.array([row[2] for row in rows]),
+        count=np.array([row[3] for row in rows]),
+    )
+    many = search.evaluator.times(cases)
+    bound = float(np.median(many.step))
+    near, times = search.evaluator.near(cases, bound)
+    assert {*np.flatnonzero(many.step <= bound)} <= {*near.tolist()}
+    np.testing.assert_allclose(times.step, many.step[near], rtol=1e-12)
+    for at in draw.sample(range(len(rows)), k=12):
+        one = search.evaluator.times(search.evaluator.case(*rows[at]))
+        for term, seconds in one.terms.items():
+            assert many.terms[term][at] == pytest.approx(float(seconds[0]), rel=1e-12)
+        s = search.setting(rows[at][0], rows[at][3])
+        tables = rows[at][1]
+        costs = [
+            row_cost(r, row_hits(r, tables[r.task_graph], s), s)
+            for r in search.rows.ops
+        ]
+        computes = sum(cost.compute_seconds for cost in costs) * rows[at][3]
+        assert many.terms["compute"][at] == pytest.approx(computes, rel=1e-12)
+        own = [c for cost in costs for c in cost.collectives if c.what != "gradient"]
+        own += [c for flow in search.rows.flows for c in flow_cost(flow, tables, s)]
+        run = [as_run(c, s)[0] for c in own]
+        assert [*one.collectives[: len(run)]] == run
+        gathered = [
+            c.payload_bytes
+            for c in one.collectives
+            if (c.what, c.kind) == ("border", "all-gather")
+        ]
+        assert many.gathered[at] == max(gathered, default=0)
+        assert many.wire[at] == sum(
+            c.payload_bytes * c.times(rows[at][3]) for c in one.collectives
+        )

@@ -17,11 +17,10 @@ from whalejax.planner.cost.optimizer_step import (
     update_seconds,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.entries import Collective, CollectiveKind
-from whalejax.planner.memory.peak import largest_gather
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.fused_parameters import reading
+from whalejax.planner.sharding.leaf_shard_counts import layout_shard_counts
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
@@ -70,8 +69,8 @@ def turned(graph: Graph, axis: str, zero: int, micro_batches: int = 1) -> float:
     facts = LeafFacts.of(graph, dims, reading(graph, dims), adam(graph))
     tables = {t.index: {axis: (dims.batch[0].index,)} for t in graph.task_graphs}
     layouts = lay_out(facts, tables, mesh, zero)
-    s = Setting(mesh, 1, machine(), dims)
-    return turning_seconds(facts, layouts, s, 1.0, micro_batches) * RATE
+    cuts = layout_shard_counts(layouts, mesh)
+    return turning_seconds(facts, cuts, machine(), 1.0, micro_batches) * RATE
 
 
 def test_what_is_gathered_along_its_last_dimension_is_turned() -> None:
@@ -125,7 +124,7 @@ def test_an_update_takes_the_roots_of_its_own_shard() -> None:
         bytes_of = dataclasses.replace(adam(graph), operations=operations)
         facts = LeafFacts.of(graph, dims, reading(graph, dims), bytes_of)
         layouts = lay_out(facts, tables, mesh, zero)
-        return update_seconds(facts, layouts, slow, Setting(mesh, 1, slow, dims))
+        return update_seconds(facts, layout_shard_counts(layouts, mesh), slow)
 
     assert seconds(0, 5.0) - seconds(0, 0.0) == pytest.approx(5 * elements / RATE)
     assert seconds(1, 5.0) - seconds(1, 0.0) == pytest.approx(5 * elements / RATE / 4)
@@ -190,19 +189,3 @@ def test_turning_it_takes_time_on_cpus() -> None:
     for row, width in ((first, 3), (second, 8)):
         turned = behind(row, slow) - behind(row, plain)
         assert turned == pytest.approx(4 * 16 * width / RATE)
-
-
-def test_what_is_gathered_stands_in_memory_several_times() -> None:
-    def border(kind: CollectiveKind, nbytes: int) -> Collective:
-        return Collective(
-            kind=kind,
-            axes=("tensor",),
-            phase="backward",
-            what="border",
-            payload_bytes=nbytes,
-            count=1,
-        )
-
-    found = [border("all-gather", 5), border("all-gather", 9), border("all-to-all", 99)]
-    assert largest_gather(found) == 9
-    assert largest_gather([]) == 0

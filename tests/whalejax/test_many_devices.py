@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax
@@ -12,16 +11,14 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
+from whalejax.planner.errors import NothingFits
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.batched import prefilter
-from whalejax.planner.search.enumerate import PLANNED_AXES, Search
-from whalejax.planner.search.ranking import TIE
+from whalejax.planner.search import enumerate
+from whalejax.planner.search.enumerate import Search
 
 
 # Where host memory may serve, optimizers are traced, which promote.
 pytestmark = pytest.mark.relaxed_promotion
-
-decide: Any = importlib.import_module("whalejax.planner.search.spmd")
 
 
 def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) -> Plan:
@@ -41,44 +38,31 @@ def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) ->
     ("name", "cluster"),
     [("gpt-test", "a100-80:4x8"), ("moe-test", "v100-16:4x8")],
 )
-def test_the_promising_meshes_hold_the_best(
+def test_what_is_near_the_best_holds_the_best(
     name: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_at: list[int] = []
-    score = Search.score
+    evaluated: list[int] = []
+    use_host_memory = Search.use_host_memory
 
-    def counted(self: Search, *arguments: Any) -> None:
-        looked_at[-1] += 1
-        score(self, *arguments)
+    def counted(self: Search, bound: float) -> None:
+        use_host_memory(self, bound)
+        evaluated[-1] += self.weighed
 
-    monkeypatch.setattr(Search, "score", counted)
+    monkeypatch.setattr(Search, "use_host_memory", counted)
     found = []
-    for many in (prefilter.MANY, 10**9):
-        monkeypatch.setattr(decide, "MANY", many)
-        looked_at.append(0)
-        found.append(planned(name, cluster, 64).time.step_seconds)
-    assert found[0] <= found[1] * (1 + TIE)
-    assert looked_at[0] < looked_at[1]
+    for listed in (enumerate.LISTED, 10**9):
+        monkeypatch.setattr(enumerate, "LISTED", listed)
+        evaluated.append(0)
+        found.append(planned(name, cluster, 64))
+    assert found[0].axis_sizes == found[1].axis_sizes
+    assert found[0].time == found[1].time and found[0].memory == found[1].memory
+    assert evaluated[0] < evaluated[1]
 
 
 def test_meshes_obey_what_is_fixed() -> None:
     plan = planned("gpt-test", "a100-80:16x8", 128, mesh={"tensor": 2})
     assert plan.axis_sizes["tensor"] == 2
     assert plan.num_devices == 128
-
-
-def test_where_the_promising_do_not_fit_every_mesh_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def nothing(*arguments: Any) -> dict[prefilter.Variant, dict[Any, float]]:
-        asked.append(arguments)
-        return {((), (), 1): {(1,) * len(PLANNED_AXES): 1.0}}
-
-    monkeypatch.setattr(decide, "promising", nothing)
-    assert planned("gpt-test", "a100-80:8x8", 64).num_devices == 64
-    assert asked
 
 
 @pytest.mark.full
@@ -90,9 +74,11 @@ def test_where_nothing_fits_the_nearest_is_named_soon(
     node = dataclasses.replace(small.nodes[0], kind=kind)
     small = dataclasses.replace(small, nodes=(node,) * len(small.nodes))
     needed = []
-    for many in (prefilter.MANY, 10**9):
-        monkeypatch.setattr(decide, "MANY", many)
+    for listed in (enumerate.LISTED, 10**9):
+        monkeypatch.setattr(enumerate, "LISTED", listed)
         with pytest.raises(wh.PlanError, match="needs") as caught:
             planned("gpt-test", small, 64, offload=())
-        needed.append(str(caught.value).partition(" plans we")[0][:-2])
+        found = caught.value
+        assert isinstance(found, NothingFits)
+        needed.append(found.lacks_bytes)
     assert needed[0] == needed[1]

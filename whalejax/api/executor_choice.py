@@ -182,7 +182,7 @@ def _without_stages(
     """The search where nobody asks for stages."""
     uneven = staging.uneven
     if not uneven:
-        return functools.partial(decide, known=known, spaces=staging.programs.spaces)
+        return functools.partial(decide, known=known)
     shares = functools.partial(
         decide_shares,
         asked=uneven if isinstance(uneven, tuple) else None,

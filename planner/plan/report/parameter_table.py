@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from whalejax.planner.cost.optimizer_step import combined_gradients
+from whalejax.planner.cost.optimizer_step import reduced_gradients
 from whalejax.planner.entries import (
     Collective,
     CollectiveKind,
@@ -110,9 +110,14 @@ def collectives_of(
     if summed:
         whole = _sum(summed, "backward", used)
         cut = set(added_axes(leaf.compute_spec, leaf.gradient_spec)) & set(summed)
-        zero = 2 if "data" in cut else 0
-        parts = combined_gradients((whole,), zero, mesh, plan.cluster)
-        found += parts if cut else (whole,)
+        parts = reduced_gradients(
+            summed,
+            used,
+            mesh,
+            plan.cluster.compiler,
+            over_data="data" in cut,
+        )
+        found += [c for c in parts if c.payload_bytes] if cut else [whole]
     if last:
         kept = leaf.nbytes // shards(leaf.gradient_spec, mesh)
         sent = _sum(last, "update", kept)

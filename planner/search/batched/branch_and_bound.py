@@ -214,12 +214,7 @@ class WideSearch:
             batch_bytes=sum(self.request.batch_bytes),
             optimizer_other_bytes=links.facts.optimizer_other_bytes,
             room=self.room,
-            exact=self._exact_memory(),
         )
-
-    def _exact_memory(self) -> ExactMemory | None:
-        """What tells memory of all cases, where it does not have to be summed up."""
-        return None
 
     def _limits(self) -> list[str]:
         """What the search leaves out because there would be too much of it."""

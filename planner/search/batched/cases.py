@@ -41,13 +41,13 @@ from whalejax.planner.search.batched.mesh_grid import (
     ORDERS,
     SCHEDULES,
     Frames,
-    agreeing,
 )
 from whalejax.planner.search.batched.parameter_bytes import Storage
 from whalejax.planner.search.batched.placement import Group as Group
 from whalejax.planner.search.batched.placement import Placement as Placement
 from whalejax.planner.sharding.layout import GRID_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
+from whalejax.planner.sharding.shard_counts import distinct_columns
 from whalejax.planner.terms import OFFLOADS
 
 
@@ -197,7 +197,7 @@ class _Rows:
             wires = self.model.wires
             if self._places is None:
                 columns = [self.mesh[axis] for axis in GRID_AXES]
-                first, inverse = agreeing([*columns, self.frames.order])
+                first, inverse = distinct_columns([*columns, self.frames.order])
                 sizes = np.stack([column[first] for column in columns])
                 self._places = wires.places(sizes, self.frames.order[first])[inverse]
             per_byte, per_time = wires.rates(kind, axes, priced)
@@ -369,7 +369,7 @@ class Cases(_Rows):
         if self._seconds is None:
             frames = self.frames
             kinds = list(dict.fromkeys(group.kind for group in self.groups))
-            first, inverse = agreeing(
+            first, inverse = distinct_columns(
                 [frames.cell, frames.order, self._moved(), frames.ring, frames.remat]
             )
             inside = _Inside(self.model, frames.take(first), kinds)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whalejax.planner.search.batched.layout_variants import Array
-from whalejax.planner.search.batched.mesh_grid import Frames, agreeing, stacked
+from whalejax.planner.search.batched.mesh_grid import Frames, stacked
 from whalejax.planner.search.batched.step_time import CaseCosts
+from whalejax.planner.sharding.shard_counts import distinct_columns
 from whalejax.planner.terms import OFFLOADS
 
 
@@ -193,7 +194,7 @@ def _least(held: Array, offloads: Sequence[int]) -> Array:
 
 def alike(frames: Frames) -> tuple[Array, Array]:
     """Frames that memory holds alike: the first of each, and which each is like."""
-    return agreeing(
+    return distinct_columns(
         [
             frames.cell,
             frames.stage,

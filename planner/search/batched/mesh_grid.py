@@ -279,16 +279,3 @@ def _with(frames: Frames, **values: int) -> Frames:
     for name, value in values.items():
         columns[name] = np.full(len(frames), value, dtype=np.int64)
     return Frames(**columns)
-
-
-def agreeing(columns: Sequence[Array]) -> tuple[Array, Array]:
-    """Rows that differ in some columns: the first of each, and which each is like."""
-    key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for column in columns:
-        size = int(column.max(initial=0)) + 1
-        if most * size >= 2**62:
-            key = np.unique(key, return_inverse=True)[1]
-            most = int(key.max(initial=0)) + 1
-        key, most = key * size + column, most * size
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse

@@ -16,7 +16,7 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.search.batched.cells import Column, Columns, StackedLeaves
 from whalejax.planner.search.batched.layout_variants import Array
-from whalejax.planner.search.batched.mesh_grid import agreeing
+from whalejax.planner.sharding.shard_counts import distinct_columns
 
 
 HOLDERS = (FIRST, LAYER, LAST, ENDS, EVERYWHERE)
@@ -130,7 +130,7 @@ class Storage:
             for index, leaf in enumerate(leaves)
         ]
         columns = [column.astype(np.int64) for leaf in parts for column in leaf]
-        first, self._kind = agreeing([whole.astype(np.int64), *columns])
+        first, self._kind = distinct_columns([whole.astype(np.int64), *columns])
         self._parts = [[column[first] for column in leaf] for leaf in parts]
         self._keys = np.zeros(0, dtype=np.int64)
         self._held = {place: Held.empty(0) for place in self.holders}

@@ -1,0 +1,291 @@
+"""``Evaluator``: time and memory of any layouts of one program, as arrays.
+
+A plan, a row beside it and each of the thousands of layouts of a search are priced
+here: one case is an array of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.step_time import LayoutCases, StepTime, TimeColumns
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.search.analysis_cache import AnalysedProgram
+from whalejax.planner.search.combining import (
+    BUFFERS,
+    Combined,
+    CombiningCosts,
+    combine_seconds,
+)
+from whalejax.planner.search.host_offload import Hosting, Offload
+from whalejax.planner.search.layout_memory import (
+    LayoutMemory,
+    MemoryColumns,
+    StepLayout,
+)
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Table
+from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
+
+
+SEARCHED_AXES = tuple(axis for axis in MESH_AXES if axis != STAGE)
+"""Mesh axes of a plan without stages, outermost first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Time and memory of layouts of one program.
+
+    Attributes:
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        cluster: Devices, links and their compiler.
+        request: What is asked of the search.
+        program: Analysed operations of the loss.
+        rows: Cost rows of the loss.
+        facts: Parameters of the model, in groups of equal ones.
+    """
+
+    graph: Graph
+    dims: Dimensions
+    cluster: Cluster
+    request: Request
+    program: AnalysedProgram
+    rows: Rows
+    facts: LeafFacts
+
+    @functools.cached_property
+    def hosting(self) -> Hosting:
+        """What may be in host memory."""
+        return Hosting(self.program, self.cluster, self.request, self.facts)
+
+    @functools.cached_property
+    def layout_memory(self) -> LayoutMemory:
+        """Memory of the layouts."""
+        return LayoutMemory(
+            graph=self.graph,
+            program=self.program,
+            facts=self.facts,
+            hosting=self.hosting,
+            dims=self.dims,
+        )
+
+    @functools.cached_property
+    def step_time(self) -> StepTime:
+        """Time of the layouts."""
+        return StepTime(
+            rows=self.rows,
+            facts=self.facts,
+            dims=self.dims,
+            cluster=self.cluster,
+            cast_bytes=self.request.cast_bytes,
+            traced_parts=self.graph.num_micro_batches,
+        )
+
+    @functools.cached_property
+    def batch_roles(self) -> frozenset[int]:
+        """Roles of the batch."""
+        return frozenset(role.index for role in self.dims.batch)
+
+    @functools.cached_property
+    def _combining(self) -> CombiningCosts:
+        return CombiningCosts(
+            self.graph, self.dims, self.facts, self.cluster, self.request.combine
+        )
+
+    def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
+        """What rows are priced under, on a mesh with so many micro-batches.
+
+        Args:
+            mesh: Sizes of the axes; arrays are of many meshes.
+            count: Micro-batches, or an array of them.
+        """
+        # The graph was traced at one part of its batch; what is searched is how many
+        # parts there are in all.
+        return Setting(
+            mesh,
+            count // self.graph.num_micro_batches,
+            self.cluster,
+            self.dims,
+            self.batch_roles,
+        )
+
+    def case(
+        self,
+        mesh: Mapping[str, int],
+        tables: Mapping[int, Table],
+        zero: int,
+        count: int,
+    ) -> LayoutCases:
+        """One layout as an array of one case.
+
+        Args:
+            mesh: Size of each axis; an axis that is absent has size 1.
+            tables: Compute table of each TaskGraph.
+            zero: ZeRO level over ``data``.
+            count: Micro-batches of a step.
+        """
+        return LayoutCases(
+            tables=[tables],
+            table=np.zeros(1, dtype=np.int64),
+            mesh={axis: np.array([mesh.get(axis, 1)]) for axis in SEARCHED_AXES},
+            zero=np.array([zero]),
+            count=np.array([count]),
+        )
+
+    def times(self, cases: LayoutCases) -> TimeColumns:
+        """Time of a step, without host memory.
+
+        Args:
+            cases: Layouts with their ZeRO levels and micro-batches.
+        """
+        if self.request.combine == "mean":
+            return self.step_time.of(cases)
+        found = []
+        for index in range(len(cases)):
+            met = self._combined(cases, index)
+            one = self.step_time.of(cases.take(np.array([index])), met.collectives)
+            more = combine_seconds(met.nbytes, self.cluster)
+            terms = {**one.terms, "update": one.terms["update"] + more}
+            found.append(dataclasses.replace(one, terms=terms))
+        return TimeColumns.joined(found)
+
+    def near(
+        self, cases: LayoutCases, seconds: float
+    ) -> tuple[np.ndarray, TimeColumns]:
+        """Time of the steps that can be as fast as that, without host memory.
+
+        Args:
+            cases: Layouts with their ZeRO levels and micro-batches.
+            seconds: Seconds of a step.
+
+        Returns:
+            Indices of the cases, and their times.
+        """
+        if self.request.combine == "mean" and seconds < np.inf:
+            return self.step_time.near(cases, seconds)
+        return np.arange(len(cases)), self.times(cases)
+
+    def _combined(self, cases: LayoutCases, index: int) -> Combined:
+        """What it takes to combine the gradients of all ranks in one case."""
+        mesh = cases.mesh_at(index)
+        tables = cases.tables[cases.table[index]]
+        layouts = lay_out(self.facts, tables, mesh, int(cases.zero[index]))
+        return self._combining.of(layouts, mesh)
+
+    def memory(
+        self,
+        cases: LayoutCases,
+        offload: Offload,
+        *,
+        postpones: bool = False,
+        in_flight: float | None = None,
+    ) -> MemoryColumns:
+        """Memory at the fullest moment of a step.
+
+        Args:
+            cases: Layouts with their ZeRO levels and micro-batches.
+            offload: Names of what is in host memory.
+            postpones: Whether the compiler puts off products of weights' gradients
+                where gradients are not summed.
+            in_flight: Micro-batches whose activations are saved at once; by default
+                as many as the request says.
+        """
+        number = len(cases)
+        gathered = np.zeros(number)
+        if self.cluster.compiler.reduces_at_end:
+            gathered = self.times(cases).gathered
+        held = self.request.in_flight if in_flight is None else in_flight
+        terms: dict[str, np.ndarray] = {}
+        host = np.zeros(number)
+        # In a batch all cases have the same tables.
+        pairs = zip(cases.batches, cases.cuts(self.facts), strict=True)
+        for (tables, rows), (_, cuts) in pairs:
+            some = cases.take(rows)
+            accumulates = some.count > 1
+            laid = StepLayout(
+                tables=tables,
+                cuts=cuts,
+                accumulates=accumulates,
+                offload=offload,
+                in_flight=held,
+                gathered=gathered[rows],
+                postpones=postpones and not accumulates.any(),
+            )
+            here = self.layout_memory.of(laid, self.setting(some.mesh, some.count))
+            host[rows] = here.host
+            for name, values in here.terms.items():
+                terms.setdefault(name, np.zeros(number))[rows] = values
+        return self._with_buffers(cases, MemoryColumns(terms=terms, host=host))
+
+    def _with_buffers(self, cases: LayoutCases, found: MemoryColumns) -> MemoryColumns:
+        """Memory at the fuller of two moments: as it is, or while ranks combine."""
+        if self.request.combine == "mean":
+            return found
+        indices = range(len(cases))
+        nbytes = np.array([self._combined(cases, i).nbytes for i in indices])
+        total, terms = found.total, {**found.terms}
+        resting = total - terms["activations"] - terms["working"]
+        over = np.maximum(0.0, resting + BUFFERS * nbytes - total)
+        terms["working"] = terms["working"] + over
+        return MemoryColumns(terms=terms, host=found.host)
+
+    def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
+        """Where parameters are to be in host memory, whether some are, by case."""
+        found = np.full(len(cases), "params" not in offload)
+        for rows, cuts in cases.cuts(self.facts) if not found.all() else ():
+            counts = self.hosting.host_param_counts(cuts, offload)
+            found[rows] = sum(counts, np.zeros(len(rows))) > 0
+        return found
+
+    def offload_seconds(
+        self,
+        cases: LayoutCases,
+        offload: Offload,
+        times: TimeColumns,
+        memory: MemoryColumns | None = None,
+    ) -> np.ndarray:
+        """Time that moving to host memory and back adds to a step, by case.
+
+        Args:
+            cases: Layouts with their ZeRO levels and micro-batches.
+            offload: Names of what is in host memory.
+            times: Of the cases.
+            memory: Of the cases; without it activations are left out.
+        """
+        found = np.zeros(len(cases))
+        for rows, cuts in cases.cuts(self.facts) if offload else ():
+            state = self.hosting.state_bytes(cuts, offload)
+            params = self.hosting.params_bytes(cuts, offload)
+            waiting = 0.0
+            if memory is not None:
+                waiting = memory.host[rows] - state - params
+            found[rows] = self.hosting.seconds(
+                state,
+                params,
+                waiting,
+                (times.ahead[rows], times.behind[rows]),
+                cases.count[rows],
+            )
+        return found
+
+    def lacks(self, memory: MemoryColumns) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that cases lack on a device, and of its part of the host."""
+        room = min(kind.host_memory_bytes or np.inf for kind in self.cluster.kinds)
+        device = memory.total - self.cluster.memory_bytes
+        return np.maximum(0.0, device), np.maximum(0.0, memory.host - room)
+
+    def fits(self, memory: MemoryColumns) -> np.ndarray:
+        """Whether devices hold each case, and hosts what is there."""
+        device, host = self.lacks(memory)
+        found: np.ndarray = (device == 0) & (host == 0)
+        return found
