@@ -36,8 +36,7 @@ def flax_rules(plan: PlanData) -> Rules:
             some parameter would lie otherwise than the plan says; or devices take
             unequal shares.
     """
-    _check_alike(plan)
-    _check_even(plan, "a table of rules")
+    _check_one_layout(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -130,8 +129,7 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
         PlanError: MaxText has no flags for it: stages with layouts of their own,
             unequal shares, or ``tensor`` sharding the batch in a part of the model.
     """
-    _check_alike(plan)
-    _check_even(plan, "MaxText's flags")
+    _check_one_layout(plan, "MaxText's flags")
     if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
         raise PlanError(
             "tensor shards the batch in a part of the model under this plan, which "
@@ -150,17 +148,13 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
     return flags
 
 
-def _check_alike(plan: PlanData) -> None:
-    """Refuse plans whose stages are models of their own."""
+def _check_one_layout(plan: PlanData, form: str) -> None:
+    """Refuse stages that are models of their own, and devices with unlike shares."""
     if plan.apart:
         raise PlanError(
             "the stages of this plan have layouts of their own, which no one table or "
             "mesh says. Export each of plan.stages.plans"
         )
-
-
-def _check_even(plan: PlanData, form: str) -> None:
-    """Refuse plans whose devices take unlike shares."""
     if plan.shares or plan.pipelines:
         raise PlanError(
             "unlike devices take unequal shares of the batch under this plan, and "

@@ -14,6 +14,7 @@ from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import Candidate, LeafPlan, starred
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan.report.parameter_table import homes
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.step_options import option_words
@@ -86,10 +87,10 @@ def leaf_note(
 def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
     """Parameters that no axis shards, by the reason, those of most bytes first."""
     found: dict[str, list[LeafPlan]] = {}
-    homes = {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
+    own = homes(plan)
     for leaf in plan.leaves:
         if not any(leaf.param_spec):
-            home = homes.get(leaf.path, plan)
+            home = own.get(leaf.path, plan)
             reason = _whole_leaf(home, leaf, alone=home is plan)
             found.setdefault(reason, []).append(leaf)
     return sorted(found.items(), key=lambda pair: -sum(leaf.nbytes for leaf in pair[1]))
@@ -195,10 +196,10 @@ def _why_dim(
     label = " × ".join(names) or "size 1"
     compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
     reasons = []
-    homes = _homes(plan, compute, names)
-    if homes:
+    there = _homes(plan, compute, names)
+    if there:
         reasons.append(
-            f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
+            f"computed in shards over {'+'.join(compute)} in {', '.join(there)}"
         )
     elif compute == ("stage",):
         reasons.append("shared out among the stages")
@@ -209,10 +210,10 @@ def _why_dim(
         )
     for part in names[1:]:
         for axis in (a for a, n in plan.axes if n > 1 and a not in compute):
-            homes = _homes(plan, (axis,), (part,))
-            if homes:
+            there = _homes(plan, (axis,), (part,))
+            if there:
                 reasons.append(
-                    f"{part} is computed in shards over {axis} in {', '.join(homes)}, "
+                    f"{part} is computed in shards over {axis} in {', '.join(there)}, "
                     "and no PartitionSpec can name it here"
                 )
     added = [a for a in stored if a not in compute]
