@@ -109,11 +109,6 @@ class Shards:
     gain: float
     bound: float
 
-    @property
-    def stored_share(self) -> float:
-        """What is stored, over what an even split stores."""
-        return self.padded * len(self.sizes) / sum(self.sizes)
-
 
 def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> Shards:
     """Formula 1 on shard sizes: padded storage, unpadded computation.

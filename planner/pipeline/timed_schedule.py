@@ -44,18 +44,6 @@ class Paced:
     table: Schedule
     rows: tuple[Timed, ...]
 
-    @property
-    def end_seconds(self) -> float:
-        """When the last row ends; what a step does once (the update) follows."""
-        return max((one.end_seconds for one in self.rows), default=0.0)
-
-    @property
-    def bubble(self) -> float:
-        """Part of all stages' time until then in which they wait."""
-        whole = self.end_seconds * self.table.num_stages
-        busy = sum(one.end_seconds - one.start_seconds for one in self.rows)
-        return 1.0 - busy / whole if whole else 0.0
-
 
 def table_of(plan: PlanData) -> Schedule:
     """The schedule that a plan's stages follow.

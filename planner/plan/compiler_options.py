@@ -17,8 +17,6 @@ from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
 
 
-OptionValue = bool | int | float | str
-
 _ANY = """
     exec_time_optimization_effort memory_fitting_effort xla_allow_excess_precision
     xla_backend_optimization_level xla_ignore_channel_id

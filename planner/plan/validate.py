@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.read_file import Unreadable, parse_json
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options
 from whalejax.planner.plan.report.describe import SENT
-from whalejax.planner.plan.validate_batch import check_batch, is_dtype
 from whalejax.planner.plan_data import PLAN_VERSION, PlanData, StagesData
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.step_options import option_counts, option_limits
@@ -37,6 +38,12 @@ NEAR: Final = 0.01
 
 _STASHES = ("", "inputs", "residuals")
 _PHASES = ("forward", "backward", "update", "turn")
+_DTYPE: Final = re.compile(
+    r"bool|u?int(2|4|8|16|32|64)|float(16|32|64)|bfloat16|complex(64|128)"
+    r"|float[468]_[a-z0-9_]{1,16}|key<[a-z0-9_]{1,40}>"
+)
+"""Element types as JAX writes them."""
+
 _APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipelines"))
 """Fields of a plan that are checked elsewhere, or one by one."""
 
@@ -63,7 +70,7 @@ def _check(plan: PlanData, where: str, problems: Problems) -> None:
     _check_combine(plan, where, problems)
     _check_leaves(plan, where, problems)
     _check_trained(plan, where, problems)
-    check_batch(plan, where, problems)
+    _check_batch(plan, where, problems)
     _check_memory(plan, where, problems)
     options = Problems()
     check_options(dict(plan.compiler_options), options)
@@ -194,7 +201,7 @@ def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
         at = f"{where}leaves[{place}]"
         for name in ("compute_spec", "param_spec", "gradient_spec", "optimizer_spec"):
             _check_spec(leaf.shape, getattr(leaf, name), mesh, f"{at}.{name}", problems)
-        if not is_dtype(leaf.dtype):
+        if not _is_dtype(leaf.dtype):
             problems.add(f"{at}.dtype is {quoted(leaf.dtype)}; expected as numpy says")
         if len(leaf.roles) != len(leaf.shape):
             problems.add(f"{at}.roles has {len(leaf.roles)} of {len(leaf.shape)} dims")
@@ -255,6 +262,72 @@ def _check_spec(
         if size % over:
             named = " × ".join(entry)
             problems.add(f"{at}: {named} is {over}, which does not divide {size}")
+
+
+# The batch.
+
+
+def _is_dtype(text: str) -> bool:
+    return _DTYPE.fullmatch(text) is not None
+
+
+class _OtherContainersError(Exception):
+    """The batch has containers that no plan rebuilds; ``wh.compile`` asks for it."""
+
+
+def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
+    """The batch: its containers, names and element types."""
+    paths = [leaf.path for leaf in plan.batch]
+    for place, leaf in enumerate(plan.batch):
+        if not _is_dtype(leaf.dtype):
+            problems.add(
+                f"{where}batch[{place}].dtype is {quoted(leaf.dtype)}; expected as JAX "
+                "says, such as 'float32'"
+            )
+        if paths.index(leaf.path) < place:
+            problems.add(
+                f"{where}batch[{place}].path is {quoted(leaf.path)}, as that of "
+                "another; expected each once"
+            )
+    if not plan.batch_tree:
+        return
+    try:
+        described = list(_paths(parse_json(plan.batch_tree), ""))
+    except (Unreadable, ValueError, TypeError, AttributeError):
+        problems.add(
+            f"{where}batch_tree is {quoted(plan.batch_tree)}; expected the containers "
+            'of a batch, such as {"dict": [["x", "leaf"]]}'
+        )
+        return
+    except _OtherContainersError:
+        return
+    if described != paths:
+        problems.add(
+            f"{where}batch_tree has the leaves {quoted(described)}; batch has "
+            f"{quoted(paths)}"
+        )
+
+
+def _paths(node: Any, path: str) -> Iterator[str]:
+    """Paths of the leaves of a description, as JAX writes them."""
+    if node is None:
+        return
+    if node == "leaf":
+        yield path
+        return
+    ((kind, items),) = node.items()
+    if kind == "dict":
+        for key, item in items:
+            if type(key) not in (str, int):
+                raise TypeError("no key of a batch")
+            yield from _paths(item, f"{path}[{key!r}]")
+    elif kind in ("list", "tuple"):
+        for number, item in enumerate(items):
+            yield from _paths(item, f"{path}[{number}]")
+    elif items == []:
+        raise _OtherContainersError
+    else:
+        raise ValueError("no container")
 
 
 # Memory.
