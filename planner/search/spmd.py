@@ -18,7 +18,13 @@ from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.enumerate import Search, fixed_space, meshes, ranked
+from whalejax.planner.search.enumerate import (
+    KnownLayouts,
+    Search,
+    fixed_space,
+    meshes,
+    ranked,
+)
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request, Scored
@@ -169,6 +175,7 @@ class _Searches:
         self.request = request
         self.again = again
         self.found: list[tuple[Analysed, Search]] = []
+        self.grids: list[KnownLayouts] = []
         self.tried: dict[int, set[frozenset[int]]] = {}
 
     def best_seconds(self) -> float:
@@ -197,13 +204,13 @@ class _Searches:
         plain = [pair for pair in self.found if pair[1].split is None]
         others = [pair for pair in self.found if pair[1].split is not None]
         for _, search in others:
-            search.use_host_memory(self.best_seconds() * (1 + TIE))
+            search.use_host_memory(self.best_seconds())
         for analysed, search in plain:
             before = len(search.scored)
-            search.use_host_memory(self.best_seconds() * SLACK)
+            search.use_host_memory(self.best_seconds())
             if len(search.scored) > before:
                 for apart in self.set_apart(analysed, search):
-                    apart.use_host_memory(self.best_seconds() * (1 + TIE))
+                    apart.use_host_memory(self.best_seconds())
 
     def best_attention(self) -> Chosen:
         """How it runs in the fastest plan that fits, or in the one tried last."""
@@ -235,7 +242,7 @@ class _Searches:
         analysed, first = self.found[place]
         for policy in others if self.gains(first) else ():
             self.search(policy, attention, chunks)
-        first.resume(self.best_seconds() * SLACK)
+        first.resume(self.best_seconds())
         self.set_apart(analysed, first)
 
     def search(
@@ -267,9 +274,10 @@ class _Searches:
             analysed.dims,
             self.cluster,
             asked,
-            bound=self.best_seconds() * SLACK,
+            best=self.best_seconds(),
             slack=SLACK,
             program=shared,
+            grids=self.grids,
         )
         one.search_layouts()
         self.found.append((analysed, one))
@@ -292,8 +300,9 @@ class _Searches:
                 plain.request,
                 beside=plain,
                 split=split,
-                bound=self.best_seconds() * (1 + TIE),
+                best=self.best_seconds(),
                 slack=1 + TIE,
+                grids=self.grids,
             )
             apart.search_layouts()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
