@@ -8,7 +8,8 @@ compared with what is said of the same layout
     row        beside the plan for which the mesh is left open
     what_if    by ``plan.what_if`` of a plan on another mesh
     together   by the evaluator, in an array of every layout of its program
-    paper      by ``wh.plan(..., runnable=False)``, the search over estimates, too
+    paper      by the search over estimates (``runnable=False``), which knows no
+               program's axes of space
 
 A term may differ by rounding: disagreement is the largest difference of a term, as a
 part of the step or of all memory.
@@ -21,9 +22,9 @@ versions and seed; without options a fresh sample, drawn by today's date or by
 ``--seed``, is compared beside it, within seven minutes. ``--refresh`` compares those of
 the kept draws that are not in the file yet, and goes on where it was interrupted. The
 last line is one JSON object: layouts (drawn and planned), refused (drawn, and served by
-no executor), max_disagreement (of all ways but paper), disagreement (of each way),
-compared (layouts of which each way says something), worst, fresh,
-fresh_max_disagreement and commits.
+no executor), max_disagreement (of all ways), disagreement (of each way), compared
+(layouts of which each way says something), worst, fresh, fresh_max_disagreement and
+commits.
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ import optax
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.search import spmd
+from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
+from whalejax.planner.search.batched.cases import Cases
+from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.mesh_grid import Frames
+from whalejax.planner.search.batched.partition import cut_layers
+from whalejax.planner.search.batched.step_time import settle, weigh
 from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Scored
 from whalejax.planner.sharding.layout import divisors
 
 
@@ -109,20 +117,27 @@ def drawn(number: int, seed: int) -> Drawn:
     mesh = dict.fromkeys(AXES, 1)
     names = ["data", "fsdp", "tensor"]
     if program != "images":
-        names += ["context"] + ["stage"] * (chance.random() < 0.4)
+        names += ["context"]
+    if program in ("scanned", "llama"):
+        names += ["stage"] * (chance.random() < 0.4)
     names += ["expert"] * (program == "experts")
     chance.shuffle(names)
     for name in names[:-1]:
         mesh[name] = chance.choice(divisors(left))
         left //= mesh[name]
     mesh[names[-1]] = left
+    alike = "+" not in cluster
+    parts = (1,) if program in ("images", "experts") else (1, 1, 2, 4)
+    if mesh["stage"] > 1 or not alike:
+        parts = tuple(max(n, 4) for n in parts)
     options: dict[str, Any] = {
         "mesh": {a: n for a, n in mesh.items() if n > 1 or a != "stage"},
-        "num_micro_batches": chance.choice((1, 1, 2, 4)),
-        "zero": chance.choice((0, 0, 1, 2)) if mesh["stage"] == 1 else 0,
+        "num_micro_batches": chance.choice(parts),
         "remat": chance.choice(("none", "none", "dots", "full")),
     }
-    if mesh["stage"] == 1 and program not in ("images",):
+    if mesh["stage"] == 1 and mesh["data"] > 1 and alike:
+        options["zero"] = chance.choice((0, 0, 1, 2))
+    if mesh["stage"] == 1 and program != "images":
         options["attention"] = chance.choice(("gather", "gather", "ring"))
         options["loss_chunks"] = chance.choice((1, 1, 4))
     return Drawn(program=program, cluster=cluster, batch=64, options=options)
@@ -146,11 +161,7 @@ def planner(program: str, cluster: str, batch: int) -> Callable[..., Any]:
 
 def terms(one: Any) -> dict[str, float]:
     """Seconds and bytes of a plan or of a row, by term."""
-    found = {f.name: getattr(one.time, f.name) for f in dataclasses.fields(one.time)}
-    memory = {
-        f.name: getattr(one.memory, f.name) for f in dataclasses.fields(one.memory)
-    }
-    return {**found, **memory}
+    return {**dataclasses.asdict(one.time), **dataclasses.asdict(one.memory)}
 
 
 def difference(one: Any, other: dict[str, float]) -> float:
@@ -201,12 +212,14 @@ def _others(
     changed = _planned(plan, offload=()) if free is None else free
     if changed is not None:
         yield "what_if", terms(changed.what_if(**one.options))
-    found = _together(alone, searches) if stages == 1 else None
-    if found is not None:
-        yield "together", found
-    paper = _planned(plan, **one.options, offload=(), runnable=False)
-    if paper is not None and paper.axis_sizes == alone.axis_sizes:
-        yield "paper", terms(paper)
+    chosen = _chosen(alone, searches) if stages == 1 else None
+    if chosen is not None:
+        search, scored = chosen
+        found = _together(search, scored)
+        if found is not None:
+            yield "together", found
+        for estimate in _paper(search, scored):
+            yield "paper", estimate
 
 
 def _planned(plan: Callable[..., Any], **options: Any) -> Any:
@@ -216,40 +229,84 @@ def _planned(plan: Callable[..., Any], **options: Any) -> Any:
         return None
 
 
-def _together(alone: Any, searches: list[Search]) -> dict[str, float] | None:
-    """The layout in an array of every layout of its program."""
+def _chosen(alone: Any, searches: list[Search]) -> tuple[Search, Scored] | None:
+    """The search that found a plan, and what it found."""
     for search in searches:
         for scored in search.scored:
-            if scored.time != alone.time or scored.memory != alone.memory:
-                continue
-            own = dataclasses.replace(search.request, mesh=None, zero=None)
-            every = Search(
-                search.graph,
-                search.dims,
-                search.cluster,
-                own,
-                beside=None if search.split is None else search,
-                split=search.split,
-                program=search.program,
-            )
-            layouts = every._layouts(every.meshes(scored.mesh["context"]))
-            cases = layouts.cases.with_count(
-                np.full(len(layouts.cases), scored.num_micro_batches)
-            )
-            for index, row in enumerate(cases.row.tolist()):
-                same = layouts.meshes[row] == scored.mesh
-                same = same and cases.tables_at(index) == scored.tables
-                if same and int(cases.zero[index]) == scored.zero:
-                    times = every.evaluator.times(cases).at(index)
-                    memory = every.evaluator.memory(cases, ()).at(index)
-                    time_ = dataclasses.replace(
-                        times, allocation_seconds=scored.time.allocation_seconds
-                    )
-                    return {
-                        **dataclasses.asdict(time_),
-                        **dataclasses.asdict(memory),
-                    }
+            if scored.time == alone.time and scored.memory == alone.memory:
+                return search, scored
     return None
+
+
+def _together(search: Search, scored: Scored) -> dict[str, float] | None:
+    """The layout in an array of every layout of its program."""
+    every = Search(
+        search.graph,
+        search.dims,
+        search.cluster,
+        dataclasses.replace(search.request, mesh=None, zero=None),
+        beside=None if search.split is None else search,
+        split=search.split,
+        program=search.program,
+    )
+    layouts = every._layouts(every.meshes(scored.mesh["context"]))
+    number = len(layouts.cases)
+    cases = layouts.cases.with_count(np.full(number, scored.num_micro_batches))
+    for index, row in enumerate(cases.row.tolist()):
+        same = layouts.meshes[row] == scored.mesh
+        same = same and cases.tables_at(index) == scored.tables
+        if same and int(cases.zero[index]) == scored.zero:
+            times = every.evaluator.times(cases).at(index)
+            memory = every.evaluator.memory(cases, ()).at(index)
+            fresh = search.cluster.slowest.fresh_seconds(memory.temporary_bytes)
+            times = dataclasses.replace(times, allocation_seconds=fresh)
+            return {**dataclasses.asdict(times), **dataclasses.asdict(memory)}
+    return None
+
+
+def _paper(search: Search, scored: Scored) -> Iterator[dict[str, float]]:
+    """The layout in the search over estimates."""
+    if len(search.cluster.kinds) > 1 or scored.sequence_parallel:
+        return
+    request = dataclasses.replace(search.request, mesh=None, remat=(), zero=None)
+    try:
+        wide = WideSearch(search.graph, search.cluster, request)
+    except NoMeshError:
+        return
+    mesh, sizes = scored.mesh, wide.space.sizes
+    parts = mesh["data"] * mesh["fsdp"] * mesh["expert"] * scored.num_micro_batches
+    same = sizes["samples"] == wide.batch // parts
+    for axis in ("expert", "context", "tensor"):
+        same &= sizes[axis] == mesh[axis]
+    for cell in np.flatnonzero(same):
+        variant = wide.served[int(wide.model.cells[Column("variant")][cell])]
+        tables = {g: t for g, t in scored.tables.items() if g in variant.tables}
+        unlike = _names(variant.tables, wide, mesh) != _names(tables, search, mesh)
+        if variant.sequence_parallel or unlike:
+            continue
+        given = {f.name: 0 for f in dataclasses.fields(Frames)}
+        given |= {"cell": cell, "stage": 1, "chunks": 1, "zero": scored.zero}
+        given |= {"data": mesh["data"], "fsdp": mesh["fsdp"]}
+        given |= {"micro_batches": scored.num_micro_batches}
+        frames = Frames(**{name: np.array([n]) for name, n in given.items()})
+        model = dataclasses.replace(wide.model, exact=wide.liveness)
+        cases = Cases(model, frames, wide.placements()[0], None)
+        cut_layers(cases)
+        found = weigh(cases)
+        settle(cases, found, np.arange(1), frames.micro_batches)
+        if wide.liveness.covers(cases):
+            times, memory = found.time_terms(0), found.memory_terms(0)
+            yield {**dataclasses.asdict(times), **dataclasses.asdict(memory)}
+
+
+def _names(tables: Any, search: Any, mesh: dict[str, int]) -> dict[Any, set[str]]:
+    """Compute tables by names, as far as axes shard anything."""
+    return {
+        (region, axis): {search.dims.roles[role].name for role in roles}
+        for region, table in tables.items()
+        for axis, roles in table.items()
+        if mesh[axis] > 1 and axis in ("expert", "tensor")
+    }
 
 
 def compared(one: Drawn) -> dict[str, Any]:
@@ -277,18 +334,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     off = {
         way: [row["off"][way] for row in planned if way in row["off"]] for way in WAYS
     }
-    exact = [way for way in WAYS if way != "paper"]
     worst = max(
         planned,
-        key=lambda row: max((row["off"].get(way, 0.0) for way in exact), default=0.0),
+        key=lambda row: max((row["off"].get(way, 0.0) for way in WAYS), default=0.0),
         default=None,
     )
     return {
         "layouts": len(planned),
         "refused": len(rows) - len(planned),
-        "max_disagreement": max(
-            (max(off[w], default=0.0) for w in exact), default=None
-        ),
+        "max_disagreement": max((max(off[w], default=0.0) for w in WAYS), default=None),
         "disagreement": {way: max(found, default=None) for way, found in off.items()},
         "compared": {way: len(found) for way, found in off.items()},
         "worst": worst and f"{worst['program']} {worst['cluster']}: {worst['layout']}",

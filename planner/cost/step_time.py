@@ -236,6 +236,11 @@ class _Inside:
     def _use(self, cases: LayoutCases) -> None:
         self.cases, self.number = cases, len(cases)
         self.parts = cases.count // self.model.traced_parts
+        # Of a single case nothing has to be told apart.
+        self.single: list[tuple[np.ndarray, Mapping[int, Table], Setting]] = []
+        if len(cases) == 1:
+            s = dataclasses.replace(self._setting(cases.mesh), like=cases.mesh_at(0))
+            self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
 
     def take(self, rows: np.ndarray) -> None:
         """Go on with some of the cases."""
@@ -278,6 +283,9 @@ class _Inside:
         Yields:
             Their indices, the tables of one of them, and their setting.
         """
+        if self.single:
+            yield from self.single
+            return
         first, inverse = distinct_columns(columns)
         order = np.argsort(inverse, kind="stable")
         bounds = np.searchsorted(inverse[order], np.arange(1, len(first)))
@@ -454,6 +462,7 @@ class _Links:
         wire: Payload bytes of all of them, by case.
         gathered: Payload bytes of the largest gather between TaskGraphs, by case.
         run: Collectives as they run; of a single case alone.
+        gathers: Place among these of gathers of parameters.
     """
 
     def __init__(self, cases: LayoutCases, cluster: Cluster) -> None:
@@ -462,6 +471,7 @@ class _Links:
         self.seconds: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(number))
         self.wire, self.gathered = np.zeros(number), np.zeros(number)
         self.run: list[Collective] = []
+        self.gathers: dict[object, int] = {}
         first, self.place = distinct_columns([*cases.mesh.values()])
         self.mesh = {axis: sizes[first] for axis, sizes in cases.mesh.items()}
         self.spans = functools.cache(self._spans)
@@ -517,9 +527,10 @@ class _Links:
             count=int(np.ravel(c.count)[0]),
         )
         if c.what == "parameter" and not c.scope:
-            for place, known in enumerate(self.run):
-                if dataclasses.replace(known, count=one.count) == one:
-                    both = known.count + one.count
-                    self.run[place] = dataclasses.replace(known, count=both)
-                    return
+            key = one.kind, one.axes, one.phase, one.payload_bytes
+            place = self.gathers.setdefault(key, len(self.run))
+            if place < len(self.run):
+                both = self.run[place].count + one.count
+                self.run[place] = dataclasses.replace(one, count=both)
+                return
         self.run.append(one)

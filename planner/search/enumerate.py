@@ -95,6 +95,12 @@ NEAR = 1.02
 """How many times the best step a plan of many meshes may take that is evaluated: more
 than plans may tie."""
 
+MANY_TABLES = 8
+"""Tables of a block of cases from which those of one are evaluated together."""
+
+ROUNDED = 2**10
+"""Bytes that sums of memory may be off by rounding."""
+
 FIRST_BLOCK, BLOCK = 32, 256
 """Cases whose memory is computed together: the fastest, and others."""
 
@@ -664,6 +670,7 @@ class Search:
         """
         found: dict[int, tuple[float, Mapping[int, Table]]] = {}
         for layouts, times, lacking in self._lacking:
+            lacking = lacking[times.step[lacking] <= self.bound]
             cases = layouts.cases.take(lacking)
             shards, step = cases.mesh["tensor"] > 1, times.step[lacking]
             for tables, rows in cases.batches:
@@ -694,9 +701,32 @@ class Search:
                 left = left[hopeful]
             for group in others:
                 left = self._score_group(layouts, times, left, group)
+        if self.weighed and not self.scored and self._nearest is None:
+            self._find_nearest()
         self._lacking = []
         if not self.scored and self._nearest is not None:
             self.scored.append(self._nearest)
+
+    def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
+        """Whether devices hold parameters and the optimizer's state, by case.
+
+        Of few meshes all are evaluated, which say what they lack.
+        """
+        if not self.follows:
+            return np.ones(len(cases), dtype=bool)
+        least = self.evaluator.least_memory(cases, offload)
+        found: np.ndarray = least <= self.cluster.memory_bytes + ROUNDED
+        return found
+
+    def _find_nearest(self) -> None:
+        """Evaluate what needs least memory, where devices hold no parameters."""
+        *_, group = self.hosting.options()
+        for layouts, times, lacking in self._lacking:
+            if len(lacking):
+                cases = layouts.cases.take(lacking)
+                least = self.evaluator.least_memory(cases, group[-1])
+                rows = lacking[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
+                self._with_offload(layouts, times, rows, group[-1])
 
     def _score_group(
         self,
@@ -714,7 +744,12 @@ class Search:
         size = FIRST_BLOCK if self.bound == math.inf else BLOCK
         lacking = []
         while len(left) and step[left[0]] <= self.bound:
-            some = left[step[left] <= self.bound][:size]
+            some = left[step[left] <= self.bound]
+            table = layouts.cases.table[some]
+            if len(np.unique(table[:size])) > MANY_TABLES:
+                # Memory is computed together for cases with the same tables.
+                some = some[table == table[0]]
+            some = some[:size]
             found, fits = self._in_host_memory(layouts, times, some, group)
             self.scored += found
             best = min((s.time.step_seconds for s in found if s.fits), default=math.inf)
@@ -741,7 +776,12 @@ class Search:
         """Layouts of meshes; those that a search beside this one has made, too."""
         size = self.graph.batch_size, self.graph.num_micro_batches
         apart = self.split and (self.split.shared, self.split.parents)
-        key = len(every), size, apart, self.named_axes, self.hosting.nothing
+        asked, fixed = self.request, sorted((self.request.mesh or {}).items())
+        key = (
+            *(len(every), size, apart, self.named_axes, self.hosting.nothing),
+            *(asked.num_devices, fixed, asked.among, asked.copies),
+            *(asked.zero, asked.num_micro_batches, asked.combine),
+        )
         options = dataclasses.replace(self.options, homes={})
         for known in self.grids:
             if known.key == key and known.options == options and len(every) > 1:
@@ -852,7 +892,13 @@ class Search:
             if self.request.offload is not None and not serves.all():
                 self._refuse(UPDATED_IN_OTHER_SHARDS, int((~serves).sum()))
             least = step.step + self.evaluator.offload_seconds(cases, offload, step)
-            some = np.flatnonzero(serves & (least <= self.bound))
+            near = serves & (least <= self.bound)
+            holds = self._may_hold(cases, offload)
+            if offload == (self.request.offload or ()) and (near & ~holds).any():
+                lacks = float(step.step[near & ~holds].min())
+                self.least_lacking = min(self.least_lacking, lacks)
+            self.weighed += int((near & ~holds).sum())
+            some = np.flatnonzero(near & holds)
             if len(some):
                 plans, fits = self._with_offload(layouts, times, rows[some], offload)
                 fit[some] |= fits

@@ -243,6 +243,18 @@ class Evaluator:
         terms["working"] = terms["working"] + over
         return MemoryColumns(terms=terms, host=found.host)
 
+    def least_memory(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
+        """Bytes that a device needs at any moment of a step, by case.
+
+        Args:
+            cases: Layouts with their ZeRO levels.
+            offload: Names of what is in host memory.
+        """
+        found = np.zeros(len(cases))
+        for rows, cuts in cases.cuts(self.facts):
+            found[rows] = self.layout_memory.least(cuts, offload)
+        return found
+
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Where parameters are to be in host memory, whether some are, by case."""
         found = np.full(len(cases), "params" not in offload)

@@ -70,12 +70,24 @@ Again = Callable[[Remat, Chosen, int], Graph]
 """The captured loss with some TaskGraphs computed again in the backward pass, some
 attention run in blocks, and logits made of a part of the tokens at a time."""
 
-Known = dict[
-    tuple[Remat, Chosen, int, CompilerProfile],
-    "tuple[Analysed, AnalysedProgram] | None",
-]
-"""Programs of one loss, as policies, attention and chunks make them, for devices of a
-compiler; None where there is none such."""
+
+class Known(
+    dict[
+        tuple[Remat, Chosen, int, CompilerProfile],
+        "tuple[Analysed, AnalysedProgram] | None",
+    ]
+):
+    """Programs of one loss, as policies, attention and chunks make them, for devices of
+    a compiler; None where there is no such program.
+
+    Attributes:
+        grids: layouts that searches of some of them have made.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        super().__init__()
+        self.grids: list[KnownLayouts] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +147,7 @@ def searches(
     fewest micro-batches, or those that lack some would be slower with enough than what
     fits, no policy can be better than none.
     """
-    known = {} if known is None else known
+    known = Known() if known is None else known
     return _Searches(graph, cluster, request, again, known).all()
 
 
@@ -175,7 +187,6 @@ class _Searches:
         self.request = request
         self.again = again
         self.found: list[tuple[Analysed, Search]] = []
-        self.grids: list[KnownLayouts] = []
         self.tried: dict[int, set[frozenset[int]]] = {}
 
     def best_seconds(self) -> float:
@@ -277,7 +288,7 @@ class _Searches:
             best=self.best_seconds(),
             slack=SLACK,
             program=shared,
-            grids=self.grids,
+            grids=self.known.grids,
         )
         one.search_layouts()
         self.found.append((analysed, one))
@@ -302,7 +313,7 @@ class _Searches:
                 split=split,
                 best=self.best_seconds(),
                 slack=1 + TIE,
-                grids=self.grids,
+                grids=self.known.grids,
             )
             apart.search_layouts()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
@@ -361,17 +372,23 @@ def _splits(
     if plain.request.sequence_parallel is False or not options.sequence:
         return
     asked = plain.request.sequence_parallel
-    scored = sorted(plain.scored, key=lambda s: s.time.step_seconds)
-    fitting = [s.tables for s in scored if s.fits and s.mesh["tensor"] > 1]
     # What stands between products in parts takes less memory.
-    lacking = [
-        tables for seconds, tables in plain.lacking_tables() if asked or seconds <= best
+    several = [
+        (seconds, tables)
+        for seconds, tables in plain.lacking_tables()
+        if asked or seconds <= best
     ]
-    found: dict[frozenset[int], None] = {}
-    for several in (fitting, lacking):
-        sets = dict.fromkeys(shared_roles(t, options.batch) for t in several)
-        found |= dict.fromkeys([*filter(None, sets)][: None if asked else MOST_SPLITS])
-    fresh = [roles for roles in found if roles not in tried]
+    several += [
+        (s.time.step_seconds, s.tables)
+        for s in plain.scored
+        if s.fits and s.mesh["tensor"] > 1
+    ]
+    several.sort(key=lambda pair: pair[0])
+    sets = dict.fromkeys(shared_roles(t, options.batch) for _, t in several)
+    found = [*sets][: None if asked else MOST_SPLITS]
+    fresh = [roles for roles in found if roles and roles not in tried]
+    if not asked:
+        fresh = fresh[: max(0, MOST_SPLITS - len(tried))]
     tried.update(fresh)
     yield from splits_between(analysed.graph, analysed.dims, fresh)
 
