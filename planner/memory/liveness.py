@@ -60,6 +60,10 @@ NOWHERE = -1
 
 Works = list[dict[Entry, float]]
 
+_PutOff = tuple[int, list[tuple[int, Entry]], list[tuple[int, int, Entry]]]
+"""A product's number; the gradients that it reads; what of all that is kept it reads,
+with the first reader of each."""
+
 
 def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
     """Data that products read beside weights which they gather again, outside loops.
@@ -132,6 +136,7 @@ class Timeline:
         self.fused = set() if regathers else self._fused_gradients()
         self.saved = self._saved()
         self._last_readers = self._read_last()
+        self._put_off = self._products_put_off()
 
     def _narrowed_operands(self) -> set[int]:
         """What products read that is narrower than what it is made from.
@@ -391,7 +396,7 @@ class Timeline:
     def _fetched(self) -> dict[int, list[int]]:
         """For each checkpointed region, what comes back from host memory for it."""
         found: dict[int, dict[int, None]] = {}
-        for op in self.graph.ops:
+        for op in self.graph.ops if self.waiting else ():
             if op.remat is not None:
                 slots = op.operands + op.results
                 here = (t for t in slots if t in self.waiting)
@@ -445,21 +450,34 @@ class Timeline:
         """
         kept: dict[int, Entry] = {}
         gradients: dict[int, Entry] = {}
+        for i, own, read in self._put_off:
+            if i < span.end:
+                continue
+            gradients.update(own)
+            kept.update((t, entry) for t, first, entry in read if first >= span.end)
+        return Counter(kept.values()) + Counter(gradients.values())
+
+    def _products_put_off(self) -> list[_PutOff]:
+        """Products whose weights' gradients may be put off, in program order."""
+        found: list[_PutOff] = []
         for i, op in enumerate(self.graph.ops):
+            if op.trip > 1 or op.remat is not None or op.matmul is None:
+                continue
             data = [t for t in op.operands[:2] if not self.weight[t]]
-            here = op.trip == 1 and op.remat is None and op.matmul is not None
-            if i < span.end or not here or len(data) != 1:
+            if len(data) != 1:
                 continue
             values = {self._part_of(t) for t in op.results if self._value(t)}
             fused = values & self.fused
-            gradients.update((t, self._entry(t)) for t in values - fused)
+            gradients = [(t, self._entry(t)) for t in values - fused]
             read = {t for t in op.results if t in self.reader}
             inside = {t for t in read if self.reader[t].elementwise}
-            for t in self.sources(data[0]) | fused | inside:
-                first, nbytes, home = self.saved.get((t, 0), (0, 0, NOWHERE))
-                if first >= span.end:
-                    kept[t] = Entry(t, nbytes, home)
-        return Counter(kept.values()) + Counter(gradients.values())
+            saved = [
+                (t, first, Entry(t, nbytes, home))
+                for t in self.sources(data[0]) | fused | inside
+                for first, nbytes, home in [self.saved.get((t, 0), (0, 0, NOWHERE))]
+            ]
+            found.append((i, gradients, saved))
+        return found
 
     def _part_of(self, tensor: int) -> int:
         """The sum of values that a value is a part of, as of a residual, or itself.
@@ -532,7 +550,7 @@ class Timeline:
                 ]
                 rows.append({self._entry(t): 1.0 for t in there})
             rows.append({self._entry(t): n for t, n in self._masked(op)[:1]})
-        yield from _undominated(rows)
+        yield from _undominated([row for row in rows if row] or rows[:1])
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
         """It is kept, or is no wider than what is kept and read for its sake alone.
@@ -777,11 +795,20 @@ def _add(
 
 
 def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:
+    """The rows that no other holds as much of everything as; of equal ones the first.
+
+    What holds as much as a row holds its rarest entry too, so that few are compared.
+    """
+    holding: dict[Entry, list[int]] = {}
     for i, row in enumerate(rows):
-        larger = (
-            other
-            for j, other in enumerate(rows)
-            if j != i and all(other.get(e, 0) >= n for e, n in row.items())
-        )
-        if not any(other != row or rows.index(other) < i for other in larger):
+        for entry in row:
+            holding.setdefault(entry, []).append(i)
+    for i, row in enumerate(rows):
+        places = (holding[entry] for entry, n in row.items() if n > 0)
+        near = min(places, key=len, default=range(len(rows)))
+        if not any(
+            all(rows[j].get(e, 0) >= n for e, n in row.items())
+            for j in near
+            if j != i and (j < i or rows[j] != row)
+        ):
             yield row

@@ -678,6 +678,18 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
     }
 
 
+def holds_tiles(jaxpr: Any) -> bool:
+    """Whether a program has such slices anywhere.
+
+    Args:
+        jaxpr: open or closed.
+    """
+    equations = _compat.open_jaxpr(jaxpr)[0].eqns
+    return bool(tiles(equations)) or any(
+        holds_tiles(inner) for e in equations for inner in inner_jaxprs(e)
+    )
+
+
 def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of rows, of that of each sample's."""
     samples, first, *rest = shape
