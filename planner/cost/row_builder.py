@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -102,7 +102,11 @@ class Views:
         self._slot_numbers: dict[Slot, int] = {}
         self.slot_kinds: list[Slot] = []
         self.slots = [self._slot(t, dims.layouts[t]) for t in range(count)]
-        self._role_sets: dict[frozenset[int], frozenset[int]] = {}
+        self.slots_of = [
+            tuple(self.slot(index, s, t) for s, t in enumerate(slots_of(op)))
+            for index, op in enumerate(graph.ops)
+        ]
+        self._role_sets: dict[Hashable, tuple[frozenset[int], frozenset[int]]] = {}
         self.present = [self._present(i) for i in range(len(graph.ops))]
         self.in_memory, self.in_memory_of_kernels = (
             [self._in_memory(t, kernels) for t in range(count)]
@@ -239,7 +243,7 @@ class Views:
         if op.reshape or op.kind in LOOPS or op.kind == "slice":
             return None
         count = len(op.operands)
-        slots = tuple(self.slot(index, s, t) for s, t in enumerate(slots_of(op)))
+        slots = self.slots_of[index]
         reads = (
             self._reads(index, op, self.in_memory, self.own_kernels),
             self._reads(index, op, self.in_memory_of_kernels, self.kernels),
@@ -384,24 +388,19 @@ class Views:
         op = self.graph.ops[index]
         if op.reshape or op.kind in LOOPS:
             return frozenset(), frozenset()
-        count = len(op.operands)
-        layouts = [
-            self.dims.seen.get((index, slot), self.dims.layouts[t])
-            for slot, t in enumerate(slots_of(op))
-        ]
-        present: set[int] = set()
-        kept: set[int] = set()
-        for factor in op.factors:
-            for slot, dim in factor.members:
-                present.update(layouts[slot][dim])
-                if slot >= count:
-                    kept.update(layouts[slot][dim])
-        return self._roles(present), self._roles(present - kept)
-
-    def _roles(self, roles: Set[int]) -> frozenset[int]:
-        """The same set of roles, one object for all that are equal."""
-        found = frozenset(roles)
-        return self._role_sets.setdefault(found, found)
+        count, slots = len(op.operands), self.slots_of[index]
+        key = id(op.factors), slots  # Equal layers share them.
+        if key not in self._role_sets:
+            present: set[int] = set()
+            kept: set[int] = set()
+            for factor in op.factors:
+                for slot, dim in factor.members:
+                    roles = self.slot_kinds[slots[slot]].layout[dim]
+                    present.update(roles)
+                    if slot >= count:
+                        kept.update(roles)
+            self._role_sets[key] = frozenset(present), frozenset(present - kept)
+        return self._role_sets[key]
 
     def _value(self, tensor: int) -> _Value:
         """A value with its maker and readers, how often it moves, and where."""
@@ -411,7 +410,7 @@ class Views:
         if maker is not None:
             present, reduced = self.present[maker]
         uses: list[tuple[int, int | None]] = [
-            (self._use(self.slot(index, slot, tensor), self.present[index][0]), index)
+            (self._use(self.slots_of[index][slot], self.present[index][0]), index)
             for index, slot in readers
         ]
         home = self.home[tensor]
