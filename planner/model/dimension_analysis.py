@@ -293,6 +293,7 @@ class _Same:
         return a is b or (
             a.batch_dims == b.batch_dims
             and (a.tensors is b.tensors or a.tensors == b.tensors)
+            and len(a.ops) == len(b.ops)
             and (a.ops is b.ops or all(map(_ties_alike, a.ops, b.ops)))
         )
 

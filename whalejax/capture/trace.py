@@ -360,9 +360,6 @@ class _Reader:
         )
         return self._read(walk, program)
 
-    def _walk(self, **settings: Any) -> Walk:
-        return Walk(rows=self.rows, rules=self.rules, **settings)
-
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)
         loss = loss_id(results)
