@@ -1,17 +1,16 @@
 """The search: every mesh, table and ZeRO level, and the cheapest that fits.
 
 Exact enumeration over the factorisations of the devices into ``data``, ``fsdp``,
-``expert`` and ``tensor``, over the logical dimensions that each model axis may shard in
-each TaskGraph, and over what is sharded in storage. ``context``, which shards the
-sequence, gets a size where the user fixes one, or where nothing fits without it. The
-cost of a TaskGraph under one table depends on nothing outside it but the layouts at its
-borders, so tables are costed once for each mesh and combined by adding.
+``expert``, ``context`` and ``tensor``, over the logical dimensions that each model axis
+may shard in each TaskGraph, and over what is sharded in storage. All layouts are
+evaluated as arrays, by the evaluator that says what a single plan takes. Of very many
+meshes, what is slower than the best by more than plans may tie is only timed.
 
 Among plans within half a percent of the fastest, the one with less memory is taken, and
 among equals the one that communicates less: predictions are not finer than that.
 
-The module is long because ``Search`` is one class: all its steps share what was
-costed once for each mesh.
+The module is long because ``Search`` is one class: what it enumerates and what it
+evaluates share what was asked, and what others have found.
 """
 
 from __future__ import annotations
@@ -290,6 +289,10 @@ class Search:
         )
         self.hosting = self.evaluator.hosting
         self.named_axes = pinned_axes(graph)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is evaluated yet."""
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}
