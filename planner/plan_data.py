@@ -15,9 +15,16 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
 
-from whalejax.meshes.checks import is_printable, is_whole, shown
+from whalejax.meshes.checks import (
+    Arguments,
+    check_fields,
+    is_number,
+    is_printable,
+    is_whole,
+    shown,
+)
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner import fields
+from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.planner.entries import (
     BatchLeaf,
     Beyond,
@@ -32,13 +39,15 @@ from whalejax.planner.entries import (
 )
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
-from whalejax.planner.step_options import StepOptions
+from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
 from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
 PLAN_VERSION: Final = 16
 """Version of the file format."""
+
+_COUNTS: Final = ("version", "num_micro_batches", "group_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +169,7 @@ class PlanData(StepOptions):
     )
 
     def __post_init__(self) -> None:
-        fields.check_plan(self)
+        _check_fields(self)
 
     @property
     def hash(self) -> str:
@@ -211,7 +220,9 @@ class PlanData(StepOptions):
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
         """
-        fields.check_collective(collective)
+        problems = Arguments("Plan.times", PlanError)
+        problems.of("collective", collective, Collective, "one of plan.collectives")
+        problems.raise_if_any()
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
@@ -302,6 +313,24 @@ class PlanData(StepOptions):
                 "plan.stages.plans[i].mesh(devices) with the devices of stage i"
             )
         return build_mesh(self.axes, devices, order=self.device_order)
+
+
+def _check_fields(plan: PlanData) -> None:
+    """Refuse a plan with fields of other types, or numbers that none can have."""
+    check_fields(plan, "plan", PlanError)
+    problems = Arguments("plan", PlanError)
+    counts = {name: getattr(plan, name) for name in _COUNTS}
+    for name, count in (counts | option_counts(plan)).items():
+        problems.whole(name, count, least=1)
+    problems.whole("zero", plan.zero, most=2)
+    problems.choice("combine", plan.combine, COMBINATIONS)
+    for name in ("product_flops", "optimizer_bytes"):
+        value = getattr(plan, name)
+        if value is not None and not (is_number(value) and value >= 0):
+            problems.refuse(name, value, "0 or more")
+    if plan.precision not in PRECISIONS:
+        problems.refuse("precision", plan.precision, "f32, bf16 or f16")
+    problems.raise_if_any()
 
 
 def _no_such_leaf(plan: PlanData, path: object) -> str:

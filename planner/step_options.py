@@ -85,14 +85,6 @@ class FixedOptions:
         fixed = {name: value for name, value in own.items() if value is not None}
         return options_of(StepOptions(**{**fixed, **decided}))
 
-    def whole_logits_first(self) -> Iterator[Self]:
-        """These options with all logits at once, then with their parts left open.
-
-        With all else fixed, logits in parts save memory and no time.
-        """
-        for chunks in (1, None):
-            yield dataclasses.replace(self, loss_chunks=chunks)
-
     def refused_by_stages(self) -> Iterator[str]:
         """Why stages of a pipeline cannot have these options, each with a remedy."""
         if self.offload:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from whalejax.planner.model.graph import Graph, Op
+from whalejax.planner.model.reshape_factors import Union
 
 
 _STEPS = 4
@@ -52,7 +53,7 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
     Returns:
         By operation, a number that the operations of a kernel share, or None.
     """
-    found = _Kernels(flow=flow, group=list(range(len(flow.graph.ops))))
+    found = _Kernels(flow=flow, group=Union(len(flow.graph.ops)))
     for index, op in enumerate(flow.graph.ops):
         single = op.kernel is None and len(op.results) == 1
         if single and not op.elementwise and op.kind.startswith("reduce"):
@@ -62,10 +63,10 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
 
 @dataclass(slots=True, kw_only=True)
 class _Kernels:
-    """Operations joined so far: ``group`` is a union-find over their indices."""
+    """Operations joined so far, by their indices."""
 
     flow: Dataflow
-    group: list[int]
+    group: Union
     joined: set[int] = field(default_factory=set)
 
     def add(self, index: int, op: Op) -> None:
@@ -89,11 +90,11 @@ class _Kernels:
     def numbers(self) -> list[int | None]:
         """The kernels of all operations, the graph's own among them."""
         self._join_makers()
-        count = len(self.group)
+        count = len(self.flow.graph.ops)
         return [
             op.kernel
             if op.kernel is not None
-            else count + self._root(i)
+            else count + self.group.find(i)
             if i in self.joined
             else None
             for i, op in enumerate(self.flow.graph.ops)
@@ -101,13 +102,13 @@ class _Kernels:
 
     def _join_makers(self) -> None:
         """Take in what is made for a kernel alone, the last operation first."""
-        for index in reversed(range(len(self.group))):
+        for index in reversed(range(len(self.flow.graph.ops))):
             op = self.flow.graph.ops[index]
             if index in self.joined or not (op.elementwise and self._passes(index)):
                 continue
             readers = {i for t in op.results for i, _ in self.flow.readers[t]}
             if readers and readers <= self.joined:
-                if len({self._root(i) for i in readers}) == 1:
+                if len({self.group.find(i) for i in readers}) == 1:
                     self._join(index, *readers)
 
     def _sources(self, tensor: int, size: int) -> dict[int, tuple[int, ...]]:
@@ -156,13 +157,6 @@ class _Kernels:
 
     def _join(self, *members: int) -> None:
         self.joined.update(members)
-        roots = {self._root(i) for i in members}
-        first = min(roots)
-        for root in roots:
-            self.group[root] = first
-
-    def _root(self, index: int) -> int:
-        while self.group[index] != index:
-            self.group[index] = self.group[self.group[index]]
-            index = self.group[index]
-        return index
+        first, *others = sorted({self.group.find(i) for i in members})
+        for root in others:
+            self.group.join(first, root)

@@ -13,7 +13,6 @@ are those of one program that runs on all stages. What they take in time is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -375,74 +374,3 @@ def _in_turns(empty: Schedule) -> Columns:
         backward = 2 * (index + 2 * (stages - 1) - stage) + 1
     tick = np.where(action == 0, forward, backward)
     return Columns(tick, stage, *_parts(empty, action, index), action)
-
-
-def problems_of(
-    table: Schedule, most_in_flight: Sequence[int] | None = None
-) -> list[str]:
-    """What makes a table illegal; empty where nothing does.
-
-    Every place does every action with every micro-batch once, after what it needs, one
-    action a tick, holding no more activations than allowed. Where stages act in turns,
-    what comes from another stage was made in a turn before.
-
-    Args:
-        table: the schedule.
-        most_in_flight: bound for each stage, or None for no bound.
-    """
-    expected: dict[Key, None] = {
-        (place, micro_batch, action): None
-        for place in range(table.num_places)
-        for micro_batch in range(table.num_micro_batches)
-        for action in table.actions
-    }
-    found = [
-        f"{row} is none of {table.num_stages} stages × {table.num_chunks} chunks × "
-        f"{table.num_micro_batches} micro-batches × {', '.join(table.actions)}"
-        for row in table.rows
-        if table.key(row) not in expected or not 0 <= row.stage < table.num_stages
-    ]
-    if found:
-        return found
-    ticks: dict[Key, ScheduleRow] = {}
-    taken: set[tuple[int, int]] = set()
-    for row in table.rows:
-        key = table.key(row)
-        if key in ticks:
-            found.append(
-                f"{key} stands twice, at ticks {ticks[key].tick} and {row.tick}"
-            )
-        if (row.stage, row.tick) in taken:
-            found.append(f"stage {row.stage} acts twice at tick {row.tick}")
-        taken.add((row.stage, row.tick))
-        ticks[key] = row
-    found += [f"{key} is missing" for key in expected if key not in ticks]
-    return [*found, *_out_of_order(table, ticks), *_too_many(table, most_in_flight)]
-
-
-def _out_of_order(table: Schedule, rows: dict[Key, ScheduleRow]) -> Iterator[str]:
-    """Rows before what they need, or behind a later tick."""
-    before = 0
-    for row in table.rows:
-        key, needed = table.key(row), table.needs(row)
-        if row.tick < before:
-            yield f"{key} at tick {row.tick} stands behind tick {before}"
-        before = max(before, row.tick)
-        source = None if needed is None else rows.get(needed)
-        if source is None:
-            continue
-        if source.tick >= row.tick:
-            yield f"{key} at tick {row.tick} comes before {needed}"
-        elif (
-            table.turn_ticks
-            and source.stage != row.stage
-            and table.turn(source) == table.turn(row)
-        ):
-            yield f"{key} stands in the same turn as {needed}, on another stage"
-
-
-def _too_many(table: Schedule, allowed: Sequence[int] | None) -> Iterator[str]:
-    """Stages that hold more activations than allowed."""
-    for stage, held in enumerate(table.in_flight):
-        if allowed is not None and held > allowed[stage]:
-            yield f"stage {stage} holds {held} activations, {allowed[stage]} allowed"

@@ -7,7 +7,7 @@ rows, what they need, and whether stages wait for each other at the end of a tur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from whalejax.planner.pipeline.schedules import (
     Columns,
     Key,
     Schedule,
-    ScheduleRow,
     columns_of,
     numbered,
 )
@@ -83,42 +82,30 @@ def simulate(
     27.0
     """
     seconds = _by_action(table, forward_seconds, backward_seconds, weight_seconds)
-    step = 0.0
+    busy, free = [0.0] * table.num_stages, [0.0] * table.num_stages
+    wait = transfer_seconds if table.num_stages > 1 else 0.0
     ends: list[float] = []
-    busy = [0.0] * table.num_stages
-    for row, end in _ends(table, seconds, transfer_seconds, max):
-        step = max(step, end)
+    sent: dict[Key, float] = {}
+    turn = 0
+    for row in table.rows:  # by tick: in each stage's order, behind what they need
+        if table.turn(row) > turn:
+            turn, free = table.turn(row), [max(free)] * table.num_stages
+        key, needed = table.key(row), table.needs(row)
+        start, took = free[row.stage], seconds[row.action][key[0]]
+        # What the place itself did before lies behind it in the stage's own order.
+        if needed is not None and needed[0] != key[0]:
+            # One reads it alone, so that it is forgotten once it is read.
+            start = max(start, sent.pop(needed) + wait)
+        free[row.stage] = end = start + took
+        busy[row.stage] += took
+        if row.action != "weight":
+            sent[key] = end
         ends.append(end)
-        busy[row.stage] += seconds[row.action][table.key(row)[0]]
     return ScheduleTimeline(
-        step_seconds=step, ends_seconds=tuple(ends), busy_seconds=tuple(busy)
+        step_seconds=max(ends, default=0.0),
+        ends_seconds=tuple(ends),
+        busy_seconds=tuple(busy),
     )
-
-
-def simulate_many(
-    table: Schedule,
-    forward: np.ndarray,
-    backward: np.ndarray,
-    transfer: np.ndarray,
-    *,
-    weight: np.ndarray | None = None,
-) -> np.ndarray:
-    """``simulate`` for many times at once, the step time alone.
-
-    Args:
-        table: the schedule.
-        forward, backward: seconds at each place along the pipeline, (place, case).
-        transfer: seconds from one place to the next, (case,).
-        weight: as ``backward``, of the gradient of the parameters; where the schedule
-            splits the backward, and only there.
-
-    Returns:
-        Step time of every case.
-
-    Raises:
-        PlanError: as ``simulate``.
-    """
-    return compiled(table).step_seconds(forward, backward, transfer, weight=weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +151,17 @@ class Compiled:
         *,
         weight: np.ndarray | None = None,
     ) -> np.ndarray:
-        """As ``simulate_many``."""
+        """As ``simulate``, of many cases: the step time of each alone.
+
+        Args:
+            forward, backward: seconds at each place along the pipeline, (place, case).
+            transfer: seconds from one place to the next, (case,).
+            weight: as ``backward``, of the gradient of the parameters; where the
+                schedule splits the backward, and only there.
+
+        Raises:
+            PlanError: as ``simulate``.
+        """
         table = self.table
         given = _by_action(table, forward, backward, weight)
         seconds = np.stack([given[name] for name in table.actions])
@@ -309,43 +306,3 @@ def _by_action(
         )
     problems.raise_if_any()
     return given
-
-
-def _ends(
-    table: Schedule,
-    seconds: Mapping[Action, Any],
-    transfer: Any,
-    latest: Callable[[Any, Any], Any],
-) -> Iterator[tuple[ScheduleRow, Any]]:
-    """Every row of a legal table, with when it ends if it begins as early as it can.
-
-    By tick, every stage's rows are in its order and behind what they need.
-
-    Args:
-        table: the schedule.
-        seconds: of each action at each place; numbers, or arrays of many cases.
-        transfer: from one place to the next.
-        latest: of two times.
-    """
-    free: list[Any] = [0.0] * table.num_stages
-    wait = transfer if table.num_stages > 1 else 0.0
-    sent: dict[Key, Any] = {}
-    turn = 0
-    for row in table.rows:
-        if table.turn(row) > turn:
-            turn = table.turn(row)
-            together = free[0]
-            for other in free[1:]:
-                together = latest(together, other)
-            free = [together] * table.num_stages
-        key, needed = table.key(row), table.needs(row)
-        place, _, action = key
-        start = free[row.stage]
-        # What the place itself did before lies behind it in the stage's own order.
-        if needed is not None and needed[0] != place:
-            # One reads it alone, so that it is forgotten once it is read.
-            start = latest(start, sent.pop(needed) + wait)
-        free[row.stage] = end = start + seconds[action][place]
-        if action != "weight":
-            sent[key] = end
-        yield row, end

@@ -8,9 +8,7 @@ of them; a width relative to theirs is predicted by that law.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +74,8 @@ class StageOverLink:
             bytes_per_second: of that link.
         """
         faster = bytes_per_second / self.bytes_per_second
-        return StageOverLink(
-            stage=self.stage,
-            bytes_per_second=bytes_per_second,
-            compute_seconds=self.compute_seconds,
-            wire_seconds=self.wire_seconds / faster,
-        )
+        seconds = self.wire_seconds / faster
+        return replace(self, bytes_per_second=bytes_per_second, wire_seconds=seconds)
 
     def at(self, width: float, layers: float = 1.0) -> StageOverLink:
         """The stage at another width and number of layers, by the square-cube law.
@@ -90,47 +84,8 @@ class StageOverLink:
             width: relative to the stage's own.
             layers: of the stage, relative to its own.
         """
-        return StageOverLink(
-            stage=self.stage,
-            bytes_per_second=self.bytes_per_second,
+        return replace(
+            self,
             compute_seconds=self.compute_seconds * width**2 * layers,
             wire_seconds=self.wire_seconds * width,
         )
-
-
-def over_links(
-    stages: Sequence[StageWork], bandwidths: Sequence[float]
-) -> tuple[StageOverLink, ...]:
-    """Each stage over each link.
-
-    Args:
-        stages: in order.
-        bandwidths: bytes per second, in order.
-    """
-    return tuple(
-        StageOverLink(
-            stage=number,
-            bytes_per_second=bandwidth,
-            compute_seconds=work.compute_seconds,
-            wire_seconds=work.wire_seconds(bandwidth),
-        )
-        for bandwidth in bandwidths
-        for number, work in enumerate(stages)
-    )
-
-
-def slope(widths: Sequence[float], ratios: Sequence[float]) -> float:
-    """Of a straight line through points in log-log, by least squares.
-
-    Args:
-        widths: of models.
-        ratios: such as wire over compute of each.
-
-    >>> round(slope([64, 128, 256], [8.0, 4.0, 2.0]), 6)
-    -1.0
-    """
-    x = [math.log(width) for width in widths]
-    y = [math.log(ratio) for ratio in ratios]
-    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    over = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return over / math.fsum((a - mean_x) ** 2 for a in x)

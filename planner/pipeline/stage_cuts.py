@@ -7,7 +7,6 @@ layers, an early stage holds more activations in flight.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ import numpy as np
 
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,39 +69,6 @@ class ChainCut:
     def slowest_seconds(self) -> float:
         """Pace of the pipeline."""
         return max(self.seconds)
-
-
-def stages_under(table: Schedule, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Stages that hold as many activations as a schedule's rows make them hold.
-
-    Args:
-        table: the schedule, of one part of the model on each stage.
-        stages: in the order of the pipeline; their ``in_flight`` is replaced.
-
-    Raises:
-        PlanError: the table is of another number of stages, or interleaves parts of
-            the model, which no cut of a chain describes.
-
-    >>> from whalejax.planner.pipeline.schedules import schedule
-    >>> [s.in_flight for s in stages_under(schedule("1f1b", 3, 8), [Stage()] * 3)]
-    [3, 2, 1]
-    """
-    problems = Problems(f"stages under {table.name}", PlanError)
-    if len(stages) != table.num_stages:
-        problems.add(
-            f"stages has {len(stages)} entries; expected {table.num_stages}, one for "
-            "each stage of the table. Build the table for as many"
-        )
-    if table.num_chunks > 1:
-        problems.add(
-            f"the table has {table.num_chunks} parts of the model on each stage; a cut "
-            "gives each stage one. Take a schedule that does not interleave"
-        )
-    problems.raise_if_any()
-    return tuple(
-        dataclasses.replace(stage, in_flight=held)
-        for stage, held in zip(stages, table.in_flight, strict=True)
-    )
 
 
 def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:

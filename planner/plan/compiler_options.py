@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
-from whalejax.planner.errors import PlanError
 
 
 OptionValue = bool | int | float | str
@@ -145,14 +144,3 @@ def _unknown(name: str) -> str:
         f"(such as xla_tpu_enable_async_collective_fusion). {nearest}Set another in "
         "the environment of the process: XLA_FLAGS, or LIBTPU_INIT_ARGS for a TPU's"
     )
-
-
-def refuse_unknown(options: Mapping[str, Any]) -> None:
-    """Raise if a plan may not carry some of its options.
-
-    Raises:
-        PlanError: every one of them.
-    """
-    problems = Problems("compiler_options", PlanError)
-    check_options(options, problems)
-    problems.raise_if_any()

@@ -12,11 +12,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.planner import fields
+from whalejax.meshes.checks import Arguments
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.plan import plan_file
-from whalejax.planner.plan.report import describe, explain, export, page, why
+from whalejax.planner.plan.report import describe, export, page, why
 from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.pictures import Pictured
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
@@ -175,7 +175,7 @@ class Plan(Pictured):
         Returns:
             Lines of text, with numbers.
         """
-        return explain.explain(self)
+        return why.explain(self)
 
     def describe(self) -> str:
         """Where the plan stands on the taxonomy of distributed training.
@@ -237,7 +237,7 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
-        fields.check_path("Plan.save", path)
+        _check_path("Plan.save", path)
         plan_file.write(self, path)
 
     @classmethod
@@ -251,7 +251,10 @@ class Plan(Pictured):
         Raises:
             PlanError: it is no plan, is damaged, was edited, or has another format.
         """
-        fields.check_document(document, name)
+        problems = Arguments("Plan.from_document", PlanError)
+        problems.of("document", document, dict, "what Plan.document gave")
+        problems.words("name", name)
+        problems.raise_if_any()
         return plan_file.from_document(cls, document, name)
 
     @classmethod
@@ -262,5 +265,11 @@ class Plan(Pictured):
             PlanError: the file is no plan, is damaged, was edited, or has another
                 format.
         """
-        fields.check_path("Plan.load", path)
+        _check_path("Plan.load", path)
         return plan_file.read(cls, path)
+
+
+def _check_path(title: str, path: object) -> None:
+    problems = Arguments(title, PlanError)
+    problems.path("path", path, "the path of a plan file")
+    problems.raise_if_any()

@@ -11,11 +11,7 @@ from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.square_cube import (
-    StageOverLink,
-    StageWork,
-    over_links,
-)
+from whalejax.planner.pipeline.square_cube import StageOverLink, StageWork
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.pictures import PicturedSquareCube
 from whalejax.planner.swarm_data import WIRES, wire_bytes
@@ -124,7 +120,17 @@ def square_cube(
     problems.raise_if_any()
     rates = [bytes_per_second(each, "bandwidths") for each in bandwidths]
     stages = stage_works(plan, wire)
-    return SquareCube(wire=wire, stages=stages, rows=over_links(stages, rates))
+    rows = tuple(
+        StageOverLink(
+            stage=number,
+            bytes_per_second=rate,
+            compute_seconds=work.compute_seconds,
+            wire_seconds=work.wire_seconds(rate),
+        )
+        for rate in rates
+        for number, work in enumerate(stages)
+    )
+    return SquareCube(wire=wire, stages=stages, rows=rows)
 
 
 def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:

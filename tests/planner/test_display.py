@@ -23,7 +23,7 @@ from tests.planner.pages import (
 )
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.report.diff import Shift, signed
+from whalejax.planner.plan.report.diff import signed
 from whalejax.planner.plan.report.page import plan_lines
 from whalejax.planner.plan.report.parameter_table import (
     collective_words,
@@ -255,7 +255,7 @@ def test_all_differences_can_be_shown() -> None:
     [(2e6, 1e6, "−1 MB"), (0, 5e9, "+5 GB"), (3, 3, "±0 B")],
 )
 def test_signs(before: float, after: float, text: str) -> None:
-    assert signed(Shift(what="", before=before, after=after), gigabytes) == text
+    assert signed(after - before, gigabytes) == text
 
 
 # The taxonomy.

@@ -1,9 +1,6 @@
-"""Schedules: legal, holding what their papers say; the checker sees what is not."""
+"""Schedules: legal, holding what their papers say."""
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from whalejax.planner.pipeline.schedules import (
     Schedule,
     ScheduleRow,
     most_in_flight,
-    problems_of,
     schedule,
 )
 
@@ -35,6 +31,29 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return schedule(name, stages, draw(st.integers(1, 12)))
 
 
+def check_legal(table: Schedule) -> None:
+    """Every action once, after what it needs, one a tick of a stage, in order."""
+    ticks = {table.key(row): row for row in table.rows}
+    assert len(table.rows) == len(ticks)
+    assert {*ticks} == {
+        (place, micro_batch, action)
+        for place in range(table.num_places)
+        for micro_batch in range(table.num_micro_batches)
+        for action in table.actions
+    }
+    assert len({(row.stage, row.tick) for row in table.rows}) == len(table.rows)
+    assert [row.tick for row in table.rows] == sorted(row.tick for row in table.rows)
+    for row in table.rows:
+        assert 0 <= row.stage < table.num_stages
+        needed = table.needs(row)
+        if needed is not None:
+            source = ticks[needed]
+            assert source.tick < row.tick
+            # What comes from another stage was made in a turn before.
+            if table.turn_ticks and source.stage != row.stage:
+                assert table.turn(source) < table.turn(row)
+
+
 @given(schedules())
 def test_every_schedule_is_legal(table: Schedule) -> None:
     allowed = most_in_flight(
@@ -45,16 +64,8 @@ def test_every_schedule_is_legal(table: Schedule) -> None:
         table.num_chunks,
     )
     allowed = np.broadcast_to(allowed, table.num_stages).tolist()
-    assert problems_of(table, allowed) == []
+    check_legal(table)
     assert list(table.in_flight) == allowed
-
-
-@given(schedules())
-def test_a_row_less_is_seen(table: Schedule) -> None:
-    for at in {0, len(table.rows) // 2, len(table.rows) - 1}:
-        rows = table.rows[:at] + table.rows[at + 1 :]
-        found = problems_of(dataclasses.replace(table, rows=rows))
-        assert f"{table.key(table.rows[at])} is missing" in found
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
@@ -111,95 +122,6 @@ def test_lockstep_gpipe_goes_back_as_it_came() -> None:
     assert sorted(mirrored) == sorted(
         (r.tick, r.stage, r.micro_batch) for r in table.rows
     )
-
-
-def at_tick(rows: Rows, index: int, tick: int) -> Rows:
-    """Rows, one of them at another tick and where it then belongs."""
-    moved = rows[index]._replace(tick=tick)
-    changed = (*rows[:index], moved, *rows[index + 1 :])
-    return tuple(sorted(changed, key=lambda row: (row.tick, row.stage)))
-
-
-def changed(rows: Rows, index: int, **values: object) -> Rows:
-    """Rows with something of one of them changed."""
-    other = rows[index]._replace(**values)  # type: ignore[arg-type]
-    return (*rows[:index], other, *rows[index + 1 :])
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "text"),
-    [
-        ("1f1b", lambda rows: rows[1:], "(0, 0, 'forward') is missing"),
-        ("1f1b", lambda rows: rows[:-1], "(0, 2, 'backward') is missing"),
-        ("zb-h1", lambda rows: rows[:-1], "(1, 2, 'weight') is missing"),
-        ("1f1b", lambda rows: (*rows, rows[-1]), "stands twice, at ticks 7 and 7"),
-        ("1f1b", lambda rows: (*rows, rows[-1]), "stage 0 acts twice at tick 7"),
-        (
-            "1f1b",
-            lambda rows: at_tick(rows, 0, 99),
-            "(1, 0, 'forward') at tick 1 comes before (0, 0, 'forward')",
-        ),
-        (
-            "1f1b",
-            lambda rows: at_tick(rows, 2, 0),
-            "(1, 0, 'forward') at tick 0 comes before (0, 0, 'forward')",
-        ),
-        (
-            "1f1b",
-            lambda rows: at_tick(rows, -1, 0),
-            "(0, 2, 'backward') at tick 0 comes before (1, 2, 'backward')",
-        ),
-        (
-            "zb-h1",
-            lambda rows: at_tick(rows, -1, 1),
-            "(1, 2, 'weight') at tick 1 comes before (1, 2, 'backward')",
-        ),
-        (
-            "1f1b",
-            lambda rows: rows[::-1],
-            "(0, 0, 'forward') at tick 0 stands behind tick 7",
-        ),
-        (
-            "1f1b",
-            lambda rows: changed(rows, 0, action="weight"),
-            "is none of 2 stages × 1 chunks × 3 micro-batches × forward, backward",
-        ),
-        ("zb-h1", lambda rows: changed(rows, 0, micro_batch=3), "micro_batch=3, "),
-        ("gpipe", lambda rows: changed(rows, 0, stage=2), "stage=2, "),
-        ("gpipe", lambda rows: changed(rows, 0, stage=-1), "stage=-1, "),
-        ("gpipe", lambda rows: changed(rows, 0, chunk=1), "chunk=1, "),
-        (
-            "1f1b-lockstep",
-            lambda rows: at_tick(rows, 2, 1),
-            "(1, 0, 'forward') stands in the same turn as (0, 0, 'forward')",
-        ),
-    ],
-)
-def test_the_checker_sees_what_is_wrong(
-    name: str, change: Callable[[Rows], Rows], text: str
-) -> None:
-    table = schedule(name, 2, 3)
-    broken = dataclasses.replace(table, rows=change(table.rows))
-    found = problems_of(broken)
-    assert any(text in problem for problem in found), found
-
-
-def test_the_checker_sees_a_stage_that_is_none() -> None:
-    table = schedule("interleaved", 2, 2, 2)
-    # Along the pipeline this is the place of stage 0's second part.
-    rows = changed(table.rows, 0, stage=2)
-    (found,) = problems_of(dataclasses.replace(table, rows=rows))
-    assert "stage=2, chunk=0" in found and "is none of 2 stages × 2 chunks" in found
-
-
-def test_the_checker_sees_too_many_in_flight() -> None:
-    assert problems_of(schedule("gpipe", 2, 3), [2, 3]) == [
-        "stage 0 holds 3 activations, 2 allowed"
-    ]
-    # A backward is done before the second forward, its gradient of parameters is not.
-    assert problems_of(schedule("zb-h1", 2, 3), [2, 1]) == [
-        "stage 1 holds 2 activations, 1 allowed"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from whalejax.planner.pipeline.simulate import (
     ScheduleTimeline,
     compiled,
     simulate,
-    simulate_many,
 )
 
 
@@ -89,7 +88,7 @@ def test_many_at_once_are_one_each(table: Schedule, seed: int) -> None:
     many = random.random((len(table.actions), table.num_places, 3))
     transfer = random.random(3)
     weight = many[2] if table.splits_backward else None
-    found = simulate_many(table, many[0], many[1], transfer, weight=weight)
+    found = compiled(table).step_seconds(many[0], many[1], transfer, weight=weight)
     sizes = table.num_stages, table.num_micro_batches, table.num_chunks
     steps = compiled(*written(table.name, *sizes))  # without its rows
     again = steps.step_seconds(many[0], many[1], transfer, weight=weight)
@@ -254,7 +253,7 @@ def test_times_of_a_backward_that_is_not_split() -> None:
 def test_times_of_a_split_backward_are_all_needed() -> None:
     one = np.ones((2, 1))
     with pytest.raises(PlanError) as caught:
-        simulate_many(schedule("zb-h1", 2, 2), one, one, np.zeros(1))
+        compiled(schedule("zb-h1", 2, 2)).step_seconds(one, one, np.zeros(1))
     assert (
         "weight_seconds is missing; zb-h1 splits the backward. Give the seconds of the "
         "gradient of the parameters at each of 2 places" in str(caught.value)

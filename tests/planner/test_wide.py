@@ -31,8 +31,8 @@ from whalejax.planner.pipeline.schedules import most_in_flight, schedule
 from whalejax.planner.pipeline.simulate import (
     STEADY_AFTER,
     any_cut_share,
+    compiled,
     simulate,
-    simulate_many,
 )
 from whalejax.planner.plan.plan_any import decide_any
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
@@ -288,7 +288,7 @@ def test_many_simulations_are_one_each(
     random = np.random.default_rng(0)
     forward, backward = random.random((2, stages * chunks, 5))
     transfer = random.random(5)
-    found = simulate_many(table, forward, backward, transfer)
+    found = compiled(table).step_seconds(forward, backward, transfer)
     for case in range(5):
         one = simulate(table, forward[:, case], backward[:, case], transfer[case])
         assert found[case] == pytest.approx(one.step_seconds)
@@ -332,10 +332,11 @@ def test_a_long_pipeline_is_timed_by_its_own_pace() -> None:
     table = schedule("1f1b", 4, 64)
     forward, backward = np.ones((4, 1)), 2 * np.ones((4, 1))
     whole = simulate(table, [1.0] * 4, [2.0] * 4, 0.5).step_seconds
-    long = float(simulate_many(table, forward, backward, np.array([0.5]))[0])
+    handed = np.array([0.5])
+    long = float(compiled(table).step_seconds(forward, backward, handed)[0])
     some, fewer = (
         float(
-            simulate_many(schedule("1f1b", 4, n), forward, backward, np.array([0.5]))[0]
+            compiled(schedule("1f1b", 4, n)).step_seconds(forward, backward, handed)[0]
         )
         for n in (STEADY_AFTER * 4, (STEADY_AFTER - 1) * 4)
     )

@@ -183,10 +183,9 @@ class PlanDiff:
         rest = by_change[len(kept) :]
         rows = [_cells(leaf) for leaf in self.leaves if leaf in kept]
         if rest:
-            size = Shift(what="", before=0, after=sum(r.more_bytes for r in rest))
-            time = Shift(what="", before=0, after=sum(r.more_seconds for r in rest))
-            sums = signed(size, gigabytes), signed(time, milliseconds)
-            rows.append([f"… {len(rest)} rows that change less", "", "", *sums])
+            size = signed(sum(r.more_bytes for r in rest), gigabytes)
+            time = signed(sum(r.more_seconds for r in rest), milliseconds)
+            rows.append([f"… {len(rest)} rows that change less", "", "", size, time])
         return rows
 
     def __str__(self) -> str:
@@ -196,14 +195,13 @@ class PlanDiff:
         return str(self)
 
 
-def signed(shift: Shift, form: Callable[[float], str]) -> str:
+def signed(more: float, form: Callable[[float], str]) -> str:
     """How much more or less, with a sign in front.
 
-    >>> signed(Shift(what="", before=2e6, after=1e6), gigabytes)
+    >>> signed(-1e6, gigabytes)
     '−1 MB'
     """
-    sign = "+" if shift.more > 0 else "−" if shift.more < 0 else "±"
-    return sign + form(abs(shift.more))
+    return ("+" if more > 0 else "−" if more < 0 else "±") + form(abs(more))
 
 
 def _total(
@@ -215,35 +213,30 @@ def _total(
 ) -> list[Line]:
     if not terms:
         return []
-    head = f"{form(whole.before)} → {form(whole.after)} ({signed(whole, form)})"
-    words = [f"{term.what} {signed(term, form)}" for term in terms]
+    head = f"{form(whole.before)} → {form(whole.after)} ({signed(whole.more, form)})"
+    words = [f"{term.what} {signed(term.more, form)}" for term in terms]
     return paragraph(name, [head, *words], width)
 
 
 def _cells(leaf: LeafShift) -> list[str]:
-    size = Shift(what="", before=leaf.bytes_before, after=leaf.bytes_after)
-    time = Shift(what="", before=leaf.seconds_before, after=leaf.seconds_after)
     words = leaf.before, leaf.after
     if leaf.before == leaf.after:
         words = leaf.collectives_before, leaf.collectives_after
     return [
         leaf.label,
-        words[0] or "absent",
-        words[1] or "absent",
-        signed(size, gigabytes),
-        signed(time, milliseconds),
+        *(word or "absent" for word in words),
+        signed(leaf.more_bytes, gigabytes),
+        signed(leaf.more_seconds, milliseconds),
     ]
 
 
 def _traffic_cells(moved: TrafficShift) -> list[str]:
-    size = Shift(what="", before=moved.bytes_before, after=moved.bytes_after)
-    time = Shift(what="", before=moved.seconds_before, after=moved.seconds_after)
     return [
         moved.what,
         gigabytes(moved.bytes_before),
         gigabytes(moved.bytes_after),
-        signed(size, gigabytes),
-        signed(time, milliseconds),
+        signed(moved.bytes_after - moved.bytes_before, gigabytes),
+        signed(moved.seconds_after - moved.seconds_before, milliseconds),
     ]
 
 

@@ -14,22 +14,9 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.entries import LeafPlan
+from whalejax.planner.errors import PlanError
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Spec
-
-
-MAXTEXT = {
-    "stage": "pipeline",
-    "data": "data",
-    "fsdp": "fsdp",
-    "expert": "expert",
-    "context": "context",
-    "depth": "depth",
-    "height": "height",
-    "width": "width",
-    "tensor": "tensor",
-}
-"""Our mesh axes and the word that MaxText's flags have for them."""
 
 
 Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
@@ -49,10 +36,7 @@ def flax_rules(plan: PlanData) -> Rules:
             some parameter would lie otherwise than the plan says; or devices take
             unequal shares.
     """
-    from whalejax.planner.errors import PlanError
-
-    _check_alike(plan)
-    _check_even(plan, "a table of rules")
+    _check_one_layout(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -145,10 +129,7 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
         PlanError: MaxText has no flags for it: stages with layouts of their own,
             unequal shares, or ``tensor`` sharding the batch in a part of the model.
     """
-    from whalejax.planner.errors import PlanError
-
-    _check_alike(plan)
-    _check_even(plan, "MaxText's flags")
+    _check_one_layout(plan, "MaxText's flags")
     if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
         raise PlanError(
             "tensor shards the batch in a part of the model under this plan, which "
@@ -156,7 +137,8 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
         )
     sizes = {axis: 1 for axis in MESH_AXES} | plan.axis_sizes
     flags: dict[str, int] = {}
-    for axis, word in MAXTEXT.items():
+    for axis in MESH_AXES:
+        word = "pipeline" if axis == STAGE else axis
         parts = axis_parts((axis,), sizes, plan.cluster)
         between = math.prod(p.size for p in parts if p.level == _network(plan.cluster))
         inside = math.prod(p.size for p in parts) // between
@@ -166,21 +148,13 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
     return flags
 
 
-def _check_alike(plan: PlanData) -> None:
-    """Refuse plans whose stages are models of their own."""
-    from whalejax.planner.errors import PlanError
-
+def _check_one_layout(plan: PlanData, form: str) -> None:
+    """Refuse stages that are models of their own, and devices with unlike shares."""
     if plan.apart:
         raise PlanError(
             "the stages of this plan have layouts of their own, which no one table or "
             "mesh says. Export each of plan.stages.plans"
         )
-
-
-def _check_even(plan: PlanData, form: str) -> None:
-    """Refuse plans whose devices take unlike shares."""
-    from whalejax.planner.errors import PlanError
-
     if plan.shares or plan.pipelines:
         raise PlanError(
             "unlike devices take unequal shares of the batch under this plan, and "

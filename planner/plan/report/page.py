@@ -80,17 +80,20 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
         *paragraph("mesh", crossings(plan), width, " · "),
         *_regions(plan, width),
         *_stages(plan, width),
-        *_shares(plan, width),
+        *(paragraph("shares", share_words(plan), width, " · ") if plan.shares else ()),
         (),
         *_parameters(plan, width, all_rows),
         (),
         *_traffic(plan, width, all_rows),
         (),
-        *_whole(plan, width, all_rows),
-        *_hints(plan, width),
     ]
-    for note in other_notes(plan):
-        lines += paragraph("note", [note], width)
+    for name, texts in (
+        ("whole", whole_words(plan, all_rows)),
+        ("hints", hints(plan)),
+        ("note", other_notes(plan)),
+    ):
+        for text in texts:
+            lines += paragraph(name, [text], width)
     return [*lines, *_next(plan, width)]
 
 
@@ -216,10 +219,6 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _shares(plan: PlanData, width: int | None) -> list[Line]:
-    return paragraph("shares", share_words(plan), width, " · ") if plan.shares else []
-
-
 def share_words(plan: PlanData) -> list[str]:
     """Micro-batches of the ranks of ``data``, or pipelines, where these are unlike."""
     each = max(1, plan.num_devices // len(plan.shares))
@@ -303,14 +302,6 @@ def traffic_rows(plan: PlanData) -> list[list[str]]:
 # What stays whole, what was asked for, and what else there was.
 
 
-def _whole(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
-    return [
-        line
-        for text in whole_words(plan, all_rows)
-        for line in paragraph("whole", [text], width)
-    ]
-
-
 def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
     """Parameters that every device holds whole, by the reason."""
     reasons = whole_reasons(plan)
@@ -326,10 +317,6 @@ def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
         others = f"for {len(reasons) - most} other reasons"
         lines.append(f"{len(rest)} parameters more ({nbytes}), {others}")
     return [*lines, *whole_dimensions(plan)]
-
-
-def _hints(plan: PlanData, width: int | None) -> list[Line]:
-    return [line for text in hints(plan) for line in paragraph("hints", [text], width)]
 
 
 def hints(plan: PlanData) -> list[str]:
@@ -358,8 +345,4 @@ def _next(plan: PlanData, width: int | None) -> list[Line]:
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     if not others:
         return []
-    text = (
-        f"{others[0].layout}: {milliseconds(others[0].step_seconds)}, "
-        f"{gigabytes(others[0].memory_bytes)} per device; {others[0].verdict}"
-    )
-    return paragraph("next", [text], width)
+    return paragraph("next", [str(others[0])], width)

@@ -101,14 +101,14 @@ def collectives_of(
     used = leaf.nbytes // shards(leaf.compute_spec, mesh)
     axes = added_axes(leaf.compute_spec, leaf.param_spec)
     if axes and leaf.gathers:
-        found.append(_gather(axes, "forward", used, leaf.gathers))
+        found.append(_moved("all-gather", axes, "forward", used, leaf.gathers))
     # Ranks that take unlike shares sum their gradients when all are done, and those
     # that combine them by Adasum exchange parts of them.
     adasum = plan.combine != "mean"
     last = ("data",) if (unlike or adasum) and "data" in leaf.summed else ()
     summed = tuple(axis for axis in leaf.summed if axis not in last)
     if summed:
-        whole = _sum(summed, "backward", used)
+        whole = _moved("all-reduce", summed, "backward", used)
         cut = set(added_axes(leaf.compute_spec, leaf.gradient_spec)) & set(summed)
         parts = reduced_gradients(
             summed,
@@ -120,35 +120,31 @@ def collectives_of(
         found += [c for c in parts if c.payload_bytes] if cut else [whole]
     if last:
         kept = leaf.nbytes // shards(leaf.gradient_spec, mesh)
-        sent = _sum(last, "update", kept)
+        sent = _moved("all-reduce", last, "update", kept)
         kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather")
         found += [replace(sent, kind=k) for k in kinds] if adasum else [sent]
     axes = added_axes(leaf.param_spec, leaf.optimizer_spec)
     if axes:
         stored = leaf.nbytes // shards(leaf.param_spec, mesh)
-        found.append(_gather(axes, "update", stored, 1))
+        found.append(_moved("all-gather", axes, "update", stored))
     return tuple(_as_run(plan, c) for c in found)
 
 
-def _gather(axes: tuple[str, ...], phase: str, nbytes: int, count: int) -> Collective:
+def _moved(
+    kind: CollectiveKind,
+    axes: tuple[str, ...],
+    phase: str,
+    nbytes: int,
+    count: int = 1,
+) -> Collective:
+    """A gather of the parameter, or a sum of its gradient."""
     return Collective(
-        kind="all-gather",
+        kind=kind,
         axes=axes,
         phase=phase,
-        what="parameter",
+        what="parameter" if kind == "all-gather" else "gradient",
         payload_bytes=nbytes,
         count=count,
-    )
-
-
-def _sum(axes: tuple[str, ...], phase: str, nbytes: int) -> Collective:
-    return Collective(
-        kind="all-reduce",
-        axes=axes,
-        phase=phase,
-        what="gradient",
-        payload_bytes=nbytes,
-        count=1,
     )
 
 

@@ -7,7 +7,7 @@ printed, compared and written wherever a plan can.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -220,9 +220,6 @@ class FoundData(Sequence[Plan]):
             ],
             "notes": list(self.notes),
         }
-
-    def __iter__(self) -> Iterator[Plan]:
-        return iter(self.plans)
 
     def lines(self, width: int | None) -> list[Line]:
         """The table, and where there is no plan, in lines.

@@ -1,4 +1,4 @@
-"""Plans in words: sizes, layouts, and why a parameter is laid out as it is.
+"""Plans in words: sizes, layouts, why a parameter lies as it does, why a plan is best.
 
 Plain text with no dependency, so that a plan can be read wherever it can be loaded;
 ``page`` puts the words together.
@@ -6,12 +6,15 @@ Plain text with no dependency, so that a plan can be read wherever it can be loa
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from whalejax.meshes.units import gigabytes
-from whalejax.planner.entries import LeafPlan
+from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.planner.entries import Candidate, LeafPlan, starred
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan.report.parameter_table import homes
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.step_options import option_words
@@ -84,10 +87,10 @@ def leaf_note(
 def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
     """Parameters that no axis shards, by the reason, those of most bytes first."""
     found: dict[str, list[LeafPlan]] = {}
-    homes = {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
+    own = homes(plan)
     for leaf in plan.leaves:
         if not any(leaf.param_spec):
-            home = homes.get(leaf.path, plan)
+            home = own.get(leaf.path, plan)
             reason = _whole_leaf(home, leaf, alone=home is plan)
             found.setdefault(reason, []).append(leaf)
     return sorted(found.items(), key=lambda pair: -sum(leaf.nbytes for leaf in pair[1]))
@@ -193,10 +196,10 @@ def _why_dim(
     label = " × ".join(names) or "size 1"
     compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
     reasons = []
-    homes = _homes(plan, compute, names)
-    if homes:
+    there = _homes(plan, compute, names)
+    if there:
         reasons.append(
-            f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
+            f"computed in shards over {'+'.join(compute)} in {', '.join(there)}"
         )
     elif compute == ("stage",):
         reasons.append("shared out among the stages")
@@ -207,10 +210,10 @@ def _why_dim(
         )
     for part in names[1:]:
         for axis in (a for a, n in plan.axes if n > 1 and a not in compute):
-            homes = _homes(plan, (axis,), (part,))
-            if homes:
+            there = _homes(plan, (axis,), (part,))
+            if there:
                 reasons.append(
-                    f"{part} is computed in shards over {axis} in {', '.join(homes)}, "
+                    f"{part} is computed in shards over {axis} in {', '.join(there)}, "
                     "and no PartitionSpec can name it here"
                 )
     added = [a for a in stored if a not in compute]
@@ -255,3 +258,68 @@ def _whole_reason(
         one = len(model) == 1
         return f"whole: where it is read, {axes} shard{'s' * one} other dimensions"
     return "whole: another dimension of it, or a cheaper one, took the axis"
+
+
+def explain(plan: PlanData) -> str:
+    """What decided for a plan, what would change the choice, and what stays whole."""
+    spare = plan.room_bytes - plan.memory.total_bytes
+    lines = [
+        f"chosen: {layout_text(plan)}: {milliseconds(plan.time.step_seconds)} a step, "
+        f"{gigabytes(plan.memory.total_bytes)} per device, {gigabytes(spare)} to spare"
+    ]
+    other = plan.runner_up
+    if other is None:
+        several = len(plan.candidates) > 1
+        lines.append(
+            "no other layout that was weighed fits"
+            if several
+            else "no other layout is listed beside it"
+            if plan.apart or plan.pipelines
+            else "no other layout was weighed: all that was asked for leaves this one"
+        )
+    else:
+        lines += _against(plan, other)
+    refused = [c for c in plan.candidates if not c.fits]
+    for c in refused[:3]:
+        lines.append(f"too large: {c.layout}: {c.verdict}")
+    lines += _held_whole(plan)
+    lines += [f"note: {text}" for text in plan.notes]
+    return "\n".join(lines)
+
+
+def _against(plan: PlanData, other: Candidate) -> list[str]:
+    """The runner-up, the terms that differ, and what would turn the choice."""
+    slower = other.step_seconds - plan.time.step_seconds
+    lines = [f"runner-up: {other}"]
+    differences = {
+        f.name.removesuffix("_seconds"): getattr(other.time, f.name)
+        - getattr(plan.time, f.name)
+        for f in dataclasses.fields(plan.time)
+    }
+    largest = sorted(differences.items(), key=lambda item: -abs(item[1]))
+    words = [
+        f"{name} {'+' if seconds > 0 else '−'}{milliseconds(abs(seconds))}"
+        for name, seconds in largest
+        if abs(seconds) > 0.02 * max(abs(s) for s in differences.values())
+    ]
+    if words:
+        lines.append(f"  its terms beside the chosen plan's: {', '.join(words)}")
+    name, loss = max(differences.items(), key=lambda item: item[1])
+    if slower > 0 and loss > 0:
+        spent = getattr(other.time, f"{name}_seconds")
+        lines.append(
+            f"  it would be as fast if its {name} took {milliseconds(spent - slower)} "
+            f"instead of {milliseconds(spent)}"
+            if spent > slower
+            else f"  its {name} alone cannot make up for {milliseconds(slower)}"
+        )
+    return lines
+
+
+def _held_whole(plan: PlanData) -> list[str]:
+    """Dimensions that no axis shards, and why, as far as the plan knows."""
+    held: Counter[str] = Counter()
+    for leaf in plan.leaves:
+        if leaf.note:
+            held[f"{starred(leaf.path)}: {leaf.note}"] += 1
+    return [f"whole: {text}" for text in (*held, *whole_dimensions(plan))]

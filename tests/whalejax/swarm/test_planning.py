@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -19,7 +20,6 @@ from whalejax.display.swarms import least
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.topology import Node
-from whalejax.planner.pipeline.square_cube import slope
 from whalejax.planner.plan.square_cube_of_plan import (
     border_bytes,
     bytes_per_second,
@@ -357,6 +357,11 @@ def test_a_plan_without_stages_has_no_borders() -> None:
         wh.square_cube(planned(mesh=None, cluster="t4:2"))
     with pytest.raises(WhaleError, match="wire is 'f8'; expected one of f32"):
         wh.square_cube(planned(cluster="t4:3x1"), wire="f8")
+
+
+def slope(widths: list[int], ratios: list[float]) -> float:
+    """Of a straight line through points in log-log."""
+    return float(np.polyfit(np.log(widths), np.log(ratios), 1)[0])
 
 
 def test_wire_over_compute_falls_as_one_over_the_width() -> None:
