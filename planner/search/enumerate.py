@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -245,12 +245,12 @@ class Search:
         best: float = math.inf,
         slack: float = 1.0,
         program: AnalysedProgram | None = None,
-        grids: list[KnownLayouts] | None = None,
+        grids: MutableSequence[KnownLayouts] | None = None,
     ) -> None:
         self.graph = graph
         self.best, self.slack = best, slack
         self.bound = best * slack
-        self.grids: list[KnownLayouts] = [] if grids is None else grids
+        self.grids: MutableSequence[KnownLayouts] = [] if grids is None else grids
         self.split = split
         self.dims = dims
         self.cluster = cluster

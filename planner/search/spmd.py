@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from whalejax.meshes.cluster import Cluster
@@ -71,6 +72,10 @@ Again = Callable[[Remat, Chosen, int], Graph]
 attention run in blocks, and logits made of a part of the tokens at a time."""
 
 
+MOST_GRIDS = 32
+"""Grids of layouts that are kept for later searches."""
+
+
 class Known(
     dict[
         tuple[Remat, Chosen, int, CompilerProfile],
@@ -81,13 +86,13 @@ class Known(
     a compiler; None where there is no such program.
 
     Attributes:
-        grids: layouts that searches of some of them have made.
+        grids: layouts that the last searches of some of them have made.
     """
 
     def __init__(self) -> None:
         """Nothing is known yet."""
         super().__init__()
-        self.grids: list[KnownLayouts] = []
+        self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
