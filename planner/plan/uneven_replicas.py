@@ -34,7 +34,7 @@ from whalejax.planner.entries import Candidate, Collective
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.batched.prefilter import Likely, likely_replicas
+from whalejax.planner.search.batched.likely_replicas import Likely, likely_replicas
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import Known, check_marks, unlike
 from whalejax.planner.search.uneven_replicas import (

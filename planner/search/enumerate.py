@@ -175,6 +175,10 @@ class _Layouts:
     counts: Sequence[tuple[int, ...]]
     meshes: Sequence[dict[str, int]]
 
+    def copy(self) -> _Layouts:
+        """The same, with shard counts of parameters of its own."""
+        return dataclasses.replace(self, cases=dataclasses.replace(self.cases))
+
     def take(self, rows: np.ndarray) -> _Layouts:
         """Select some of the layouts."""
         if len(rows) == len(self.cases):
@@ -189,6 +193,10 @@ class _Layouts:
         """Some of them, at one of their numbers of micro-batches."""
         count = np.array([counts[place] for counts in self.counts_of(rows)])
         return self.cases.take(rows).with_count(count)
+
+
+_Waiting = tuple[_Layouts, TimeColumns, np.ndarray]
+"""Layouts with their times, and the indices of those that wait, the fastest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,10 +309,9 @@ class Search:
         self.follows = False
         self.least_lacking = self._lacks = math.inf
         self._nearest: Scored | None = None
-        self._lacking: list[tuple[_Layouts, TimeColumns, np.ndarray]] = []
-        self._postponed: tuple[_Layouts, TimeColumns, np.ndarray, np.ndarray] | None = (
-            None
-        )
+        self._lacking: list[_Waiting] = []
+        self._postponed: list[_Waiting] = []
+        self._has_fit = False
         self.refused: dict[str, int] = {}
 
     @functools.cached_property
@@ -381,7 +388,7 @@ class Search:
         few = batch % request.num_devices != 0
         roles = (r for of in self.options.space.values() for r in of)
         weights = any(self.dims.roles[r].of_weights for r in roles)
-        short = not self.scored or any(not one.roomy for one in self.scored)
+        short = not self.scored or self.least_lacking < math.inf
         return few or weights or short
 
     def spaces(self) -> list[dict[str, int]]:
@@ -608,7 +615,7 @@ class Search:
         layouts = layouts.take(self._allowed(layouts.cases))
         if not len(layouts.cases):
             return
-        self.follows = len(every) > LISTED
+        self.follows = self.follows or len(every) > LISTED
         if self.follows:
             self.bound = min(self.bound, self.best * NEAR)
         near, times = self.evaluator.near(layouts.cases, self.bound)
@@ -622,14 +629,13 @@ class Search:
         order = np.argsort(times.step, kind="stable")
         first = next(self.hosting.options())
         if self.follows and self.bound == math.inf:
-            # Another search may soon know how fast a plan must be.
-            some = order[:FIRST_BLOCK]
+            some, order = order[:FIRST_BLOCK], order[FIRST_BLOCK:]
             left = self._score_group(layouts, times, some, first)
-            order = order[FIRST_BLOCK:]
-            if self.bound == math.inf:
-                self._postponed = layouts, times, order, left
-                return
             self._lacking.append((layouts, times, left))
+            if self.bound == math.inf:
+                # Another search may soon know how fast a plan must be.
+                self._postponed.append((layouts, times, order))
+                return
         left = self._score_group(layouts, times, order, first)
         self._lacking.append((layouts, times, left))
 
@@ -641,14 +647,11 @@ class Search:
         """
         slack = min(self.slack, NEAR) if self.follows else self.slack
         self.bound = min(self.bound, best * slack)
-        if self._postponed is not None:
-            layouts, times, order, lacking = self._postponed
-            self._postponed = None
+        postponed, self._postponed = self._postponed, []
+        for layouts, times, order in postponed:
             first = next(self.hosting.options())
             left = self._score_group(layouts, times, order, first)
-            both = np.concatenate([lacking, left])
-            ranked_rows = both[np.argsort(times.step[both], kind="stable")]
-            self._lacking.append((layouts, times, ranked_rows))
+            self._lacking.append((layouts, times, left))
 
     def _near_in_host_memory(
         self,
@@ -704,11 +707,9 @@ class Search:
                 left = left[hopeful]
             for group in others:
                 left = self._score_group(layouts, times, left, group)
-        if self.weighed and not self.scored and self._nearest is None:
-            self._find_nearest()
+        if self.follows and self.weighed and not self._has_fit:
+            self._keep_nearest()
         self._lacking = []
-        if not self.scored and self._nearest is not None:
-            self.scored.append(self._nearest)
 
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Whether devices hold parameters and the optimizer's state, by case.
@@ -721,15 +722,18 @@ class Search:
         found: np.ndarray = least <= self.cluster.memory_bytes + ROUNDED
         return found
 
-    def _find_nearest(self) -> None:
-        """Evaluate what needs least memory, where devices hold no parameters."""
-        *_, group = self.hosting.options()
-        for layouts, times, lacking in self._lacking:
+    def _keep_nearest(self) -> None:
+        """Keep the layout that lacks least, where none of very many fits."""
+        *_, group = self.hosting.options() if self._nearest is None else [[]]
+        for layouts, times, lacking in self._lacking if group else ():
+            # Devices hold the parameters of none: what needs least is evaluated.
             if len(lacking):
                 cases = layouts.cases.take(lacking)
                 least = self.evaluator.least_memory(cases, group[-1])
                 rows = lacking[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
                 self._with_offload(layouts, times, rows, group[-1])
+        if self._nearest is not None:
+            self.scored.append(self._nearest)
 
     def _score_group(
         self,
@@ -779,18 +783,15 @@ class Search:
         """Layouts of meshes; those that a search beside this one has made, too."""
         size = self.graph.batch_size, self.graph.num_micro_batches
         apart = self.split and (self.split.shared, self.split.parents)
-        asked, fixed = self.request, sorted((self.request.mesh or {}).items())
-        key = (
-            *(len(every), size, apart, self.named_axes, self.hosting.nothing),
-            *(asked.num_devices, fixed, asked.among, asked.copies),
-            *(asked.zero, asked.num_micro_batches, asked.combine),
-        )
+        asked = self.request.zero, self.request.num_micro_batches, self.request.combine
+        sizes = [tuple(mesh.items()) for mesh in every]
+        key = sizes, size, apart, self.hosting.nothing, asked
         options = dataclasses.replace(self.options, homes={})
         for known in self.grids:
-            if known.key == key and known.options == options and len(every) > 1:
+            if known.key == key and known.options == options:
                 for reason, times in known.refused.items():
                     self._refuse(reason, times)
-                return known.layouts
+                return known.layouts.copy()
         before, self.refused = self.refused, {}
         pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
         found = self._on_grid(pairs)
@@ -798,8 +799,9 @@ class Search:
         for reason, times in refused.items():
             self._refuse(reason, times)
         one = KnownLayouts(key=key, options=options, layouts=found, refused=refused)
-        self.grids.append(one)
-        return found
+        if len(every) > 1:
+            self.grids.append(one)
+        return found.copy()
 
     def _on_grid(
         self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]
@@ -933,7 +935,8 @@ class Search:
             dataclasses.replace(plan, fits=bool(fits[i]), roomy=bool(roomy[i]))
             for i, plan in zip(places.tolist(), plans, strict=True)
         ]
-        if not self.scored and not fits.any():
+        self._has_fit = self._has_fit or bool(fits.any())
+        if self.follows and not self._has_fit:
             device, host = self.evaluator.lacks(memory)
             nearest = int((device + host).argmin())
             if float(device[nearest] + host[nearest]) < self._lacks:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.planner.one_layout import layout_shard_counts
 from whalejax import jobs, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
@@ -34,7 +35,6 @@ from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.fused_parameters import Fused, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.leaf_shard_counts import (
-    layout_shard_counts,
     leaf_shard_counts,
 )
 from whalejax.planner.sharding.parameter_layout import lay_out
