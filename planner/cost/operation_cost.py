@@ -645,9 +645,3 @@ def as_run(collective: Collective, s: Setting) -> tuple[Collective, float]:
         collective = dataclasses.replace(collective, kind=kind)
     once = collective_seconds(kind, collective.payload_bytes, parts)
     return collective, once * collective.count
-
-
-def spec_shards(spec: Spec, s: Setting) -> int:
-    """Into how many parts a layout cuts a tensor."""
-    parts: int = shards(spec, s.mesh)
-    return parts

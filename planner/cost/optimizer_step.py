@@ -175,15 +175,36 @@ def _odd(
     cast_bytes: float,
 ) -> Any:
     """Scattering a gradient leaves an odd number of tiles of the last dimension."""
-    if compiler.scatters_odd_tiles or len(group.shape) < 2 or not group.nbytes:
+    if len(group.shape) < 2:
+        return False
+    before, after = cuts.compute.per_dim[-1], cuts.gradient.per_dim[-1]
+    return has_odd_tiles(group, before, after, compiler, cast_bytes)
+
+
+def has_odd_tiles(
+    group: LeafGroup,
+    before: Any,
+    after: Any,
+    compiler: CompilerProfile,
+    cast_bytes: float,
+) -> Any:
+    """Whether scattering a gradient leaves an odd number of tiles.
+
+    Args:
+        group: Parameters of at least two dimensions.
+        before, after: Shards of the last dimension as computed with, and as scattered;
+            arrays are over cases.
+        compiler: Compiler of the step.
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+    """
+    if compiler.scatters_odd_tiles or not group.nbytes:
         return False
     itemsize = group.nbytes * cast_bytes * group.narrowed / math.prod(group.shape)
     if itemsize != 2:
         return False
-    last = cuts.gradient.per_dim[-1]
-    length = group.shape[-1] // last
+    length = group.shape[-1] // after
     tiles, over = length // compiler.lanes, length % compiler.lanes
-    return (last > cuts.compute.per_dim[-1]) & (over == 0) & (tiles % 2 == 1)
+    return (after > before) & (over == 0) & (tiles % 2 == 1)
 
 
 def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:

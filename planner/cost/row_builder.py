@@ -24,6 +24,7 @@ from whalejax.planner.model.graph import (
 from whalejax.planner.model.halo_repeats import repeats
 from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
+from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.fused_parameters import Fused, reading
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Rows, Slot, Use
 
@@ -97,15 +98,32 @@ class Views:
         if fuses:
             flow = Dataflow(graph=graph, maker=self.maker, readers=self.readers)
             self.kernels = normalization_kernels(flow)
+        self._layouts: dict[Hashable, int] = {}
+        self._slot_numbers: dict[Slot, int] = {}
+        self.slot_kinds: list[Slot] = []
         self.slots = [self._slot(t, dims.layouts[t]) for t in range(count)]
+        self.slots_of = [
+            tuple(self.slot(index, s, t) for s, t in enumerate(slots_of(op)))
+            for index, op in enumerate(graph.ops)
+        ]
+        self._role_sets: dict[Hashable, tuple[frozenset[int], frozenset[int]]] = {}
         self.present = [self._present(i) for i in range(len(graph.ops))]
+        self.in_memory, self.in_memory_of_kernels = (
+            [self._in_memory(t, kernels) for t in range(count)]
+            for kernels in (self.own_kernels, self.kernels)
+        )
         self._rows: dict[Row, int] = {}
         self._flow_numbers: dict[Flow, int] = {}
-        self._use_numbers: dict[Use, int] = {}
+        self._use_numbers: dict[tuple[int, frozenset[int]], int] = {}
+        self._known_rows: dict[Hashable, int] = {}
+        self._known_flows: dict[Hashable, tuple[int, bool]] = {}
         self.ops = [self._numbered(index, op) for index, op in enumerate(graph.ops)]
         self.values = [self._value(tensor) for tensor in range(count)]
         self.row_kinds, self.flow_kinds = [*self._rows], [*self._flow_numbers]
-        self.use_kinds = [*self._use_numbers]
+        self.use_kinds = [
+            Use(view=self.slot_kinds[view], task_graph=0, present=present)
+            for view, present in self._use_numbers
+        ]
         self.counted: dict[Hashable, int] = {}
         # Most rows are the same, wherever the others stand.
         self._row = functools.cache(self._make_row)
@@ -189,56 +207,91 @@ class Views:
                 self.maker[t] = index
                 self.home[t] = None if self.weight[t] else index
 
-    def slot(self, index: int, slot: int, tensor: int) -> Slot:
-        """A tensor as an operation sees it."""
+    def slot(self, index: int, slot: int, tensor: int) -> int:
+        """A tensor as an operation sees it, by its number in ``slot_kinds``."""
         layout = self.dims.seen.get((index, slot))
         return self.slots[tensor] if layout is None else self._slot(tensor, layout)
 
-    def _slot(self, tensor: int, layout: Layout) -> Slot:
-        t = self.graph.tensors[tensor]
-        return Slot(
-            layout=layout,
-            sizes=self.dims.sizes[tensor],
-            nbytes=t.nbytes,
-            itemsize_bytes=t.itemsize_bytes,
-            differentiable=t.differentiable,
-            weight=self.weight[tensor],
+    def _slot(self, tensor: int, layout: Layout) -> int:
+        t, sizes, weight = self.graph.tensors[tensor], self.dims.sizes, self.weight
+        key = (
+            layout,
+            sizes[tensor],
+            t.shape,
+            t.itemsize_bytes,
+            t.differentiable,
+            weight[tensor],
         )
+        number = self._layouts.get(key)
+        if number is None:
+            # Shapes of one dimension less or more may give an equal slot.
+            found = Slot(
+                layout=layout,
+                sizes=sizes[tensor],
+                nbytes=t.nbytes,
+                itemsize_bytes=t.itemsize_bytes,
+                differentiable=t.differentiable,
+                weight=weight[tensor],
+            )
+            number = self._layouts[key] = _number(found, self._slot_numbers)
+            if number == len(self.slot_kinds):
+                self.slot_kinds.append(found)
+        return number
 
     def _numbered(self, index: int, op: Op) -> int | None:
-        row = self.row(index, op)
-        return None if row is None else _number(row, self._rows)
-
-    def row(self, index: int, op: Op) -> Row | None:
-        """An operation, to be counted, or None for one that computes nothing."""
+        """The kind of an operation, or None for one that computes nothing."""
         if op.reshape or op.kind in LOOPS or op.kind == "slice":
             return None
         count = len(op.operands)
-        operands = tuple(self.slot(index, s, t) for s, t in enumerate(op.operands))
-        results = tuple(
-            self.slot(index, count + s, t) for s, t in enumerate(op.results)
+        slots = self.slots_of[index]
+        reads = (
+            self._reads(index, op, self.in_memory, self.own_kernels),
+            self._reads(index, op, self.in_memory_of_kernels, self.kernels),
         )
-        return Row(
-            kind=op.kind,
-            task_graph=0,
-            count=0,
-            operands=operands,
-            results=results,
-            product=self._product(index, op, operands, results),
-            reads=self._reads(op, self.own_kernels),
-            writes=self._writes(op, self.own_kernels),
-            reads_in_kernel=self._reads(op, self.kernels),
-            writes_in_kernel=self._writes(op, self.kernels),
-            transcendental=op.kind in TRANSCENDENTAL,
-            remat=self.again[index],
-            fused=op.kernel is not None,
-            scope="",
-            windows=op.windows,
-            rereads=self.rereads[index],
-            repeats=repeats(self.graph, self.dims, self.maker, self.again, index)
+        writes = tuple(
+            tuple(count + s for s, t in enumerate(op.results) if there[t])
+            for there in (self.in_memory, self.in_memory_of_kernels)
+        )
+        again = (
+            repeats(self.graph, self.dims, self.maker, self.again, index)
             if op.windows
-            else None,
+            else None
         )
+        product = op.matmul and (
+            op.matmul,
+            op.column if op.kind == ATTENTION else None,
+            self.graph.tensors[op.operands[0]].dtype,
+            op.share,
+            op.zigzag,
+            self.turned.get(index),
+            _groups(self.graph, op),
+        )
+        where = self.again[index], op.kernel is not None, self.rereads[index]
+        key = op.kind, count, slots, reads, writes, again, product, where, op.windows
+        number = self._known_rows.get(key)
+        if number is None:
+            kinds = tuple(self.slot_kinds[s] for s in slots)
+            row = Row(
+                kind=op.kind,
+                task_graph=0,
+                count=0,
+                operands=kinds[:count],
+                results=kinds[count:],
+                product=self._product(index, op, kinds[:count], kinds[count:]),
+                reads=reads[0],
+                writes=writes[0],
+                reads_in_kernel=reads[1],
+                writes_in_kernel=writes[1],
+                transcendental=op.kind in TRANSCENDENTAL,
+                remat=self.again[index],
+                fused=op.kernel is not None,
+                scope="",
+                windows=op.windows,
+                rereads=self.rereads[index],
+                repeats=again,
+            )
+            number = self._known_rows[key] = _number(row, self._rows)
+        return number
 
     def _product(
         self,
@@ -287,31 +340,27 @@ class Views:
             groups=_groups(self.graph, op),
         )
 
-    def _reads(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
+    def _reads(
+        self,
+        index: int,
+        op: Op,
+        in_memory: Sequence[bool],
+        kernels: Sequence[int | None],
+    ) -> tuple[int, ...]:
         """Operands that come from memory: not those fused in from a neighbour."""
         return tuple(
             slot
             for slot, tensor in enumerate(op.operands)
-            if self._in_memory(tensor, kernels)
-            and self._reads_first(op, tensor, kernels)
+            if in_memory[tensor] and self._reads_first(index, tensor, kernels)
         )
 
-    def _reads_first(self, op: Op, tensor: int, kernels: Sequence[int | None]) -> bool:
+    def _reads_first(
+        self, index: int, tensor: int, kernels: Sequence[int | None]
+    ) -> bool:
         """Whether no earlier operation of its kernel has read the value."""
-        readers = [index for index, _ in self.readers[tensor]]
-        ops = self.graph.ops
-        index = next((i for i in readers if ops[i] is op), None)
-        if index is None or kernels[index] is None:
-            return True
-        return index == next(i for i in readers if kernels[i] == kernels[index])
-
-    def _writes(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
-        """Results that go to memory: not those that only elementwise readers fuse."""
-        count = len(op.operands)
-        return tuple(
-            count + slot
-            for slot, tensor in enumerate(op.results)
-            if self._in_memory(tensor, kernels)
+        kernel = kernels[index]
+        return kernel is None or index == next(
+            i for i, _ in self.readers[tensor] if kernels[i] == kernel
         )
 
     def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
@@ -339,19 +388,19 @@ class Views:
         op = self.graph.ops[index]
         if op.reshape or op.kind in LOOPS:
             return frozenset(), frozenset()
-        count = len(op.operands)
-        slots = op.operands + op.results
-        present: set[int] = set()
-        kept: set[int] = set()
-        for factor in op.factors:
-            for slot, dim in factor.members:
-                layout = self.dims.seen.get(
-                    (index, slot), self.dims.layouts[slots[slot]]
-                )
-                present.update(layout[dim])
-                if slot >= count:
-                    kept.update(layout[dim])
-        return frozenset(present), frozenset(present - kept)
+        count, slots = len(op.operands), self.slots_of[index]
+        key = id(op.factors), slots  # Equal layers share them.
+        if key not in self._role_sets:
+            present: set[int] = set()
+            kept: set[int] = set()
+            for factor in op.factors:
+                for slot, dim in factor.members:
+                    roles = self.slot_kinds[slots[slot]].layout[dim]
+                    present.update(roles)
+                    if slot >= count:
+                        kept.update(roles)
+            self._role_sets[key] = frozenset(present), frozenset(present - kept)
+        return self._role_sets[key]
 
     def _value(self, tensor: int) -> _Value:
         """A value with its maker and readers, how often it moves, and where."""
@@ -360,8 +409,8 @@ class Views:
         present, reduced = frozenset[int](), frozenset[int]()
         if maker is not None:
             present, reduced = self.present[maker]
-        uses: list[tuple[Use, int | None]] = [
-            (self._use(self.slot(index, slot, tensor), self.present[index][0]), index)
+        uses: list[tuple[int, int | None]] = [
+            (self._use(self.slots_of[index][slot], self.present[index][0]), index)
             for index, slot in readers
         ]
         home = self.home[tensor]
@@ -371,30 +420,44 @@ class Views:
         around = [ops[index] for index, _ in readers]
         if maker is not None:
             around.insert(0, ops[maker])
-        flow = Flow(
-            source=self._source(tensor),
-            task_graph=0,
-            present=present,
-            reduced=reduced,
-            parameter=maker is not None and self.weight[tensor],
-            uses=tuple(dict.fromkeys(use for use, _ in uses)),
-            fused=self._lies(tensor),
-            count=0,
-            remat=maker is not None and self.again[maker],
-            read_remat=any(self._again(ops[index], tensor) for index, _ in readers),
-            multiplied=self.multiplied[tensor],
-            scope="",
+        source, fused = self._source(tensor), self._lies(tensor)
+        parameter = maker is not None and self.weight[tensor]
+        remat = maker is not None and self.again[maker]
+        read_remat = any(self._again(ops[index], tensor) for index, _ in readers)
+        different = tuple(dict.fromkeys(use for use, _ in uses))
+        key = (
+            (source, present, reduced, parameter, different, fused),
+            (remat, read_remat, self.multiplied[tensor]),
         )
+        known = self._known_flows.get(key)
+        if known is None:
+            flow = Flow(
+                source=self.slot_kinds[source],
+                task_graph=0,
+                present=present,
+                reduced=reduced,
+                parameter=parameter,
+                uses=self._uses(different),
+                fused=fused,
+                count=0,
+                remat=remat,
+                read_remat=read_remat,
+                multiplied=self.multiplied[tensor],
+                scope="",
+            )
+            number = _number(replace(flow, uses=()), self._flow_numbers)
+            known = self._known_flows[key] = number, flow.still
+        kind, calm = known
         return _Value(
-            kind=_number(replace(flow, uses=()), self._flow_numbers),
+            kind=kind,
             home=home,
-            uses=tuple((_number(use, self._use_numbers), index) for use, index in uses),
-            calm=flow.still,
+            uses=tuple(uses),
+            calm=calm,
             trip=self._moves(maker, readers),
             scope=around[0].scope if around else "",
         )
 
-    def _source(self, tensor: int) -> Slot:
+    def _source(self, tensor: int) -> int:
         """A value as it is made: whole where its maker runs on all of a sequence."""
         maker = self.maker[tensor]
         if maker is not None:
@@ -404,9 +467,15 @@ class Views:
                 return self._slot(tensor, self.dims.seen[place])
         return self.slots[tensor]
 
-    @staticmethod
-    def _use(view: Slot, present: frozenset[int]) -> Use:
-        return Use(view=view, task_graph=0, present=present)
+    def _use(self, view: int, present: frozenset[int]) -> int:
+        return _number((view, present), self._use_numbers)
+
+    def _uses(self, numbers: Sequence[int]) -> tuple[Use, ...]:
+        kinds = [*self._use_numbers]
+        return tuple(
+            Use(view=self.slot_kinds[view], task_graph=0, present=present)
+            for view, present in map(kinds.__getitem__, numbers)
+        )
 
     def _lies(self, tensor: int) -> Fused | None:
         """How a fused parameter lies, where it is read in the form of this tensor."""

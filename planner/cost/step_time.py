@@ -22,6 +22,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted_constants import WHOLE, constants
 from whalejax.planner.cost.adasum import within_ranks
 from whalejax.planner.cost.collectives import CollectiveRates, spans_of
+from whalejax.planner.cost.layout_cases import AxisHits, LayoutCases
 from whalejax.planner.cost.operation_cost import (
     Setting,
     flow_cost,
@@ -40,105 +41,16 @@ from whalejax.planner.cost.optimizer_step import (
     whole_shares,
 )
 from whalejax.planner.entries import Collective
-from whalejax.planner.model.dimensions import Dimensions, Layout
+from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION
 from whalejax.planner.sharding.fused_parameters import Fused
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
-from whalejax.planner.sharding.leaf_shard_counts import (
-    LeafShardCounts,
-    leaf_shard_counts,
-)
-from whalejax.planner.sharding.operation_rows import Flow, Row, Rows
+from whalejax.planner.sharding.operation_rows import Flow, Row, Rows, Slot
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.sharding.shard_counts import (
     distinct_columns,
-    table_shard_counts,
 )
 from whalejax.planner.terms import TimeTerms
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutCases:
-    """Layouts of one program; arrays hold one number for each case.
-
-    Attributes:
-        tables: Distinct compute tables by TaskGraph.
-        table: Index into ``tables`` of each case.
-        mesh: Array of sizes of each mesh axis, outermost axis first.
-        zero: ZeRO level over ``data``.
-        count: Micro-batches of a step.
-    """
-
-    tables: Sequence[Mapping[int, Table]]
-    table: np.ndarray
-    mesh: Mapping[str, np.ndarray]
-    zero: np.ndarray
-    count: np.ndarray
-    _cuts: dict[int, list[tuple[np.ndarray, Cuts]]] = field(
-        default_factory=dict, init=False
-    )
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def take(self, rows: np.ndarray) -> LayoutCases:
-        """Select some of the cases."""
-        found = LayoutCases(
-            tables=self.tables,
-            table=self.table[rows],
-            mesh={axis: sizes[rows] for axis, sizes in self.mesh.items()},
-            zero=self.zero[rows],
-            count=self.count[rows],
-        )
-        place = np.zeros(len(self), dtype=np.int64)
-        for _, some in self.batches if self._cuts else ():
-            place[some] = np.arange(len(some))
-        for facts, known in self._cuts.items():
-            of = {int(self.table[some[0]]): cuts for some, cuts in known}
-            found._cuts[facts] = [
-                (some, _taken(of[int(found.table[some[0]])], place[rows[some]]))
-                for _, some in found.batches
-            ]
-        return found
-
-    def with_count(self, count: np.ndarray) -> LayoutCases:
-        """The same layouts with other numbers of micro-batches."""
-        found = dataclasses.replace(self, count=count)
-        found._cuts.update(self._cuts)
-        return found
-
-    def mesh_at(self, index: int) -> dict[str, int]:
-        """Axis sizes of one case."""
-        return {axis: int(sizes[index]) for axis, sizes in self.mesh.items()}
-
-    @functools.cached_property
-    def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
-        """Tables that some case has, with the indices of their cases."""
-        found = [np.flatnonzero(self.table == i) for i in range(len(self.tables))]
-        return [
-            (t, rows) for t, rows in zip(self.tables, found, strict=True) if len(rows)
-        ]
-
-    def cuts(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
-        """Shard counts of each parameter group, for the cases of each batch."""
-        if id(facts) not in self._cuts:
-            self._cuts[id(facts)] = self._of_leaves(facts)
-        return self._cuts[id(facts)]
-
-    def _of_leaves(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
-        return [
-            (rows, leaf_shard_counts(facts, tables, some.mesh, some.zero))
-            for tables, rows in self.batches
-            for some in [self.take(rows)]
-        ]
-
-
-Cuts = tuple[LeafShardCounts, ...]
-"""Shard counts of each parameter group."""
-
-
-def _taken(cuts: Cuts, rows: np.ndarray) -> Cuts:
-    return tuple(cut.take(rows) for cut in cuts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +189,7 @@ class StepTime:
     ) -> tuple[_Inside, np.ndarray]:
         """What the micro-batches of distinct cases compute, and which each is like."""
         # What happens inside a micro-batch is the same at every ZeRO level.
-        columns = [cases.table, cases.count, *cases.mesh.values()]
-        first, inverse = distinct_columns(columns)
+        first, inverse = distinct_columns([cases.row, cases.count])
         return _Inside(self, cases.take(first), combined), inverse
 
     @property
@@ -292,21 +203,6 @@ class StepTime:
             roles = (slot.roles for slot in row.slots)
             self._present[id(row)] = frozenset[int]().union(*roles)
         return self._present[id(row)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hits:
-    """Which mesh axis shards which role of something, by case.
-
-    Attributes:
-        code: Number of each case, equal where the same axes shard the same roles.
-        by_role: Each role that is sharded, under a name of its own.
-        setting: Mesh of these names, whose sizes are the shards of each role.
-    """
-
-    code: np.ndarray
-    by_role: Mapping[str, int]
-    setting: Setting
 
 
 class _Inside:
@@ -332,6 +228,7 @@ class _Inside:
         number = len(cases)
         self.compute, self.ahead = np.zeros(number), np.zeros(number)
         self.launches, self.covers = np.zeros(number), np.zeros(number)
+        self.divisible = [role.divisible for role in model.dims.roles]
         self._use(cases)
         for row in model.rows.ops:
             self._operation(row)
@@ -339,21 +236,15 @@ class _Inside:
     def _use(self, cases: LayoutCases) -> None:
         self.cases, self.number = cases, len(cases)
         self.parts = cases.count // self.model.traced_parts
-        self.largest = {
-            axis: int(sizes.max(initial=1)) for axis, sizes in cases.mesh.items()
-        }
-        self.hits: dict[tuple[int, frozenset[int]], _Hits] = {}
-        self.codes = functools.cache(self._codes)
-        self.homes = functools.cache(self._homes)
+        # Of a single case nothing has to be told apart.
+        self.single: list[tuple[np.ndarray, Mapping[int, Table], Setting]] = []
+        if len(cases) == 1:
+            s = dataclasses.replace(self._setting(cases.mesh), like=cases.mesh_at(0))
+            self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
 
     def take(self, rows: np.ndarray) -> None:
         """Go on with some of the cases."""
-        hits = self.hits
         self._use(self.cases.take(rows))
-        self.hits = {
-            key: dataclasses.replace(one, code=one.code[rows])
-            for key, one in hits.items()
-        }
         self.compute, self.ahead = self.compute[rows], self.ahead[rows]
         self.launches, self.covers = self.launches[rows], self.covers[rows]
 
@@ -369,63 +260,20 @@ class _Inside:
 
     # What shards what.
 
-    def _homes(self, home: int) -> list[tuple[Table, np.ndarray]]:
-        """Tables of a TaskGraph, with the indices of their cases."""
-        found: dict[object, tuple[Table, list[np.ndarray]]] = {}
-        for tables, rows in self.cases.batches:
-            key = tuple(sorted(tables[home].items()))
-            found.setdefault(key, (tables[home], []))[1].append(rows)
-        return [(table, np.concatenate(some)) for table, some in found.values()]
-
-    def hits_in(self, home: int, present: frozenset[int]) -> _Hits:
-        """``hits_of`` in every case."""
-        key = home, present
-        if key not in self.hits:
-            self.hits[key] = self._hits(home, present)
-        return self.hits[key]
-
-    def _hits(self, home: int, present: frozenset[int]) -> _Hits:
-        code = np.zeros(self.number, dtype=np.int64)
-        parts: dict[int, np.ndarray] = {}
-        roles = {role: n for n, role in enumerate(sorted(present), 1)}
-        for table, rows in self.homes(home):
-            here: dict[int, Any] = {}
-            for place, (axis, sizes) in enumerate(self.cases.mesh.items()):
-                role = next((r for r in table.get(axis, ()) if r in present), None)
-                if role is None or self.largest[axis] == 1:
-                    continue
-                size, before = sizes[rows], here.get(role, 1)
-                more = before * size
-                hit = (size > 1) & (self.model.dims.roles[role].divisible % more == 0)
-                here[role] = np.where(hit, more, before)
-                code[rows] += hit * (roles[role] * (len(roles) + 1) ** place)
-            for role, size in here.items():
-                if role not in parts:
-                    parts[role] = np.ones(self.number)
-                parts[role][rows] = size
-        names = {f"role {role}": role for role in parts}
-        mesh = {name: parts[role] for name, role in names.items()}
-        return _Hits(
-            code=np.unique(code, return_inverse=True)[1],
-            by_role=names,
-            setting=self._setting(mesh),
-        )
+    def _hits(self, home: int, present: frozenset[int]) -> AxisHits:
+        """Which axis shards which role of an operation, over the grid."""
+        divisible = {role: self.divisible[role] for role in sorted(present)}
+        return self.cases.grid.hits(home, present, divisible)
 
     def _setting(self, mesh: Mapping[str, Any]) -> Setting:
         model = self.model
         return Setting(mesh, self.parts, model.cluster, model.dims, self.batch_roles)
 
-    def _codes(
-        self, layout: Layout, sizes: Layout, home: int, fused: Fused | None = None
-    ) -> np.ndarray:
-        """A number for every case, equal where a tensor has the same layout."""
-        code = np.zeros(self.number, dtype=np.int64)
-        for table, rows in self.homes(home):
-            mesh = {axis: size[rows] for axis, size in self.cases.mesh.items()}
-            cut = table_shard_counts(layout, sizes, table, mesh, fused)
-            for place, axis in enumerate(self.cases.mesh):
-                code[rows] += cut.axes.get(axis, 0) * (len(layout) + 1) ** place
-        return np.unique(code, return_inverse=True)[1]
+    def _codes(self, slot: Slot, home: int, fused: Fused | None = None) -> np.ndarray:
+        """A number for each case, equal where a value has the same layout."""
+        found = self.cases.grid.codes(slot.layout, slot.sizes, home, fused)
+        some: np.ndarray = found[self.cases.row]
+        return some
 
     def _alike(
         self, columns: Sequence[np.ndarray]
@@ -435,6 +283,9 @@ class _Inside:
         Yields:
             Their indices, the tables of one of them, and their setting.
         """
+        if self.single:
+            yield from self.single
+            return
         first, inverse = distinct_columns(columns)
         order = np.argsort(inverse, kind="stable")
         bounds = np.searchsorted(inverse[order], np.arange(1, len(first)))
@@ -445,15 +296,18 @@ class _Inside:
                 num_micro_batches=self.parts[rows],
                 like=self.cases.mesh_at(one),
             )
-            yield rows, self.cases.tables[self.cases.table[one]], some
+            yield rows, self.cases.tables_at(one), some
 
     # Rows of the program.
 
     def _operation(self, row: Row) -> None:
         present, model = self.model.present(row), self.model
-        hits = self.hits_in(row.task_graph, present)
+        # An operation costs the same whichever axes shard its roles.
+        parts = self._hits(row.task_graph, present).parts
+        names = {f"role {role}": role for role in parts}
+        s = self._setting({n: parts[r][self.cases.row] for n, r in names.items()})
         kind = slowest_kind(row, model.cluster)
-        ahead, behind, launches = row_seconds(row, hits.by_role, hits.setting, kind)
+        ahead, behind, launches = row_seconds(row, names, s, kind)
         seconds = (ahead + behind + ahead * row.remat) * row.count
         self.compute += seconds
         # The backward pass takes twice as long as the forward pass, which it may
@@ -466,13 +320,12 @@ class _Inside:
     def _collectives(self, row: Row) -> None:
         """Add what an operation communicates."""
         present = self.model.present(row)
-        hits = self.hits_in(row.task_graph, present)
         rings = row.kind == ATTENTION and row.product is not None
         weights = any(x.weight and x.differentiable for x in row.operands)
         windows = row.repeats is not None
         if not (rings or weights or windows):
             return
-        columns = [hits.code]
+        columns = [self._hits(row.task_graph, present).code[self.cases.row]]
         if windows:
             columns += [self.cases.mesh[axis] for axis in SPATIAL_AXES]
         for rows, tables, s in self._alike(columns):
@@ -483,15 +336,14 @@ class _Inside:
                 self._collect(rows, halos_of(row, axes, s))
 
     def _flow(self, flow: Flow) -> None:
-        source, home = flow.source, flow.task_graph
+        home, place = flow.task_graph, self.cases.row
         columns = [
-            self.codes(source.layout, source.sizes, home, flow.fused),
-            self.hits_in(home, flow.present).code,
+            self._codes(flow.source, home, flow.fused),
+            self._hits(home, flow.present).code[place],
         ]
         for use in flow.uses:
-            view = use.view
-            columns.append(self.codes(view.layout, view.sizes, use.task_graph))
-            columns.append(self.hits_in(use.task_graph, use.present).code)
+            columns.append(self._codes(use.view, use.task_graph))
+            columns.append(self._hits(use.task_graph, use.present).code[place])
         for rows, tables, s in self._alike(columns):
             self._collect(rows, flow_cost(flow, tables, s))
 
@@ -610,6 +462,7 @@ class _Links:
         wire: Payload bytes of all of them, by case.
         gathered: Payload bytes of the largest gather between TaskGraphs, by case.
         run: Collectives as they run; of a single case alone.
+        gathers: Place among these of gathers of parameters.
     """
 
     def __init__(self, cases: LayoutCases, cluster: Cluster) -> None:
@@ -618,6 +471,7 @@ class _Links:
         self.seconds: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(number))
         self.wire, self.gathered = np.zeros(number), np.zeros(number)
         self.run: list[Collective] = []
+        self.gathers: dict[object, int] = {}
         first, self.place = distinct_columns([*cases.mesh.values()])
         self.mesh = {axis: sizes[first] for axis, sizes in cases.mesh.items()}
         self.spans = functools.cache(self._spans)
@@ -673,9 +527,10 @@ class _Links:
             count=int(np.ravel(c.count)[0]),
         )
         if c.what == "parameter" and not c.scope:
-            for place, known in enumerate(self.run):
-                if dataclasses.replace(known, count=one.count) == one:
-                    both = known.count + one.count
-                    self.run[place] = dataclasses.replace(known, count=both)
-                    return
+            key = one.kind, one.axes, one.phase, one.payload_bytes
+            place = self.gathers.setdefault(key, len(self.run))
+            if place < len(self.run):
+                both = self.run[place].count + one.count
+                self.run[place] = dataclasses.replace(one, count=both)
+                return
         self.run.append(one)

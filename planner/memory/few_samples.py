@@ -29,6 +29,7 @@ class FewSamples:
         kept: by operation. A convolution's operand is kept in two forms. A
             normalisation by statistics of samples keeps the mean, the factor and what
             that is multiplied with, each as large as its result.
+        convolves: there is a convolution that may be moved so.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class FewSamples:
         self.graph = graph
         self.lanes = lanes
         self.kept: dict[int, Counter[Entry]] = {}
-        if not any(map(self._in_space, graph.ops)):
+        self.convolves = any(map(self._in_space, graph.ops))
+        if not self.convolves:
             return
         spatial, statistics = self._spatial()
         doubled: set[tuple[int | None, int]] = set()
@@ -107,6 +109,8 @@ class FewSamples:
         result in two forms, in float32.
         """
         op = self.graph.ops[number]
+        if not self.convolves:
+            return Counter()
         if op.elementwise:
             return Counter(dict.fromkeys(self.kept.get(number, ()), 2))
         if not self._in_space(op):

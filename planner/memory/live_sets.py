@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory.liveness import Span, Timeline, Works
+from whalejax.planner.memory.liveness import Span, TensorUses, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
@@ -79,6 +79,7 @@ class Course:
         compiler: what it computes inside products, and in which type.
         waiting: copies of values that wait in host memory, by tensor.
         regathers: products gather their weights again for their backward pass.
+        uses: of the tensors, where that is known.
 
     Attributes:
         entries: the different tensors, with the operation whose TaskGraph lays each
@@ -107,8 +108,12 @@ class Course:
         compiler: CompilerProfile,
         waiting: Mapping[int, int] | None = None,
         regathers: bool = False,
+        uses: TensorUses | None = None,
     ) -> None:
-        timeline = Timeline(graph, weight, compiler, waiting, regathers=regathers)
+        uses = uses or TensorUses(graph, weight, compiler)
+        timeline = Timeline(
+            graph, weight, compiler, waiting, regathers=regathers, uses=uses
+        )
         spans = timeline.spans
         self.dims = dims
         self.entries: dict[tuple[Any, ...], int] = {}
@@ -144,14 +149,14 @@ class Course:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        last, users = timeline.parameters()
-        self.used = np.array([_used(graph, span, users, {}) for span in spans])
-        until = timeline.written_until()
-        self.ahead = np.array([_used(graph, span, users, until) for span in spans])
-        self.waited = np.array([[at >= span.first for at in last] for span in spans])
-        self.reread = _reread(graph, weight, spans, users)
+        self.used = np.array(uses.used({}))
+        self.ahead = np.array(uses.used(timeline.written_until()))
+        self.waited = np.array(
+            [[at >= span.first for at in uses.last] for span in spans]
+        )
+        self.reread = _reread(graph, weight, spans, uses.users)
         self.given = np.array(
-            [any(graph.ops[at].remat is not None for at in here) for here in users],
+            [any(graph.ops[at].remat is not None for at in u) for u in uses.users],
             bool,
         )
 
@@ -184,22 +189,6 @@ def _reread(
         ],
         bool,
     )
-
-
-def _used(
-    graph: Graph, span: Span, users: Sequence[Sequence[int]], until: Mapping[int, int]
-) -> list[int]:
-    """For each parameter, how a span computes with it; see ``Course.used``."""
-    found = []
-    for places in users:
-        here = [
-            graph.ops[at]
-            for at in places
-            if at < span.end and until.get(at, at) >= span.first
-        ]
-        product = any(op.matmul is not None for op in here)
-        found.append(2 if product else int(bool(here)))
-    return found
 
 
 def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:

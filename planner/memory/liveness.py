@@ -60,6 +60,10 @@ NOWHERE = -1
 
 Works = list[dict[Entry, float]]
 
+_PutOff = tuple[int, list[tuple[int, Entry]], list[tuple[int, int, Entry]]]
+"""A product's number; the gradients that it reads; what of all that is kept it reads,
+with the first reader of each."""
+
 
 def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
     """Data that products read beside weights which they gather again, outside loops.
@@ -79,6 +83,129 @@ def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
     return frozenset(found)
 
 
+class TensorUses:
+    """Who makes and who reads each tensor, and where a step is cut into spans.
+
+    It depends neither on TaskGraphs nor on what waits in host memory or is gathered
+    again, so that all that is asked of one program shares it.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+        compiler: what it computes inside products, and in which type.
+
+    Attributes:
+        maker: for each tensor that an operation makes, that operation's number.
+        readers: how many operations read each tensor.
+        reader: the last of them.
+        masks: what is drawn at random and kept.
+        data: for every tensor, whether it depends on the batch, or on such masks.
+        narrow: for every tensor, whether products read it in a narrower type.
+        leaving: values that are put together out of chunks.
+        homes: the operation where each tensor is at home.
+        spans: of operations, in program order.
+        last: of each parameter, the number of its last reader; -1 without one.
+        users: of each parameter, all that read it and are no weights' own.
+    """
+
+    def __init__(
+        self, graph: Graph, weight: Sequence[bool], compiler: CompilerProfile
+    ) -> None:
+        self.graph = graph
+        self.weight = weight
+        self.compiler = compiler
+        halves = compiler.narrow_products
+        self.narrow = [halves and flag for flag in graph.only_multiplied()]
+        self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
+        self.readers = Counter(t for op in graph.ops for t in {*op.operands})
+        self.reader = {t: op for op in graph.ops for t in op.operands}
+        self.leaving = graph.leaving()
+        self.masks: set[int] = set()
+        self.data = self._data()
+        self.homes = self._homes()
+        self.spans = self._spans()
+        self.last, self.users = self._parameters()
+
+    def _data(self) -> list[bool]:
+        """For every tensor: it depends on the batch, or on masks that are kept."""
+        found = [t.kind == "batch" for t in self.graph.tensors]
+        drawn = [False] * len(found)
+        for op in self.graph.ops:
+            random = op.kind == "random_bits" or any(drawn[t] for t in op.operands)
+            if any(found[t] for t in op.operands):
+                for t in op.results:
+                    found[t] = True
+            elif random and self.compiler.keeps_masks:
+                for t in op.results:
+                    found[t] = self.graph.tensors[t].dtype == "bool"
+                    drawn[t] = not found[t]
+                    self.masks |= {t} if found[t] else set()
+        return found
+
+    def _homes(self) -> dict[int, int]:
+        """The operation where each tensor is at home: its maker, or first reader."""
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            for t in (*op.results, *op.operands):
+                found.setdefault(t, i)
+        return found
+
+    def _spans(self) -> list[Span]:
+        ops = self.graph.ops
+        cuts = [0]
+        for i in range(1, len(ops)):
+            if (ops[i].trip > 1) != (ops[i - 1].trip > 1):
+                cuts.append(i)
+        cuts.append(len(ops))
+        outside = sum(op.trip == 1 for op in ops)
+        step = max(1, math.ceil(outside / _PIECES))
+        found = []
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            if first < end and ops[first].trip > 1:
+                found.append(Span(first, end, True))
+                continue
+            found += [
+                Span(at, min(end, at + step), False) for at in range(first, end, step)
+            ]
+        return found or [Span(0, 0, False)]
+
+    def _parameters(self) -> tuple[list[int], list[list[int]]]:
+        """For each parameter: its last reader, and all that are no weights' own."""
+        params = self.graph.params
+        of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
+        users: list[list[int]] = [[] for _ in params]
+        for i, op in enumerate(self.graph.ops):
+            leaves = {leaf for t in op.operands for leaf in of.get(t, ())}
+            if not leaves:
+                continue
+            if all(self.weight[t] for t in op.operands):
+                for t in op.results:
+                    of.setdefault(t, set()).update(leaves)
+            else:
+                for leaf in leaves:
+                    users[leaf].append(i)
+        return [max(places, default=-1) for places in users], users
+
+    def used(self, until: Mapping[int, int]) -> list[list[int]]:
+        """How each span computes with each parameter; see ``Course.used``.
+
+        Args:
+            until: operations to that for which their result is written, if later.
+        """
+        return [
+            [self._used(span, at, until) for at in self.users] for span in self.spans
+        ]
+
+    def _used(self, span: Span, places: Sequence[int], until: Mapping[int, int]) -> int:
+        here = [
+            self.graph.ops[at]
+            for at in places
+            if at < span.end and until.get(at, at) >= span.first
+        ]
+        product = any(op.matmul is not None for op in here)
+        return 2 if product else int(bool(here))
+
+
 class Timeline:
     """What the forward pass keeps and when it is let go.
 
@@ -90,6 +217,7 @@ class Timeline:
         compiler: what it computes inside products, and in which type.
         waiting: copies of values that wait in host memory, by tensor.
         regathers: products gather their weights again for their backward pass.
+        uses: of the tensors, where that is known.
     """
 
     def __init__(
@@ -100,6 +228,7 @@ class Timeline:
         waiting: Mapping[int, int] | None = None,
         *,
         regathers: bool = False,
+        uses: TensorUses | None = None,
     ) -> None:
         self.graph = graph
         self.weight = weight
@@ -114,17 +243,13 @@ class Timeline:
             self.multiplied |= regathered_operands(graph, weight)
         self.compiler = compiler
         self.halves = compiler.narrow_products
-        self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
-        self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
-        self.readers = Counter(t for op in graph.ops for t in {*op.operands})
-        self.reader = {t: op for op in graph.ops for t in op.operands}
-        self.leaving = graph.leaving()
-        self.masks: set[int] = set()
-        self.data = self._data()
+        uses = uses or TensorUses(graph, weight, compiler)
+        self.narrow, self.leaving = uses.narrow, uses.leaving
+        self.maker, self.readers, self.reader = uses.maker, uses.readers, uses.reader
+        self.masks, self.data = uses.masks, uses.data
+        self.homes, self.spans = uses.homes, uses.spans
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
         self.multiplied |= self._narrowed_operands() | self._pooled()
-        self.homes = self._homes()
-        self.spans = self._spans()
         self.hard = self._hard()
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
@@ -132,6 +257,7 @@ class Timeline:
         self.fused = set() if regathers else self._fused_gradients()
         self.saved = self._saved()
         self._last_readers = self._read_last()
+        self._put_off = self._products_put_off()
 
     def _narrowed_operands(self) -> set[int]:
         """What products read that is narrower than what it is made from.
@@ -166,41 +292,6 @@ class Timeline:
             for op in self.graph.ops
             if op.remat is None and self._scatters(op)
         }
-
-    def _data(self) -> list[bool]:
-        """For every tensor: it depends on the batch, or on masks that are kept."""
-        found = [t.kind == "batch" for t in self.graph.tensors]
-        drawn = [False] * len(found)
-        for op in self.graph.ops:
-            random = op.kind == "random_bits" or any(drawn[t] for t in op.operands)
-            if any(found[t] for t in op.operands):
-                for t in op.results:
-                    found[t] = True
-            elif random and self.compiler.keeps_masks:
-                for t in op.results:
-                    found[t] = self.graph.tensors[t].dtype == "bool"
-                    drawn[t] = not found[t]
-                    self.masks |= {t} if found[t] else set()
-        return found
-
-    def _spans(self) -> list[Span]:
-        ops = self.graph.ops
-        cuts = [0]
-        for i in range(1, len(ops)):
-            if (ops[i].trip > 1) != (ops[i - 1].trip > 1):
-                cuts.append(i)
-        cuts.append(len(ops))
-        outside = sum(op.trip == 1 for op in ops)
-        step = max(1, math.ceil(outside / _PIECES))
-        found = []
-        for first, end in zip(cuts, cuts[1:], strict=False):
-            if first < end and ops[first].trip > 1:
-                found.append(Span(first, end, True))
-                continue
-            found += [
-                Span(at, min(end, at + step), False) for at in range(first, end, step)
-            ]
-        return found or [Span(0, 0, False)]
 
     # What is kept.
 
@@ -391,20 +482,12 @@ class Timeline:
     def _fetched(self) -> dict[int, list[int]]:
         """For each checkpointed region, what comes back from host memory for it."""
         found: dict[int, dict[int, None]] = {}
-        for op in self.graph.ops:
+        for op in self.graph.ops if self.waiting else ():
             if op.remat is not None:
                 slots = op.operands + op.results
                 here = (t for t in slots if t in self.waiting)
                 found.setdefault(op.remat, {}).update(dict.fromkeys(here))
         return {region: [*tensors] for region, tensors in found.items()}
-
-    def _homes(self) -> dict[int, int]:
-        """The operation where each tensor is at home: its maker, or first reader."""
-        found: dict[int, int] = {}
-        for i, op in enumerate(self.graph.ops):
-            for t in (*op.results, *op.operands):
-                found.setdefault(t, i)
-        return found
 
     def saved_before(self, end: int) -> Counter[Entry]:
         """What is still kept while the backward pass is before an operation."""
@@ -445,21 +528,34 @@ class Timeline:
         """
         kept: dict[int, Entry] = {}
         gradients: dict[int, Entry] = {}
+        for i, own, read in self._put_off:
+            if i < span.end:
+                continue
+            gradients.update(own)
+            kept.update((t, entry) for t, first, entry in read if first >= span.end)
+        return Counter(kept.values()) + Counter(gradients.values())
+
+    def _products_put_off(self) -> list[_PutOff]:
+        """Products whose weights' gradients may be put off, in program order."""
+        found: list[_PutOff] = []
         for i, op in enumerate(self.graph.ops):
+            if op.trip > 1 or op.remat is not None or op.matmul is None:
+                continue
             data = [t for t in op.operands[:2] if not self.weight[t]]
-            here = op.trip == 1 and op.remat is None and op.matmul is not None
-            if i < span.end or not here or len(data) != 1:
+            if len(data) != 1:
                 continue
             values = {self._part_of(t) for t in op.results if self._value(t)}
             fused = values & self.fused
-            gradients.update((t, self._entry(t)) for t in values - fused)
+            gradients = [(t, self._entry(t)) for t in values - fused]
             read = {t for t in op.results if t in self.reader}
             inside = {t for t in read if self.reader[t].elementwise}
-            for t in self.sources(data[0]) | fused | inside:
-                first, nbytes, home = self.saved.get((t, 0), (0, 0, NOWHERE))
-                if first >= span.end:
-                    kept[t] = Entry(t, nbytes, home)
-        return Counter(kept.values()) + Counter(gradients.values())
+            saved = [
+                (t, first, Entry(t, nbytes, home))
+                for t in self.sources(data[0]) | fused | inside
+                for first, nbytes, home in [self.saved.get((t, 0), (0, 0, NOWHERE))]
+            ]
+            found.append((i, gradients, saved))
+        return found
 
     def _part_of(self, tensor: int) -> int:
         """The sum of values that a value is a part of, as of a residual, or itself.
@@ -532,7 +628,7 @@ class Timeline:
                 ]
                 rows.append({self._entry(t): 1.0 for t in there})
             rows.append({self._entry(t): n for t, n in self._masked(op)[:1]})
-        yield from _undominated(rows)
+        yield from _undominated([row for row in rows if row] or rows[:1])
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
         """It is kept, or is no wider than what is kept and read for its sake alone.
@@ -722,8 +818,6 @@ class Timeline:
                         kept.setdefault(t, i)
         return self._lean(kept, region)
 
-    # Parameters.
-
     def written_until(self) -> dict[int, int]:
         """Products to the operation for which their result is written in another form.
 
@@ -740,23 +834,6 @@ class Timeline:
                     if self.graph.ops[i].matmul is not None and i < j:
                         found[i] = j
         return found
-
-    def parameters(self) -> tuple[list[int], list[list[int]]]:
-        """For each parameter: its last reader, and all that are no weights' own."""
-        params = self.graph.params
-        of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
-        users: list[list[int]] = [[] for _ in params]
-        for i, op in enumerate(self.graph.ops):
-            leaves = {leaf for t in op.operands for leaf in of.get(t, ())}
-            if not leaves:
-                continue
-            if all(self.weight[t] for t in op.operands):
-                for t in op.results:
-                    of.setdefault(t, set()).update(leaves)
-            else:
-                for leaf in leaves:
-                    users[leaf].append(i)
-        return [max(places, default=-1) for places in users], users
 
 
 def _hard(op: Op) -> bool:
@@ -777,11 +854,20 @@ def _add(
 
 
 def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:
+    """The rows that no other holds as much of everything as; of equal ones the first.
+
+    What holds as much as a row holds its rarest entry too, so that few are compared.
+    """
+    holding: dict[Entry, list[int]] = {}
     for i, row in enumerate(rows):
-        larger = (
-            other
-            for j, other in enumerate(rows)
-            if j != i and all(other.get(e, 0) >= n for e, n in row.items())
-        )
-        if not any(other != row or rows.index(other) < i for other in larger):
+        for entry in row:
+            holding.setdefault(entry, []).append(i)
+    for i, row in enumerate(rows):
+        places = (holding[entry] for entry, n in row.items() if n > 0)
+        near = min(places, key=len, default=range(len(rows)))
+        if not any(
+            all(rows[j].get(e, 0) >= n for e, n in row.items())
+            for j in near
+            if j != i and (j < i or rows[j] != row)
+        ):
             yield row

@@ -19,8 +19,9 @@ Three ideas keep the classes from running together:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 from whalejax.planner.model.dimensions import (
     Dimensions,
@@ -35,14 +36,13 @@ from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 from whalejax.planner.model.sequence import with_whole_operations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Edge:
+class _Edge(NamedTuple):
     """A tie between two atoms.
 
     Attributes:
         order: sort key; ties are made in rising order.
-        op, slot, place: operation, operand or result of it, and (dimension, atom)
-            there: what is cut if the tie is refused.
+        op, slot, dim, part: operation, operand or result of it, dimension and atom of
+            that: what is cut if the tie is refused.
         wanted: the atom that the operation needs in that place.
         atom: the atom that stands there.
     """
@@ -50,7 +50,8 @@ class _Edge:
     order: tuple[int, int, int, int]
     op: int
     slot: int
-    place: tuple[int, int]
+    dim: int
+    part: int
     wanted: int
     atom: int
 
@@ -73,7 +74,7 @@ class _Classes:
         self.union = Union(len(atoms.owners))
         self.holds: list[set[int]] = [{t} for t in atoms.owners]
         edges = [*self._factor_edges(), *self._regrouping_edges()]
-        edges.sort(key=lambda e: e.order)
+        edges.sort(key=itemgetter(0))
         self.refused = [e for e in edges if not self._join(e.wanted, e.atom)]
 
     def _join(self, left: int, right: int) -> bool:
@@ -90,39 +91,32 @@ class _Classes:
         return True
 
     def _factor_edges(self) -> Iterator[_Edge]:
-        tensors, weight = self.graph.tensors, self.weight
+        weight, first, dim_of = self.weight, self.atoms.first, self.atoms.dim
+        nbytes = [t.nbytes for t in self.graph.tensors]
         for index, op in enumerate(self.graph.ops):
-            slots = slots_of(op)
+            slots, count = slots_of(op), len(op.operands)
             product = op.matmul is not None and not any(weight[t] for t in op.operands)
             for factor in op.factors:
-                anchor = _anchor(op, factor.members, tensors)
+                if len(factor.members) == 1:
+                    continue
+                anchor = _anchor(factor.members, slots, count, nbytes)
                 other = slots[anchor[0]]
+                wanted = first[dim_of(other, anchor[1])]
+                # What a product gives goes before what it sums over.
+                summed = int(anchor[0] < count)
                 for slot, dim in factor.members:
                     if (slot, dim) == anchor:
                         continue
                     tensor = slots[slot]
                     tied = weight[tensor] or weight[other]
                     rank = 0 if tied else (2 if product else 1)
-                    small = min(tensors[tensor].nbytes, tensors[other].nbytes)
-                    pairs = zip(
-                        self.atoms.of(other, anchor[1]),
-                        self.atoms.of(tensor, dim),
-                        strict=True,
-                    )
-                    for k, (wanted, atom) in enumerate(pairs):
-                        # What a product gives goes before what it sums over.
-                        summed = anchor[0] < len(op.operands)
-                        order = (-small, index, int(summed))
-                        if self.turned and rank == 2:
-                            order = (small, -index, int(summed))
-                        yield _Edge(
-                            order=(rank, *order),
-                            op=index,
-                            slot=slot,
-                            place=(dim, k),
-                            wanted=wanted,
-                            atom=atom,
-                        )
+                    small = min(nbytes[tensor], nbytes[other])
+                    order = (rank, -small, index, summed)
+                    if self.turned and rank == 2:
+                        order = (rank, small, -index, summed)
+                    node = dim_of(tensor, dim)
+                    for k, atom in enumerate(range(first[node], first[node + 1])):
+                        yield _Edge(order, index, slot, dim, k, wanted + k, atom)
 
     def _regrouping_edges(self) -> Iterator[_Edge]:
         for r in self.atoms.regroupings:
@@ -137,25 +131,20 @@ class _Classes:
             ]
             wanted = [atom for dim in r.outs for atom in self.atoms.of(r.result, dim)]
             for (dim, k, atom), other in zip(places, wanted, strict=True):
-                yield _Edge(
-                    order=order,
-                    op=r.op,
-                    slot=0,
-                    place=(dim, k),
-                    wanted=other,
-                    atom=atom,
-                )
+                yield _Edge(order, r.op, 0, dim, k, other, atom)
 
 
 def _anchor(
-    op: Op, members: tuple[tuple[int, int], ...], tensors: tuple[Tensor, ...]
+    members: tuple[tuple[int, int], ...],
+    slots: tuple[int, ...],
+    count: int,
+    nbytes: Sequence[int],
 ) -> tuple[int, int]:
     """The member that the others are tied to: a result, else the largest operand."""
-    slots = slots_of(op)
     for slot, dim in members:
-        if slot >= len(op.operands):
+        if slot >= count:
             return slot, dim
-    return max(members, key=lambda m: tensors[slots[m[0]]].nbytes)
+    return max(members, key=lambda m: nbytes[slots[m[0]]])
 
 
 def _seen(
@@ -167,7 +156,7 @@ def _seen(
     cuts: dict[tuple[int, int, int], RefusedTie] = {}
     for edge in classes.refused:
         tensor = graph.tensors[slots_of(graph.ops[edge.op])[edge.slot]]
-        key, (dim, k) = (edge.op, edge.slot), edge.place
+        key, dim, k = (edge.op, edge.slot), edge.dim, edge.part
         cuts[*key, dim] = RefusedTie(
             op=edge.op,
             slot=edge.slot,
@@ -196,7 +185,7 @@ def _instead(graph: Graph, edge: _Edge, layouts: list[Layout]) -> int:
     """Bytes of the smallest value that holds what is cut in another place of it."""
     slots = slots_of(graph.ops[edge.op])
     here = slots[edge.slot]
-    role = layouts[here][edge.place[0]][edge.place[1]]
+    role = layouts[here][edge.dim][edge.part]
     return min(
         (
             graph.tensors[t].nbytes
@@ -289,16 +278,41 @@ def analyse(graph: Graph) -> Dimensions:
 
 
 class _Same:
-    """A graph that equals itself alone, which is quickly told."""
+    """A graph that equals those that have the same dimensions.
+
+    Programs of one loss that differ in what is computed again have.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.graph is other.graph
+        if not isinstance(other, _Same):
+            return False
+        a, b = self.graph, other.graph
+        return a is b or (
+            a.batch_dims == b.batch_dims
+            and (a.tensors is b.tensors or a.tensors == b.tensors)
+            and len(a.ops) == len(b.ops)
+            and (a.ops is b.ops or all(map(_ties_alike, a.ops, b.ops)))
+        )
 
     def __hash__(self) -> int:
-        return id(self.graph)
+        return hash((len(self.graph.tensors), len(self.graph.ops)))
+
+
+def _ties_alike(a: Op, b: Op) -> bool:
+    """Whether two operations tie the same dimensions, by what the analysis reads."""
+    return (
+        a.kind == b.kind
+        and a.operands == b.operands
+        and a.results == b.results
+        and a.factors == b.factors
+        and a.matmul == b.matmul
+        and a.trip == b.trip
+        and (a.reshape, a.unknown) == (b.reshape, b.unknown)
+        and (a.scope == b.scope or not any(factor.whole for factor in a.factors))
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -340,22 +354,22 @@ def _dimensions(classes: _Classes) -> Dimensions:
     graph, atoms = classes.graph, classes.atoms
     role_of, roles = fold(atoms, classes.union, classes.holds)
     find = classes.union.find
+    role_at = [role_of[find(atom)] for atom in range(len(atoms.owners))]
+    first = atoms.first
+    dims = [
+        tuple(role_at[start:end]) for start, end in zip(first, first[1:], strict=False)
+    ]
 
-    def layout(tensor: Tensor) -> Layout:
-        return tuple(
-            tuple(role_of[find(atom)] for atom in atoms.of(tensor.id, dim))
-            for dim in range(len(tensor.shape))
-        )
+    def by_dimension(tensor: Tensor, each: Sequence[tuple[int, ...]]) -> Layout:
+        start = atoms.dim(tensor.id, 0)
+        return tuple(each[start : start + len(tensor.shape)])
 
-    layouts = [layout(tensor) for tensor in graph.tensors]
+    layouts = [by_dimension(tensor, dims) for tensor in graph.tensors]
     seen, cuts = _seen(classes, layouts, role_of)
     return Dimensions(
         roles=roles,
         layouts=tuple(layouts),
-        sizes=tuple(
-            tuple(atoms.sizes[atoms.dim(t.id, dim)] for dim in range(len(t.shape)))
-            for t in graph.tensors
-        ),
+        sizes=tuple(by_dimension(tensor, atoms.sizes) for tensor in graph.tensors),
         seen=seen,
         cuts=cuts,
     )

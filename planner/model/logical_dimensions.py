@@ -131,21 +131,25 @@ class _Facts:
         self.uses: dict[int, set[object]] = defaultdict(set)
         self.blocked: dict[int, str] = {}
         self.roots: list[int] = []
+        root_at = [find(atom) for atom in range(len(atoms.owners))]
         for tensor in graph.tensors:
             for dim in range(len(tensor.shape)):
-                sizes = atoms.sizes[atoms.dim(tensor.id, dim)]
-                roots = [find(atom) for atom in atoms.of(tensor.id, dim)]
-                self._note(tensor, dim, roots, sizes)
+                node = atoms.dim(tensor.id, dim)
+                roots = root_at[atoms.first[node] : atoms.first[node + 1]]
+                self._note(tensor, dim, roots, atoms.sizes[node])
         for tensor_id, dim in graph.batch_dims:
             self.batch.update(find(atom) for atom in atoms.of(tensor_id, dim)[:1])
+        known = self.batch | self.weights.keys() | self.inputs.keys()
         for op in graph.ops:
             slots = slots_of(op)
             for factor in op.factors:
+                whole = factor.whole
                 for slot, dim in factor.members:
                     for k, atom in enumerate(atoms.of(slots[slot], dim)):
-                        root = find(atom)
-                        self.uses[root].add((op.kind, slot, dim, k))
-                        if factor.whole:
+                        root = root_at[atom]
+                        if root not in known:  # The others are told by these.
+                            self.uses[root].add((op.kind, slot, dim, k))
+                        if whole:
                             self.blocked.setdefault(root, _blame(op, factor))
 
     def _note(

@@ -34,9 +34,9 @@ from whalejax.planner.entries import Candidate, Collective
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.batched.prefilter import Likely, likely_replicas
+from whalejax.planner.search.batched.likely_replicas import Likely, likely_replicas
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import check_marks, unlike
+from whalejax.planner.search.spmd import Known, check_marks, unlike
 from whalejax.planner.search.uneven_replicas import (
     Replicas,
     SharesCase,
@@ -97,7 +97,7 @@ def decide_shares(
         PlanError: shares that cannot be, or no plan fits.
     """
     _check(graph, cluster, request, asked)
-    options = {"known": {}, **options}
+    options = {"known": Known(), **options}
     ranks = {
         size: cluster.num_devices // size
         for size in _served(graph, _sizes(cluster, request, asked))

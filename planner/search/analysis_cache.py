@@ -11,7 +11,7 @@ import functools
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.row_builder import Views
 from whalejax.planner.memory.live_sets import Course
-from whalejax.planner.memory.liveness import regathered_operands
+from whalejax.planner.memory.liveness import TensorUses, regathered_operands
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
@@ -58,6 +58,11 @@ class AnalysedProgram:
         """Whether memory depends on weights being gathered again."""
         return bool(regathered_operands(self.graph, self.views.weight))
 
+    @functools.cached_property
+    def uses(self) -> TensorUses:
+        """Who makes and who reads each tensor, for every course."""
+        return TensorUses(self.graph, self.views.weight, self.compiler)
+
     def course(self, *, apart: bool, regathers: bool) -> Course:
         """What memory holds when.
 
@@ -74,5 +79,6 @@ class AnalysedProgram:
                 compiler=self.compiler,
                 waiting=self.waiting if apart else {},
                 regathers=key[1],
+                uses=self.uses,
             )
         return self._courses[key]

@@ -23,7 +23,6 @@ from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 BUFFERS = 3
@@ -275,22 +274,9 @@ def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
     return found
 
 
-def with_buffers(memory: MemoryTerms, nbytes: int) -> MemoryTerms:
-    """Memory at the fuller of two moments: as it was, or while ranks combine."""
-    resting = memory.total_bytes - memory.activations_bytes - memory.working_bytes
-    over = resting + BUFFERS * nbytes - memory.total_bytes
-    working = memory.working_bytes + max(0, over)
-    return dataclasses.replace(memory, working_bytes=working)
-
-
 def combine_seconds(nbytes: int, cluster: Cluster) -> float:
     """Time of the arithmetic of all levels."""
     return float(cluster.slowest.elementwise_seconds(PASSES * nbytes, 0.0))
-
-
-def added(time: TimeTerms, seconds: float) -> TimeTerms:
-    """A step with what combining takes beside its collectives."""
-    return dataclasses.replace(time, update_seconds=time.update_seconds + seconds)
 
 
 _FORMS = {

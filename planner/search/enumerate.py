@@ -1,17 +1,16 @@
 """The search: every mesh, table and ZeRO level, and the cheapest that fits.
 
 Exact enumeration over the factorisations of the devices into ``data``, ``fsdp``,
-``expert`` and ``tensor``, over the logical dimensions that each model axis may shard in
-each TaskGraph, and over what is sharded in storage. ``context``, which shards the
-sequence, gets a size where the user fixes one, or where nothing fits without it. The
-cost of a TaskGraph under one table depends on nothing outside it but the layouts at its
-borders, so tables are costed once for each mesh and combined by adding.
+``expert``, ``context`` and ``tensor``, over the logical dimensions that each model axis
+may shard in each TaskGraph, and over what is sharded in storage. All layouts are
+evaluated as arrays, by the evaluator that says what a single plan takes. Of very many
+meshes, what is slower than the best by more than plans may tie is only timed.
 
 Among plans within half a percent of the fastest, the one with less memory is taken, and
 among equals the one that communicates less: predictions are not finer than that.
 
-The module is long because ``Search`` is one class: all its steps share what was
-costed once for each mesh.
+The module is long because ``Search`` is one class: what it enumerates and what it
+evaluates share what was asked, and what others have found.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.topology import HIDES_UPDATES_ON
+from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import Setting, row_flops, row_hits
-from whalejax.planner.cost.step_time import LayoutCases, TimeColumns
+from whalejax.planner.cost.step_time import TimeColumns
 from whalejax.planner.entries import Collective
 from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
@@ -93,6 +93,12 @@ LISTED = 40
 NEAR = 1.02
 """How many times the best step a plan of many meshes may take that is evaluated: more
 than plans may tie."""
+
+MANY_TABLES = 8
+"""Tables of a block of cases from which those of one are evaluated together."""
+
+ROUNDED = 2**10
+"""Bytes that sums of memory may be off by rounding."""
 
 FIRST_BLOCK, BLOCK = 32, 256
 """Cases whose memory is computed together: the fastest, and others."""
@@ -160,28 +166,53 @@ class _Layouts:
 
     Attributes:
         cases: with as few micro-batches as there can be.
-        counts: of each, all numbers of micro-batches that there can be, rising.
-        meshes: of each, the sizes of the axes.
+        counts: of each in the grid, all numbers of micro-batches that there can be,
+            rising.
+        meshes: of each in the grid, the sizes of the axes.
     """
 
     cases: LayoutCases
     counts: Sequence[tuple[int, ...]]
     meshes: Sequence[dict[str, int]]
 
+    def copy(self) -> _Layouts:
+        """The same, with shard counts of parameters of its own."""
+        return dataclasses.replace(self, cases=dataclasses.replace(self.cases))
+
     def take(self, rows: np.ndarray) -> _Layouts:
         """Select some of the layouts."""
         if len(rows) == len(self.cases):
             return self
-        return _Layouts(
-            cases=self.cases.take(rows),
-            counts=[self.counts[row] for row in rows.tolist()],
-            meshes=[self.meshes[row] for row in rows.tolist()],
-        )
+        return dataclasses.replace(self, cases=self.cases.take(rows))
+
+    def counts_of(self, rows: np.ndarray) -> list[tuple[int, ...]]:
+        """Numbers of micro-batches that there can be, of some of the layouts."""
+        return [self.counts[place] for place in self.cases.row[rows].tolist()]
 
     def at(self, rows: np.ndarray, place: int) -> LayoutCases:
         """Some of them, at one of their numbers of micro-batches."""
-        count = np.array([self.counts[row][place] for row in rows.tolist()])
+        count = np.array([counts[place] for counts in self.counts_of(rows)])
         return self.cases.take(rows).with_count(count)
+
+
+_Waiting = tuple[_Layouts, TimeColumns, np.ndarray]
+"""Layouts with their times, and the indices of those that wait, the fastest first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownLayouts:
+    """Layouts that searches of several programs of a loss share.
+
+    Attributes:
+        key, options: what they follow from.
+        layouts: that were found.
+        refused: for each reason, how many meshes it ruled out.
+    """
+
+    key: object
+    options: Options
+    layouts: _Layouts
+    refused: Mapping[str, int]
 
 
 class Search:
@@ -193,6 +224,7 @@ class Search:
         hosting: what may lie in host memory.
         split: what stands between products is set apart in the graph, for sequence
             parallelism; the options are those of the search ``beside`` without.
+        grids: layouts that searches of other programs have made, too.
         named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``; of very many meshes, those
             that fit, or the nearest to that.
@@ -201,9 +233,11 @@ class Search:
             evaluated.
         least_lacking: seconds of the fastest layout that lacks memory with as few
             micro-batches as there can be.
-        bound: step time above which a plan is not worth its evaluation; of promising
+        best: step time of the best plan that others have found.
+        slack: how many times that a plan may take that is worth its evaluation; of very
+            many meshes at most ``NEAR``.
+        bound: step time above which a plan is not worth its evaluation; of very many
             meshes it follows the best that is found.
-        slack: how many times the best that is.
         refused: for each reason, how many meshes it ruled out.
     """
 
@@ -216,12 +250,15 @@ class Search:
         *,
         beside: Search | None = None,
         split: Split | None = None,
-        bound: float = math.inf,
+        best: float = math.inf,
         slack: float = 1.0,
         program: AnalysedProgram | None = None,
+        grids: MutableSequence[KnownLayouts] | None = None,
     ) -> None:
         self.graph = graph
-        self.bound, self.slack = bound, slack
+        self.best, self.slack = best, slack
+        self.bound = best * slack
+        self.grids: MutableSequence[KnownLayouts] = [] if grids is None else grids
         self.split = split
         self.dims = dims
         self.cluster = cluster
@@ -260,6 +297,10 @@ class Search:
         )
         self.hosting = self.evaluator.hosting
         self.named_axes = pinned_axes(graph)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is evaluated yet."""
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}
@@ -268,10 +309,9 @@ class Search:
         self.follows = False
         self.least_lacking = self._lacks = math.inf
         self._nearest: Scored | None = None
-        self._lacking: list[tuple[_Layouts, TimeColumns, np.ndarray]] = []
-        self._postponed: tuple[_Layouts, TimeColumns, np.ndarray, np.ndarray] | None = (
-            None
-        )
+        self._lacking: list[_Waiting] = []
+        self._postponed: list[_Waiting] = []
+        self._has_fit = False
         self.refused: dict[str, int] = {}
 
     @functools.cached_property
@@ -292,7 +332,7 @@ class Search:
             those that do not fit).
         """
         self.search_layouts()
-        self.use_host_memory(self.bound)
+        self.use_host_memory(math.inf)
         return ranked([s for s in self.scored if s.fits])
 
     def search_layouts(self) -> None:
@@ -348,7 +388,7 @@ class Search:
         few = batch % request.num_devices != 0
         roles = (r for of in self.options.space.values() for r in of)
         weights = any(self.dims.roles[r].of_weights for r in roles)
-        short = not self.scored or any(not one.roomy for one in self.scored)
+        short = not self.scored or self.least_lacking < math.inf
         return few or weights or short
 
     def spaces(self) -> list[dict[str, int]]:
@@ -572,9 +612,12 @@ class Search:
         Time is that with as few micro-batches as there can be, which is the least.
         """
         layouts = self._layouts(every)
-        if layouts is None:
+        layouts = layouts.take(self._allowed(layouts.cases))
+        if not len(layouts.cases):
             return
-        self.follows = len(every) > LISTED
+        self.follows = self.follows or len(every) > LISTED
+        if self.follows:
+            self.bound = min(self.bound, self.best * NEAR)
         near, times = self.evaluator.near(layouts.cases, self.bound)
         self._score_layouts(layouts.take(near), times)
 
@@ -586,32 +629,46 @@ class Search:
         order = np.argsort(times.step, kind="stable")
         first = next(self.hosting.options())
         if self.follows and self.bound == math.inf:
-            # Another search may soon know how fast a plan must be.
-            some = order[:FIRST_BLOCK]
+            some, order = order[:FIRST_BLOCK], order[FIRST_BLOCK:]
             left = self._score_group(layouts, times, some, first)
-            order = order[FIRST_BLOCK:]
-            if self.bound == math.inf:
-                self._postponed = layouts, times, order, left
-                return
             self._lacking.append((layouts, times, left))
+            if self.bound == math.inf:
+                # Another search may soon know how fast a plan must be.
+                self._postponed.append((layouts, times, order))
+                return
         left = self._score_group(layouts, times, order, first)
         self._lacking.append((layouts, times, left))
 
-    def resume(self, bound: float) -> None:
+    def resume(self, best: float) -> None:
         """Evaluate the layouts that were put off until more is known.
 
         Args:
-            bound: step time above which a plan is not worth it.
+            best: step time of the best plan of all searches.
         """
-        self.bound = min(self.bound, bound)
-        if self._postponed is not None:
-            layouts, times, order, lacking = self._postponed
-            self._postponed = None
+        slack = min(self.slack, NEAR) if self.follows else self.slack
+        self.bound = min(self.bound, best * slack)
+        postponed, self._postponed = self._postponed, []
+        for layouts, times, order in postponed:
             first = next(self.hosting.options())
             left = self._score_group(layouts, times, order, first)
-            both = np.concatenate([lacking, left])
-            ranked_rows = both[np.argsort(times.step[both], kind="stable")]
-            self._lacking.append((layouts, times, ranked_rows))
+            self._lacking.append((layouts, times, left))
+
+    def _near_in_host_memory(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        groups: Sequence[Sequence[Offload]],
+    ) -> np.ndarray:
+        """Cases that can be fast enough with something in host memory."""
+        if self.bound == math.inf or not groups:
+            return rows
+        cases, here = layouts.cases.take(rows), times.take(rows)
+        # The more is there, the more is moved.
+        moves = [self.evaluator.offload_seconds(cases, o, here) for o in groups[0]]
+        near = here.step + np.min(moves, axis=0) <= self.bound
+        found: np.ndarray = rows[near]
+        return found
 
     def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
         """Tables with a tensor axis that lack memory with as little as may be in host
@@ -619,6 +676,7 @@ class Search:
         """
         found: dict[int, tuple[float, Mapping[int, Table]]] = {}
         for layouts, times, lacking in self._lacking:
+            lacking = lacking[times.step[lacking] <= self.bound]
             cases = layouts.cases.take(lacking)
             shards, step = cases.mesh["tensor"] > 1, times.step[lacking]
             for tables, rows in cases.batches:
@@ -628,17 +686,19 @@ class Search:
                     found[id(tables)] = min(known[0], float(step[here].min())), known[1]
         return sorted(found.values(), key=lambda pair: pair[0])
 
-    def use_host_memory(self, bound: float) -> None:
+    def use_host_memory(self, best: float) -> None:
         """Evaluate layouts that lack memory with more of theirs in host memory.
 
         Args:
-            bound: step time above which a plan is not worth it.
+            best: step time of the best plan of all searches.
         """
-        self.resume(bound)
+        self.resume(best)
         for layouts, times, lacking in self._lacking:
             step = times.step
             left = lacking[step[lacking] <= self.bound]
             _, *others = self.hosting.options() if len(left) else [[]]
+            left = self._near_in_host_memory(layouts, times, left, others)
+            others = others if len(left) else []
             if len(others) > 1 and not self.cluster.compiler.reduces_at_end:
                 # Where memory does not hold a case with most of it there, what lies
                 # between is not looked at.
@@ -647,8 +707,32 @@ class Search:
                 left = left[hopeful]
             for group in others:
                 left = self._score_group(layouts, times, left, group)
+        if self.follows and self.weighed and not self._has_fit:
+            self._keep_nearest()
         self._lacking = []
-        if not self.scored and self._nearest is not None:
+
+    def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
+        """Whether devices hold parameters and the optimizer's state, by case.
+
+        Of few meshes all are evaluated, which say what they lack.
+        """
+        if not self.follows:
+            return np.ones(len(cases), dtype=bool)
+        least = self.evaluator.least_memory(cases, offload)
+        found: np.ndarray = least <= self.cluster.memory_bytes + ROUNDED
+        return found
+
+    def _keep_nearest(self) -> None:
+        """Keep the layout that lacks least, where none of very many fits."""
+        *_, group = self.hosting.options() if self._nearest is None else [[]]
+        for layouts, times, lacking in self._lacking if group else ():
+            # Devices hold the parameters of none: what needs least is evaluated.
+            if len(lacking):
+                cases = layouts.cases.take(lacking)
+                least = self.evaluator.least_memory(cases, group[-1])
+                rows = lacking[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
+                self._with_offload(layouts, times, rows, group[-1])
+        if self._nearest is not None:
             self.scored.append(self._nearest)
 
     def _score_group(
@@ -663,10 +747,16 @@ class Search:
         Returns:
             Those that do not fit, and those that are too slow to be evaluated.
         """
-        step, left, size = times.step, rows, FIRST_BLOCK
+        step, left = times.step, rows
+        size = FIRST_BLOCK if self.bound == math.inf else BLOCK
         lacking = []
         while len(left) and step[left[0]] <= self.bound:
-            some = left[step[left] <= self.bound][:size]
+            some = left[step[left] <= self.bound]
+            table = layouts.cases.table[some]
+            if len(np.unique(table[:size])) > MANY_TABLES:
+                # Memory is computed together for cases with the same tables.
+                some = some[table == table[0]]
+            some = some[:size]
             found, fits = self._in_host_memory(layouts, times, some, group)
             self.scored += found
             best = min((s.time.step_seconds for s in found if s.fits), default=math.inf)
@@ -683,53 +773,64 @@ class Search:
 
         What can be is added to ``scored``.
         """
-        layouts = self._cases([(mesh, tables)])
-        if layouts is not None:
+        layouts = self._on_grid([(mesh, tables)])
+        layouts = layouts.take(self._allowed(layouts.cases))
+        if len(layouts.cases):
             self._score_layouts(layouts, self.evaluator.times(layouts.cases))
+            self.use_host_memory(math.inf)
 
-    def _layouts(self, every: Sequence[dict[str, int]]) -> _Layouts | None:
-        return self._cases(
-            [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
-        )
+    def _layouts(self, every: Sequence[dict[str, int]]) -> _Layouts:
+        """Layouts of meshes; those that a search beside this one has made, too."""
+        size = self.graph.batch_size, self.graph.num_micro_batches
+        apart = self.split and (self.split.shared, self.split.parents)
+        asked = self.request.zero, self.request.num_micro_batches, self.request.combine
+        sizes = [tuple(mesh.items()) for mesh in every]
+        key = sizes, size, apart, self.hosting.nothing, asked
+        options = dataclasses.replace(self.options, homes={})
+        for known in self.grids:
+            if known.key == key and known.options == options:
+                for reason, times in known.refused.items():
+                    self._refuse(reason, times)
+                return known.layouts.copy()
+        before, self.refused = self.refused, {}
+        pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
+        found = self._on_grid(pairs)
+        refused, self.refused = self.refused, before
+        for reason, times in refused.items():
+            self._refuse(reason, times)
+        one = KnownLayouts(key=key, options=options, layouts=found, refused=refused)
+        if len(every) > 1:
+            self.grids.append(one)
+        return found.copy()
 
-    def _cases(
+    def _on_grid(
         self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]
-    ) -> _Layouts | None:
-        """Cases of meshes with their tables at every ZeRO level; None without one."""
-        tables: dict[int, int] = {}
-        distinct: list[dict[int, Table]] = []
-        rows: list[tuple[int, ...]] = []
-        counts: list[tuple[int, ...]] = []
-        meshes_of: list[dict[str, int]] = []
-        for mesh, table in pairs:
-            if id(table) not in tables:
-                tables[id(table)] = len(distinct)
-                distinct.append(table)
-            parts = self._micro_batches(mesh, table)
-            sizes = [mesh.get(axis, 1) for axis in SEARCHED_AXES]
-            for zero in self._zero_levels(mesh):
-                rows.append((tables[id(table)], zero, parts[0], *sizes))
-                counts.append(parts)
-                meshes_of.append(mesh)
-        if not rows:
-            return None
-        columns = np.array(rows).T
+    ) -> _Layouts:
+        """Meshes with their tables at every ZeRO level."""
+        distinct: dict[int, int] = {}
+        table, levels, counts = [], [], []
+        for mesh, tables in pairs:
+            table.append(distinct.setdefault(id(tables), len(distinct)))
+            counts.append(self._micro_batches(mesh, tables))
+            levels.append(self._zero_levels(mesh))
+        first = {index: place for place, index in reversed([*enumerate(table)])}
+        meshes_of = [mesh for mesh, _ in pairs]
+        grid = LayoutGrid(
+            tables=[pairs[first[index]][1] for index in range(len(distinct))],
+            table=np.array(table, dtype=np.int64),
+            mesh={
+                axis: np.array([m.get(axis, 1) for m in meshes_of], dtype=np.int64)
+                for axis in SEARCHED_AXES
+            },
+        )
+        rows = np.repeat(np.arange(len(pairs)), [len(zeros) for zeros in levels])
         cases = LayoutCases(
-            tables=distinct,
-            table=columns[0],
-            mesh=dict(zip(SEARCHED_AXES, columns[3:], strict=True)),
-            zero=columns[1],
-            count=columns[2],
+            grid=grid,
+            row=rows,
+            zero=np.array([z for zeros in levels for z in zeros], dtype=np.int64),
+            count=np.array([parts[0] for parts in counts], dtype=np.int64)[rows],
         )
-        kept = self._allowed(cases)
-        if not len(kept):
-            return None
-        alone = len(kept) == len(cases)
-        return _Layouts(
-            cases=cases if alone else cases.take(kept),
-            counts=[counts[i] for i in kept.tolist()],
-            meshes=[meshes_of[i] for i in kept.tolist()],
-        )
+        return _Layouts(cases=cases, counts=counts, meshes=meshes_of)
 
     def _allowed(self, cases: LayoutCases) -> np.ndarray:
         """Indices of the cases whose storage obeys metadata and shards something."""
@@ -790,14 +891,19 @@ class Search:
         """
         found: list[Scored] = []
         fit = np.zeros(len(rows), dtype=bool)
+        cases, step = layouts.cases.take(rows), times.take(rows)
         for offload in group:
-            serves = self.evaluator.serves(layouts.cases.take(rows), offload)
+            serves = self.evaluator.serves(cases, offload)
             if self.request.offload is not None and not serves.all():
                 self._refuse(UPDATED_IN_OTHER_SHARDS, int((~serves).sum()))
-            least = times.step[rows] + self.evaluator.offload_seconds(
-                layouts.cases.take(rows), offload, times.take(rows)
-            )
-            some = np.flatnonzero(serves & (least <= self.bound))
+            least = step.step + self.evaluator.offload_seconds(cases, offload, step)
+            near = serves & (least <= self.bound)
+            holds = self._may_hold(cases, offload)
+            if offload == (self.request.offload or ()) and (near & ~holds).any():
+                lacks = float(step.step[near & ~holds].min())
+                self.least_lacking = min(self.least_lacking, lacks)
+            self.weighed += int((near & ~holds).sum())
+            some = np.flatnonzero(near & holds)
             if len(some):
                 plans, fits = self._with_offload(layouts, times, rows[some], offload)
                 fit[some] |= fits
@@ -829,7 +935,8 @@ class Search:
             dataclasses.replace(plan, fits=bool(fits[i]), roomy=bool(roomy[i]))
             for i, plan in zip(places.tolist(), plans, strict=True)
         ]
-        if not self.scored and not fits.any():
+        self._has_fit = self._has_fit or bool(fits.any())
+        if self.follows and not self._has_fit:
             device, host = self.evaluator.lacks(memory)
             nearest = int((device + host).argmin())
             if float(device[nearest] + host[nearest]) < self._lacks:
@@ -863,13 +970,13 @@ class Search:
             terms = memory.at(place)
             found.append(
                 Scored(
-                    mesh=layouts.meshes[row],
+                    mesh=layouts.meshes[cases.row[place]],
                     zero=int(cases.zero[place]),
                     **self.request.or_off(
                         offload=offload, sequence_parallel=self.split is not None
                     ),
                     num_micro_batches=int(cases.count[place]),
-                    tables=cases.tables[cases.table[place]],
+                    tables=cases.tables_at(place),
                     facts=self.facts,
                     details=self,
                     time=dataclasses.replace(
@@ -893,7 +1000,8 @@ class Search:
         cases = layouts.at(rows, 0)
         memory = self.evaluator.memory(cases, offload)
         fits = self.evaluator.fits(memory)
-        several = np.array([len(layouts.counts[row]) > 1 for row in rows.tolist()])
+        every = layouts.counts_of(rows)
+        several = np.array([len(counts) > 1 for counts in every], dtype=bool)
         lacking = np.flatnonzero(~fits & several)
         if not len(lacking):
             return cases, memory
@@ -905,7 +1013,7 @@ class Search:
         between = [
             (place, parts)
             for place in lacking[self.evaluator.fits(held)].tolist()
-            for parts in layouts.counts[rows[place]][-2:0:-1]
+            for parts in every[place][-2:0:-1]
         ]
         if between:
             places, counts = np.array(between).T

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.cost.step_time import LayoutCases, StepTime, TimeColumns
+from whalejax.planner.cost.step_time import StepTime, TimeColumns
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
@@ -134,12 +135,14 @@ class Evaluator:
             zero: ZeRO level over ``data``.
             count: Micro-batches of a step.
         """
-        return LayoutCases(
+        first = np.zeros(1, dtype=np.int64)
+        grid = LayoutGrid(
             tables=[tables],
-            table=np.zeros(1, dtype=np.int64),
+            table=first,
             mesh={axis: np.array([mesh.get(axis, 1)]) for axis in SEARCHED_AXES},
-            zero=np.array([zero]),
-            count=np.array([count]),
+        )
+        return LayoutCases(
+            grid=grid, row=first, zero=np.array([zero]), count=np.array([count])
         )
 
     def times(self, cases: LayoutCases) -> TimeColumns:
@@ -178,8 +181,8 @@ class Evaluator:
     def _combined(self, cases: LayoutCases, index: int) -> Combined:
         """What it takes to combine the gradients of all ranks in one case."""
         mesh = cases.mesh_at(index)
-        tables = cases.tables[cases.table[index]]
-        layouts = lay_out(self.facts, tables, mesh, int(cases.zero[index]))
+        tables, zero = cases.tables_at(index), int(cases.zero[index])
+        layouts = lay_out(self.facts, tables, mesh, zero)
         return self._combining.of(layouts, mesh)
 
     def memory(
@@ -210,8 +213,9 @@ class Evaluator:
         # In a batch all cases have the same tables.
         pairs = zip(cases.batches, cases.cuts(self.facts), strict=True)
         for (tables, rows), (_, cuts) in pairs:
-            some = cases.take(rows)
-            accumulates = some.count > 1
+            mesh = {axis: sizes[rows] for axis, sizes in cases.mesh.items()}
+            count = cases.count[rows]
+            accumulates = count > 1
             laid = StepLayout(
                 tables=tables,
                 cuts=cuts,
@@ -221,7 +225,7 @@ class Evaluator:
                 gathered=gathered[rows],
                 postpones=postpones and not accumulates.any(),
             )
-            here = self.layout_memory.of(laid, self.setting(some.mesh, some.count))
+            here = self.layout_memory.of(laid, self.setting(mesh, count))
             host[rows] = here.host
             for name, values in here.terms.items():
                 terms.setdefault(name, np.zeros(number))[rows] = values
@@ -238,6 +242,18 @@ class Evaluator:
         over = np.maximum(0.0, resting + BUFFERS * nbytes - total)
         terms["working"] = terms["working"] + over
         return MemoryColumns(terms=terms, host=found.host)
+
+    def least_memory(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
+        """Bytes that a device needs at any moment of a step, by case.
+
+        Args:
+            cases: Layouts with their ZeRO levels.
+            offload: Names of what is in host memory.
+        """
+        found = np.zeros(len(cases))
+        for rows, cuts in cases.cuts(self.facts):
+            found[rows] = self.layout_memory.least(cuts, offload)
+        return found
 
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Where parameters are to be in host memory, whether some are, by case."""

@@ -172,6 +172,22 @@ class LayoutMemory:
         found["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
         return MemoryColumns(terms=found, host=host)
 
+    def least(self, cuts: Sequence[LeafShardCounts], offload: tuple[str, ...]) -> Any:
+        """Bytes that parameters and the optimizer's state take at any moment, by case.
+
+        Args:
+            cuts: Shard counts of each parameter group.
+            offload: Names of what is in host memory.
+        """
+        found: Any = self.hosting.request.state_bytes
+        away = self.hosting.host_param_counts(cuts, offload)
+        for (group, count), cut, hosted in zip(
+            self.facts.groups, cuts, away, strict=True
+        ):
+            found = found + (count - hosted) * group.nbytes / cut.param.num_shards
+            found = found + count * group.optimizer_bytes / cut.optimizer.num_shards
+        return found - self.hosting.state_bytes(cuts, offload)
+
     def _peaks(self, one: StepLayout, s: Setting, *, regathers: bool) -> PeakMemory:
         number = len(one.accumulates)
         away = np.zeros((len(one.cuts), number))

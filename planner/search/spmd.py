@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from whalejax.meshes.cluster import Cluster
@@ -18,7 +19,13 @@ from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.enumerate import Search, fixed_space, meshes, ranked
+from whalejax.planner.search.enumerate import (
+    KnownLayouts,
+    Search,
+    fixed_space,
+    meshes,
+    ranked,
+)
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request, Scored
@@ -64,12 +71,28 @@ Again = Callable[[Remat, Chosen, int], Graph]
 """The captured loss with some TaskGraphs computed again in the backward pass, some
 attention run in blocks, and logits made of a part of the tokens at a time."""
 
-Known = dict[
-    tuple[Remat, Chosen, int, CompilerProfile],
-    "tuple[Analysed, AnalysedProgram] | None",
-]
-"""Programs of one loss, as policies, attention and chunks make them, for devices of a
-compiler; None where there is none such."""
+
+MOST_GRIDS = 32
+"""Grids of layouts that are kept for later searches."""
+
+
+class Known(
+    dict[
+        tuple[Remat, Chosen, int, CompilerProfile],
+        "tuple[Analysed, AnalysedProgram] | None",
+    ]
+):
+    """Programs of one loss, as policies, attention and chunks make them, for devices of
+    a compiler; None where there is no such program.
+
+    Attributes:
+        grids: layouts that the last searches of some of them have made.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        super().__init__()
+        self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +152,7 @@ def searches(
     fewest micro-batches, or those that lack some would be slower with enough than what
     fits, no policy can be better than none.
     """
-    known = {} if known is None else known
+    known = Known() if known is None else known
     return _Searches(graph, cluster, request, again, known).all()
 
 
@@ -197,13 +220,13 @@ class _Searches:
         plain = [pair for pair in self.found if pair[1].split is None]
         others = [pair for pair in self.found if pair[1].split is not None]
         for _, search in others:
-            search.use_host_memory(self.best_seconds() * (1 + TIE))
+            search.use_host_memory(self.best_seconds())
         for analysed, search in plain:
             before = len(search.scored)
-            search.use_host_memory(self.best_seconds() * SLACK)
+            search.use_host_memory(self.best_seconds())
             if len(search.scored) > before:
                 for apart in self.set_apart(analysed, search):
-                    apart.use_host_memory(self.best_seconds() * (1 + TIE))
+                    apart.use_host_memory(self.best_seconds())
 
     def best_attention(self) -> Chosen:
         """How it runs in the fastest plan that fits, or in the one tried last."""
@@ -235,7 +258,7 @@ class _Searches:
         analysed, first = self.found[place]
         for policy in others if self.gains(first) else ():
             self.search(policy, attention, chunks)
-        first.resume(self.best_seconds() * SLACK)
+        first.resume(self.best_seconds())
         self.set_apart(analysed, first)
 
     def search(
@@ -267,9 +290,10 @@ class _Searches:
             analysed.dims,
             self.cluster,
             asked,
-            bound=self.best_seconds() * SLACK,
+            best=self.best_seconds(),
             slack=SLACK,
             program=shared,
+            grids=self.known.grids,
         )
         one.search_layouts()
         self.found.append((analysed, one))
@@ -292,8 +316,9 @@ class _Searches:
                 plain.request,
                 beside=plain,
                 split=split,
-                bound=self.best_seconds() * (1 + TIE),
+                best=self.best_seconds(),
                 slack=1 + TIE,
+                grids=self.known.grids,
             )
             apart.search_layouts()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
@@ -352,17 +377,23 @@ def _splits(
     if plain.request.sequence_parallel is False or not options.sequence:
         return
     asked = plain.request.sequence_parallel
-    scored = sorted(plain.scored, key=lambda s: s.time.step_seconds)
-    fitting = [s.tables for s in scored if s.fits and s.mesh["tensor"] > 1]
     # What stands between products in parts takes less memory.
-    lacking = [
-        tables for seconds, tables in plain.lacking_tables() if asked or seconds <= best
+    several = [
+        (seconds, tables)
+        for seconds, tables in plain.lacking_tables()
+        if asked or seconds <= best
     ]
-    found: dict[frozenset[int], None] = {}
-    for several in (fitting, lacking):
-        sets = dict.fromkeys(shared_roles(t, options.batch) for t in several)
-        found |= dict.fromkeys([*filter(None, sets)][: None if asked else MOST_SPLITS])
-    fresh = [roles for roles in found if roles not in tried]
+    several += [
+        (s.time.step_seconds, s.tables)
+        for s in plain.scored
+        if s.fits and s.mesh["tensor"] > 1
+    ]
+    several.sort(key=lambda pair: pair[0])
+    sets = dict.fromkeys(shared_roles(t, options.batch) for _, t in several)
+    found = [*sets][: None if asked else MOST_SPLITS]
+    fresh = [roles for roles in found if roles and roles not in tried]
+    if not asked:
+        fresh = fresh[: max(0, MOST_SPLITS - len(tried))]
     tried.update(fresh)
     yield from splits_between(analysed.graph, analysed.dims, fresh)
 

@@ -92,7 +92,7 @@ class Whole:
 
     graph: Graph
     units: Units
-    known: Known = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
     stages: dict[tuple[object, ...], tuple[Graph, Known]] = field(default_factory=dict)
 
     _folded: dict[tuple[int, bool], Folded] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Cuts:
         if key not in self.whole.stages:
             dims = segments.folded.analysed.dims
             found = stage_graph(self.whole.graph, dims, division, places)
-            self.whole.stages[key] = found, {}
+            self.whole.stages[key] = found, Known()
         return self.whole.stages[key]
 
     def _segments(

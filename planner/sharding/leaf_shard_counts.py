@@ -12,11 +12,9 @@ from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafGroup,
-    LeafLayout,
 )
 from whalejax.planner.sharding.shard_counts import (
     ShardCounts,
-    spec_shard_counts,
     table_shard_counts,
     with_storage_axis,
 )
@@ -54,28 +52,6 @@ class LeafShardCounts:
     def is_updated_as_stored(self) -> Any:
         """Whether the optimizer updates the shards that are stored."""
         return self.param.num_shards == self.optimizer.num_shards
-
-
-def layout_shard_counts(
-    layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
-) -> tuple[LeafShardCounts, ...]:
-    """Count the shards of one mesh's layouts.
-
-    Args:
-        layouts: Layouts of each parameter group, from ``lay_out``.
-        mesh: Size of each axis.
-    """
-    counts = []
-    for layout in layouts:
-        specs = layout.compute, layout.param, layout.gradient, layout.optimizer
-        of = {spec: spec_shard_counts(spec, mesh) for spec in dict.fromkeys(specs)}
-        compute, param, gradient, optimizer = (of[spec] for spec in specs)
-        counts.append(
-            LeafShardCounts(
-                compute=compute, param=param, gradient=gradient, optimizer=optimizer
-            )
-        )
-    return tuple(counts)
 
 
 def leaf_shard_counts(

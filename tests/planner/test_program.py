@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.planner.graphs import gpt
+from tests.planner.one_layout import layout_shard_counts
 from tests.planner.plans import WIDE, search_of
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.layout_memory import StepLayout
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.leaf_shard_counts import layout_shard_counts
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
     Split,

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.planner.one_layout import layout_shard_counts
 from whalejax import jobs, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
@@ -18,6 +19,7 @@ from whalejax.capture.precision import at_precision
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.meshes import cluster
+from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import (
     Setting,
     as_run,
@@ -25,7 +27,6 @@ from whalejax.planner.cost.operation_cost import (
     row_cost,
     row_hits,
 )
-from whalejax.planner.cost.step_time import LayoutCases
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import SEARCHED_AXES
@@ -34,7 +35,6 @@ from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.fused_parameters import Fused, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.leaf_shard_counts import (
-    layout_shard_counts,
     leaf_shard_counts,
 )
 from whalejax.planner.sharding.parameter_layout import lay_out
@@ -182,10 +182,14 @@ def test_times_of_many_layouts_are_those_of_each(
     rows = draw.sample(every, k=min(60, len(every)))
     distinct = list({id(row[1]): row[1] for row in rows}.values())
     places = {id(tables): place for place, tables in enumerate(distinct)}
-    cases = LayoutCases(
+    grid = LayoutGrid(
         tables=distinct,
         table=np.array([places[id(row[1])] for row in rows]),
         mesh={a: np.array([row[0].get(a, 1) for row in rows]) for a in SEARCHED_AXES},
+    )
+    cases = LayoutCases(
+        grid=grid,
+        row=np.arange(len(rows)),
         zero=np.array([row[2] for row in rows]),
         count=np.array([row[3] for row in rows]),
     )

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.planner.graphs import GraphBuilder
+from tests.planner.one_layout import layout_shard_counts
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.cost.operation_cost import Setting, row_seconds
@@ -20,7 +21,6 @@ from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.fused_parameters import reading
-from whalejax.planner.sharding.leaf_shard_counts import layout_shard_counts
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,

@@ -45,7 +45,7 @@ class Programs:
 
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
         self.adapter = adapter
-        self.known: Known = {}
+        self.known: Known = Known()
         self._capture = capture
         self.blocks = functools.cache(self._blocks)
         self.cut = functools.cache(self._cut)

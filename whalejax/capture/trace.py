@@ -60,7 +60,7 @@ from whalejax.capture.sharding_constraints import (
 )
 from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_rows
 from whalejax.capture.split_dims.rewrite import taken_apart
-from whalejax.capture.walk import SortedRows, Walk
+from whalejax.capture.walk import KnownRules, SortedRows, Walk, holds_tiles
 from whalejax.jaxpr.fewer_rows import Rows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError
@@ -320,6 +320,7 @@ class _Reader:
     weighted: bool
     num_micro_batches: int
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    rules: KnownRules = field(default_factory=KnownRules)
 
     def read(
         self,
@@ -338,13 +339,25 @@ class _Reader:
             chunks: into how many the tokens are cut in calls that make logits.
         """
         if not attention:
-            walk = Walk(tiled=tiled, chunks=chunks, keeps=not tiled, rows=self.rows)
+            walk = Walk(
+                tiled=tiled,
+                chunks=chunks,
+                keeps=not tiled,
+                rows=self.rows,
+                rules=self.rules,
+            )
             return self._read(walk, program)
         # Which of them can be is seen once all of them are.
-        every = Walk(rings=lambda position: True, keeps=False, rows=self.rows)
-        graph, _, _ = self._read(every, program)
-        where = ringed(graph, dict(attention))
-        walk = Walk(rings=where.__contains__, chunks=chunks, rows=self.rows)
+        every = Walk(
+            rings=lambda position: True, chunks=chunks, rows=self.rows, rules=self.rules
+        )
+        read = self._read(every, program)
+        where = ringed(read[0], dict(attention))
+        if all(op.position in where for op in read[0].ops if op.kind == ATTENTION):
+            return read
+        walk = Walk(
+            rings=where.__contains__, chunks=chunks, rows=self.rows, rules=self.rules
+        )
         return self._read(walk, program)
 
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
@@ -375,7 +388,14 @@ def _rewritten(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
     """The program, rewritten where that lets more of its dimensions be shared."""
     jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader, read)
     if picks(graph):
-        apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
+        whole, plain = jaxpr, graph
+
+        def tiled(program: Any) -> Graph:
+            if program is whole and not holds_tiles(program):
+                return plain  # Read as it is, which it was already.
+            return reader.read(program, tiled=True)[0]
+
+        apart = _taken_apart(jaxpr, tiled)
         if apart is not jaxpr:
             jaxpr = apart
             graph, walk, results = reader.read(jaxpr)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +68,37 @@ class SortedRows:
     tensors: set[int]
 
 
+class KnownRules:
+    """How equations treat dimensions, found once for those of equal layers."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Behaviour] = {}
+        self._without: dict[Hashable, tuple[Behaviour, Behaviour]] = {}
+
+    def of(self, view: Equation) -> Behaviour:
+        """How an equation treats dimensions."""
+        key = view.name, view.inputs, view.outputs, tuple(view.params.items())
+        try:
+            known = self._known.get(key)
+        except TypeError:  # A parameter without a hash.
+            return behaviour(view)
+        if known is None:
+            known = self._known[key] = behaviour(view)
+        return known
+
+    def without_literals(
+        self, rule: Behaviour, operands: Sequence[Value], num_results: int
+    ) -> Behaviour:
+        """The same with slots counted without operands that are literals."""
+        if None not in operands:
+            return rule
+        key = id(rule), tuple(t is None for t in operands), num_results
+        if key not in self._without:
+            # The rule is kept, so that no other has its id.
+            self._without[key] = rule, without_literals(rule, operands, num_results)
+        return self._without[key][1]
+
+
 @dataclass(slots=True)
 class Walk:
     """The result of walking, and the state while walking.
@@ -80,6 +111,7 @@ class Walk:
             one, the backward pass computes these again.
         keeps: find out what scans keep for their backward pass.
         rows: where rows lie in calls that sort them across the batch, by name.
+        rules: what was found of equations before, perhaps of other walks.
         tensors: by id; the program's inputs come first.
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
@@ -99,6 +131,7 @@ class Walk:
     chunks: int = 1
     keeps: bool = True
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    rules: KnownRules = field(default_factory=KnownRules)
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
@@ -230,7 +263,7 @@ class Walk:
         if here.sorted_rows is not None:
             return self._on_rows(view, equation, position, operands, here)
         parts = self._tiles.get(equation.outvars[0]) if equation.outvars else None
-        rule = behaviour(view) if parts is None else Behaviour(parts=parts)
+        rule = self.rules.of(view) if parts is None else Behaviour(parts=parts)
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
         if rule.parts is not None:
             self._equal_parts(rule.parts, view, position, operands, results, here)
@@ -272,7 +305,7 @@ class Walk:
                 position=position,
                 operands=tuple(t for t in operands if t is not None),
                 results=tuple(results),
-                behaviour=without_literals(rule, operands, len(results)),
+                behaviour=self.rules.without_literals(rule, operands, len(results)),
                 trip=here.trip,
                 remat=here.remat,
                 kept=kept,
@@ -676,6 +709,18 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
         if sorted({*starts.values()}) == [*range(0, _shape(source)[dim], part)]
         for result in starts
     }
+
+
+def holds_tiles(jaxpr: Any) -> bool:
+    """Whether a program has such slices anywhere.
+
+    Args:
+        jaxpr: open or closed.
+    """
+    equations = _compat.open_jaxpr(jaxpr)[0].eqns
+    return bool(tiles(equations)) or any(
+        holds_tiles(inner) for e in equations for inner in inner_jaxprs(e)
+    )
 
 
 def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:

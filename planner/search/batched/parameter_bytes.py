@@ -6,6 +6,7 @@ the sizes of ``data`` and ``fsdp``. What was worked out for these is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.cost.optimizer_step import has_odd_tiles
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.search.batched.cells import Column, Columns, StackedLeaves
 from whalejax.planner.search.batched.layout_variants import Array
@@ -40,6 +42,10 @@ class Held:
             over ``data`` after the update.
         copies: casts of what is not gathered.
         gathered, fresh: largest leaf: as gathered, and its gradient.
+        reduced: gradients as they are reduced, by how often each is.
+        kept: of these, what storage leaves whole.
+        scattered, odd: gradients that storage shards, and what of them the compiler
+            reduces whole for their tiles.
     """
 
     params: Array
@@ -52,11 +58,15 @@ class Held:
     copies: Array
     gathered: Array
     fresh: Array
+    reduced: Array
+    kept: Array
+    scattered: Array
+    odd: Array
 
     @classmethod
     def empty(cls, number: int) -> Held:
         """Nothing is stored."""
-        shapes = {"params": (number,), "copies": (number,)}
+        shapes = dict.fromkeys(("params", "copies", "reduced"), (number,))
         return cls(
             **{f.name: np.zeros(shapes.get(f.name, (2, number))) for f in fields(cls)}
         )
@@ -83,6 +93,10 @@ class HeldAt:
     copies: Array
     gathered: Array
     fresh: Array
+    reduced: Array
+    kept: Array
+    scattered: Array
+    odd: Array
 
     def __init__(self, held: Held, rows: Array) -> None:
         self._held = held
@@ -174,7 +188,13 @@ class Storage:
         found = {place: Held.empty(len(keys)) for place in self.holders}
         for leaf, parts in zip(self._leaves, self._parts, strict=True):
             taken = [column[kind] for column in parts]
-            self._leaf(found[leaf.place], leaf, *_cut(leaf, taken, (fsdp, data)))
+            before, (stored, owned) = [*taken], _cut(leaf, taken, (fsdp, data))
+            one = np.ones(len(keys))
+            whole = math.prod(before, start=one)
+            held = found[leaf.place]
+            every = [math.prod(cut, start=one) for cut in (stored, owned)]
+            self._leaf(held, leaf, whole, *every)
+            self._reduced(held, leaf, before, (stored, owned))
         return found
 
     def _leaf(
@@ -214,30 +234,53 @@ class Storage:
         if cast < 1.0:  # What is quantised is widened where it is read.
             held.copies += np.where(sharded, 0.0, count * nbytes * cast / whole)
 
+    def _reduced(
+        self,
+        held: Held,
+        leaf: StackedLeaves,
+        before: Sequence[Array],
+        after: Sequence[Sequence[Array]],
+    ) -> None:
+        """Add how the gradients of a group are reduced.
+
+        Args:
+            held: what it is added to.
+            leaf: the group.
+            before, after: parts into which its dimensions are cut: as computed with;
+                and as stored, and as owned by ZeRO's ranks.
+        """
+        group, whole = leaf.group, math.prod(before, start=1.0)
+        nbytes = leaf.count * float(group.gradient_bytes) / whole
+        held.reduced += nbytes * group.uses
+        for zero, cut in enumerate(after if group.trained else ()):
+            scatters = math.prod(cut, start=1.0) > whole
+            held.kept[zero] += nbytes * group.uses * ~scatters
+            held.scattered[zero] += nbytes * scatters
+            if len(cut) > 1:
+                odd = has_odd_tiles(
+                    group, before[-1], cut[-1], self._compiler, self._cast_bytes
+                )
+                held.odd[zero] += nbytes * scatters * odd
+
 
 def _cut(
-    leaf: StackedLeaves, taken: list[Array], sizes: Sequence[Array]
-) -> tuple[Array, Array, Array]:
-    """Parts into which a leaf is cut, and with each of two more axes as well.
+    leaf: StackedLeaves, taken: Sequence[Array], sizes: Sequence[Array]
+) -> list[list[Array]]:
+    """Parts into which dimensions of a leaf are cut with each of some more axes.
 
     Args:
         leaf: a group of leaves.
-        taken: parts of each dimension.
+        taken: parts of each dimension without them.
         sizes: of the axes.
     """
-    shape = leaf.group.shape
-    parts = np.ones(len(sizes[0]))
-    for each in taken:
-        parts = parts * each
-    found = [parts]
+    shape, cut, found = leaf.group.shape, [*taken], []
     for size in sizes:
         left = size > 1
         for dim in leaf.group.order:
             if not left.any():
                 break
-            fits = left & (shape[dim] % (taken[dim] * size) == 0)
-            taken[dim] = np.where(fits, taken[dim] * size, taken[dim])
-            parts = np.where(fits, parts * size, parts)
+            fits = left & (shape[dim] % (cut[dim] * size) == 0)
+            cut[dim] = np.where(fits, cut[dim] * size, cut[dim])
             left = left & ~fits
-        found.append(parts)
-    return found[0], found[1], found[2]
+        found.append([*cut])
+    return found

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from whalejax.planner.cost.optimizer_step import reduced_gradients
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
 from whalejax.planner.pipeline.simulate import (
@@ -31,6 +33,7 @@ from whalejax.planner.search.batched.partition import (
     stage_pace,
 )
 from whalejax.planner.search.batched.peak import memory_of, mixed, share_of
+from whalejax.planner.sharding.shard_counts import axis_sets
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
@@ -427,33 +430,39 @@ def _gradient_seconds(
         payload = shares[place] * cases.held[place].gradients[0]
         once = (payload > 0) * 1.0
         found = found + cases.collective("all-reduce", ("stage",), payload, once)
-    for axes, payload in payloads.items():
-        found = found + _reduction_seconds(cases, axes, payload, parts, shards)
+    odd, kept = _whole_shares(cases, shares, int(shards))
+    for named, payload in payloads.items():
+        used = {axis: cases.mesh[axis] > 1 for axis in named}
+        for axes, rows in axis_sets(used, cases.number):
+            here = np.zeros(cases.number)
+            here[rows] = payload[rows]
+            for c in reduced_gradients(
+                axes,
+                here,
+                cases.mesh,
+                cases.cluster.compiler,
+                over_data=shards,
+                odd=odd,
+                kept=kept,
+            ):
+                nbytes: Any = c.payload_bytes
+                times = (nbytes > 0) * parts
+                found = found + cases.collective(c.kind, c.axes, nbytes * parts, times)
     return found * (1 - cases.hidden.overlap_gradients)
 
 
-def _reduction_seconds(
-    cases: Cases, axes: tuple[str, ...], payload: Array, parts: Array, shards: bool
-) -> Array:
-    """Seconds of the reductions of gradients over some axes, in every micro-batch."""
-    if not payload.any():
-        return cases.zeros
-    once = (payload > 0) * parts
-    payload = payload * parts
-    if not cases.cluster.compiler.reduce_scatter:
-        return cases.collective("all-reduce", axes, payload, once)
-    sharding = ("data", "fsdp") if shards else ("fsdp",)
-    scattered = tuple(a for a in axes if a in sharding)
-    left = tuple(a for a in axes if a not in sharding)
-    pieces, _ = cases.ranks(scattered)
-    found: Array = cases.collective(
-        "reduce-scatter", scattered, payload, once
-    ) + cases.collective("all-reduce", left, payload / pieces, once)
-    _, several = cases.ranks(axes)
-    if not cases.cluster.compiler.reduces_in_parts and several.any():
-        whole = cases.collective("all-reduce", axes, payload, once)
-        found = np.where(several, whole, found)
-    return found
+def _whole_shares(
+    cases: Cases, shares: dict[int, Array], shards: int
+) -> tuple[Array, Array]:
+    """``optimizer_step.whole_shares`` of one stage."""
+
+    def of(name: str, pair: bool = True) -> Array:
+        columns = {p: getattr(cases.held[p], name) for p in cases.holders}
+        return mixed(shares, {p: x[shards] if pair else x for p, x in columns.items()})
+
+    odd = of("odd") / np.maximum(1.0, of("scattered"))
+    kept = of("kept") / np.maximum(1.0, of("reduced", pair=False))
+    return odd, kept
 
 
 def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Array:

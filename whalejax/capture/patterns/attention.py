@@ -147,10 +147,11 @@ def recognised(
     maker = {v: e for e in body.eqns for v in e.outvars}
     found: list[AttentionPattern] = []
     reasons: list[str] = []
+    leaks = _Leaks(body, maker)
     for equation in body.eqns:
         if equation.primitive.name == "dot_general":
             one = _recognised(equation, maker, trained)
-            why = _leaks(body, one, maker) if isinstance(one, AttentionPattern) else one
+            why = leaks.of(one) if isinstance(one, AttentionPattern) else one
             if isinstance(one, AttentionPattern) and not why:
                 found.append(one)
             elif why:
@@ -273,32 +274,42 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
     return found
 
 
-def _leaks(body: Any, one: AttentionPattern, maker: Mapping[Any, Any]) -> str:
-    """Why an attention's equations cannot be set apart; empty if they can."""
-    inside = equations_of(one, maker)
-    scores = [v for e in inside for v in e.outvars if v is not one.output]
-    grown = {v for v in scores if _depends(v, one, inside)}
-    for equation in body.eqns:
-        if not any(equation is e for e in inside):
-            if any(not _compat.is_literal(a) and a in grown for a in equation.invars):
+class _Leaks:
+    """Whether attentions of one jaxpr can be set apart.
+
+    Args:
+        body: open.
+        maker: the equation that makes each variable.
+    """
+
+    def __init__(self, body: Any, maker: Mapping[Any, Any]) -> None:
+        self.maker = maker
+        self.ends = {v for v in body.outvars if not _compat.is_literal(v)}
+        self.readers: dict[Any, list[Any]] = {}
+        for equation in body.eqns:
+            for atom in equation.invars:
+                if not _compat.is_literal(atom):
+                    self.readers.setdefault(atom, []).append(equation)
+
+    def of(self, one: AttentionPattern) -> str:
+        """Why an attention's equations cannot be; empty if they can."""
+        inside = equations_of(one, self.maker)
+        numbers = {id(equation) for equation in inside}
+        made = {one.first.outvars[0]}
+        for equation in inside:
+            if any(not _compat.is_literal(a) and a in made for a in equation.invars):
+                made.update(equation.outvars)
+        scores = (v for e in inside for v in e.outvars if v is not one.output)
+        for variable in made.intersection(scores):
+            readers = self.readers.get(variable, ())
+            if variable in self.ends or any(id(e) not in numbers for e in readers):
                 return "its scores or weights are used elsewhere too"
-    if any(not _compat.is_literal(v) and v in grown for v in body.outvars):
-        return "its scores or weights are used elsewhere too"
-    return ""
-
-
-def _depends(variable: Any, one: AttentionPattern, inside: Sequence[Any]) -> bool:
-    """Whether a variable is made of the first product."""
-    made = {one.first.outvars[0]}
-    for equation in inside:
-        if any(not _compat.is_literal(a) and a in made for a in equation.invars):
-            made.update(equation.outvars)
-    return variable in made
+        return ""
 
 
 def equations_of(one: AttentionPattern, maker: Mapping[Any, Any]) -> list[Any]:
     """The equations of an attention, in an order in which they can run."""
-    order: list[Any] = []
+    order: dict[int, Any] = {}
     done = set(one.inputs)
 
     def visit(variable: Any) -> None:
@@ -311,8 +322,7 @@ def equations_of(one: AttentionPattern, maker: Mapping[Any, Any]) -> list[Any]:
         for atom in equation.invars:
             if not _compat.is_literal(atom):
                 visit(atom)
-        if not any(equation is e for e in order):
-            order.append(equation)
+        order.setdefault(id(equation), equation)
 
     visit(one.output)
-    return order
+    return [*order.values()]

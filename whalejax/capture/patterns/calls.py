@@ -6,8 +6,10 @@ in blocks of scores, logits of some tokens at a time.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
@@ -123,25 +125,35 @@ def _rebuilt(
     jaxpr: Any, trained: Sequence[bool], find: Found
 ) -> tuple[Any, tuple[str, ...]]:
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
-    flat = _compat.trace(lambda *xs: _inlined(jaxpr, xs), avals)
+    flat = _flattened(jaxpr)
     if find is _attentions and holds_rescaled(flat):
-        plain, scaling = flat, _Builder(lambda body, _: (rescaled(body), []))
-        flat = _compat.trace(lambda *xs: scaling.run(plain, xs, trained), avals)
+        scaling = _Builder(flat, trained, lambda body, _: (rescaled(body), []))
+        flat = scaling.program(avals)
     if find is _attentions:
         flat = with_inner_masks(flat, trained)
-    builder = _Builder(find)
-    program = _compat.trace(lambda *xs: builder.run(flat, xs, trained), avals)
-    return program, tuple(dict.fromkeys(builder.reasons))
+    builder = _Builder(flat, trained, find)
+    return builder.program(avals), tuple(dict.fromkeys(builder.reasons))
+
+
+@functools.lru_cache(maxsize=2)
+def _flattened(jaxpr: Any) -> Any:
+    """A program without its calls. It is asked for once for attention, once for logits.
+
+    Args:
+        jaxpr: closed; told by its identity.
+    """
+    if _is_flat(jaxpr):
+        return jaxpr
+    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
+    return _compat.trace(lambda *xs: _inlined(jaxpr, xs), avals)
 
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Run a program without its calls; loops and checkpointed regions stay."""
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
-        kind = _compat.recursion(equation)
-        called = is_attention(equation) or makes_logits(equation)
-        called |= sorts_rows(equation)
-        if kind not in ("inline", "remat", "scan") or called:
+        kind = _opened(equation)
+        if kind is None:
             return _compat.bind(equation, operands)
         inner = _compat.inner_jaxprs(equation)[0]
         if kind == "inline":
@@ -149,6 +161,25 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         return rebuild.around(equation, operands, lambda xs: _inlined(inner, xs))
 
     return rebuild.run(jaxpr, values, each, constant=_counted)
+
+
+def _opened(equation: Any) -> str | None:
+    """How an equation is run by what it calls; None where it is bound as it is."""
+    called = is_attention(equation) or makes_logits(equation) or sorts_rows(equation)
+    kind = _compat.recursion(equation)
+    return kind if kind in ("inline", "remat", "scan") and not called else None
+
+
+def _is_flat(jaxpr: Any) -> bool:
+    """Whether a program has no calls to inline, and no positions to count."""
+    body, constants = _compat.open_jaxpr(jaxpr)
+    if any(_counted(value) is not value for value in constants):
+        return False
+    kinds = [(equation, _opened(equation)) for equation in body.eqns]
+    return all(
+        kind is None or kind != "inline" and _is_flat(_compat.inner_jaxprs(equation)[0])
+        for equation, kind in kinds
+    )
 
 
 def _counted(value: Any) -> Any:
@@ -162,35 +193,77 @@ def _counted(value: Any) -> Any:
     return jax.lax.iota(dtype, shape[0]) if same else value
 
 
-class _Builder:
-    """Runs a program anew with calls in it; remembers why some things are none."""
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """One jaxpr with calls in it.
 
-    def __init__(self, find: Found) -> None:
+    Attributes:
+        items: equations and calls, in an order in which they can run.
+        inside: the same of loops and checkpointed regions, by the id of the equation.
+        calls: some call stands in it, or in these.
+    """
+
+    items: list[Any]
+    inside: dict[int, _Arranged]
+    calls: bool
+
+
+class _Builder:
+    """A program with calls in it, and why some things are none.
+
+    Args:
+        flat: closed, without calls that could be inlined.
+        trained: of its inputs, those with gradients.
+        find: tells the calls.
+    """
+
+    def __init__(self, flat: Any, trained: Sequence[bool], find: Found) -> None:
+        self.flat = flat
         self.find = find
         self.reasons: list[str] = []
+        self.arranged = self._arranged(flat, trained)
 
-    def run(
-        self, jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
-    ) -> list[Any]:
+    def program(self, avals: Sequence[Any]) -> Any:
+        """The program itself where there are no calls."""
+        if not self.arranged.calls:
+            return self.flat
+        return _compat.trace(lambda *xs: _run(self.flat, xs, self.arranged), avals)
+
+    def _arranged(self, jaxpr: Any, trained: Sequence[bool]) -> _Arranged:
         """One jaxpr, of whose inputs some have gradients."""
         body = _compat.open_jaxpr(jaxpr)[0]
         flows = trained_in(body, trained)
         calls, reasons = self.find(body, flows)
         self.reasons += reasons
-
-        def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
-            flags = [not _compat.is_literal(a) and a in flows for a in equation.invars]
+        items = rebuild.arranged(body, calls)
+        inside: dict[int, _Arranged] = {}
+        for equation in items:
+            if isinstance(equation, rebuild.Call):
+                continue
             kind = _compat.recursion(equation)
             if kind in ("remat", "scan"):
+                flags = [
+                    not _compat.is_literal(a) and a in flows for a in equation.invars
+                ]
                 inner = _compat.inner_jaxprs(equation)[0]
-                inside = trained_in_scan(equation, flags) if kind == "scan" else flags
-                return rebuild.around(
-                    equation, operands, lambda xs: self.run(inner, xs, inside)
-                )
-            return _compat.bind(equation, operands)
+                if kind == "scan":
+                    flags = trained_in_scan(equation, flags)
+                inside[id(equation)] = self._arranged(inner, flags)
+        some = bool(calls) or any(one.calls for one in inside.values())
+        return _Arranged(items, inside, some)
 
-        items = rebuild.arranged(body, calls)
-        return rebuild.run(jaxpr, values, each, items=items)
+
+def _run(jaxpr: Any, values: Sequence[Any], arranged: _Arranged) -> list[Any]:
+    """A jaxpr, with calls in place of equations."""
+
+    def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
+        within = arranged.inside.get(id(equation))
+        if within is None:
+            return _compat.bind(equation, operands)
+        inner = _compat.inner_jaxprs(equation)[0]
+        return rebuild.around(equation, operands, lambda xs: _run(inner, xs, within))
+
+    return rebuild.run(jaxpr, values, each, items=arranged.items)
 
 
 def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:

@@ -1,0 +1,260 @@
+"""Layouts of one program as arrays, and which mesh axis shards what in each of them.
+
+Programs of one loss that differ in what they compute again have the same layouts: what
+is worked out of a grid of meshes and tables serves them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from whalejax.planner.model.dimensions import Layout
+from whalejax.planner.sharding.fused_parameters import Fused
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.leaf_shard_counts import (
+    LeafShardCounts,
+    leaf_shard_counts,
+)
+from whalejax.planner.sharding.parameter_layout import LeafFacts
+from whalejax.planner.sharding.shard_counts import table_shard_counts
+
+
+Cuts = tuple[LeafShardCounts, ...]
+"""Shard counts of each parameter group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisHits:
+    """Which mesh axis shards which role where some are present, by layout.
+
+    Attributes:
+        code: Number of each layout, equal where the same axes shard the same roles.
+        parts: Array of the shards of each role that some axis shards.
+    """
+
+    code: np.ndarray
+    parts: Mapping[int, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutGrid:
+    """Meshes with compute tables; arrays hold one number for each layout.
+
+    Attributes:
+        tables: Distinct compute tables by TaskGraph.
+        table: Index into ``tables`` of each layout.
+        mesh: Array of sizes of each mesh axis, outermost axis first.
+    """
+
+    tables: Sequence[Mapping[int, Table]]
+    table: np.ndarray
+    mesh: Mapping[str, np.ndarray]
+    _hits: dict[object, AxisHits] = field(default_factory=dict, init=False)
+    _codes: dict[object, np.ndarray] = field(default_factory=dict, init=False)
+    _homes: dict[int, list[tuple[Table, np.ndarray]]] = field(
+        default_factory=dict, init=False
+    )
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def mesh_at(self, index: int) -> dict[str, int]:
+        """Axis sizes of one layout."""
+        return {axis: int(sizes[index]) for axis, sizes in self.mesh.items()}
+
+    def _of_home(self, home: int) -> list[tuple[Table, np.ndarray]]:
+        """Distinct tables of a TaskGraph, with the indices of their layouts."""
+        if home not in self._homes:
+            found: dict[object, tuple[Table, list[np.ndarray]]] = {}
+            for index, tables in enumerate(self.tables):
+                rows = np.flatnonzero(self.table == index)
+                if len(rows):
+                    key = tuple(sorted(tables[home].items()))
+                    found.setdefault(key, (tables[home], []))[1].append(rows)
+            self._homes[home] = [(t, np.concatenate(r)) for t, r in found.values()]
+        return self._homes[home]
+
+    def hits(
+        self, home: int, present: frozenset[int], divisible: Mapping[int, int]
+    ) -> AxisHits:
+        """``operation_cost.hits_of`` for every layout.
+
+        Args:
+            home: TaskGraph of the operation.
+            present: Roles of the operation.
+            divisible: By role, the number that shards of it divide.
+        """
+        key = home, present, tuple(divisible.items())
+        if key not in self._hits:
+            self._hits[key] = self._all_hits(home, present, divisible)
+        return self._hits[key]
+
+    def _all_hits(
+        self, home: int, present: frozenset[int], divisible: Mapping[int, int]
+    ) -> AxisHits:
+        code = np.zeros(len(self), dtype=np.int64)
+        parts: dict[int, np.ndarray] = {}
+        number = {role: n for n, role in enumerate(sorted(present), 1)}
+        for table, rows in self._of_home(home):
+            here: dict[int, Any] = {}
+            for place, (axis, sizes) in enumerate(self.mesh.items()):
+                role = next((r for r in table.get(axis, ()) if r in present), None)
+                if role is None:
+                    continue
+                size, before = sizes[rows], here.get(role, 1)
+                more = before * size
+                hit = (size > 1) & (divisible[role] % more == 0)
+                here[role] = np.where(hit, more, before)
+                code[rows] += hit * (number[role] * (len(number) + 1) ** place)
+            for role, size in here.items():
+                if role not in parts:
+                    parts[role] = np.ones(len(self))
+                parts[role][rows] = size
+        parts = {role: sizes for role, sizes in parts.items() if (sizes > 1).any()}
+        return AxisHits(code=np.unique(code, return_inverse=True)[1], parts=parts)
+
+    def codes(
+        self, layout: Layout, sizes: Layout, home: int, fused: Fused | None = None
+    ) -> np.ndarray:
+        """A number for each layout, equal where the same axes shard a tensor alike.
+
+        Args:
+            layout: Roles of each dimension of the tensor, major atom first.
+            sizes: Sizes of the same atoms.
+            home: TaskGraph that computes with it.
+            fused: Storage rule of a fused parameter; None for any other tensor.
+        """
+        key = layout, sizes, home, fused
+        if key not in self._codes:
+            code = np.zeros(len(self), dtype=np.int64)
+            for table, rows in self._of_home(home):
+                mesh = {axis: size[rows] for axis, size in self.mesh.items()}
+                cut = table_shard_counts(layout, sizes, table, mesh, fused)
+                for place, axis in enumerate(self.mesh):
+                    code[rows] += cut.axes.get(axis, 0) * (len(layout) + 1) ** place
+            self._codes[key] = np.unique(code, return_inverse=True)[1]
+        return self._codes[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCases:
+    """Layouts of one program with their step options; arrays are over cases.
+
+    Attributes:
+        grid: Meshes with their tables.
+        row: Index into the grid of each case.
+        zero: ZeRO level over ``data``.
+        count: Micro-batches of a step.
+    """
+
+    grid: LayoutGrid
+    row: np.ndarray
+    zero: np.ndarray
+    count: np.ndarray
+    _cuts: dict[int, tuple[LeafFacts, list[Cuts]]] = field(
+        default_factory=dict, init=False
+    )
+    _origin: list[tuple[LayoutCases, np.ndarray]] = field(
+        default_factory=list, init=False
+    )
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        """Index of each case's tables."""
+        found: np.ndarray = self.grid.table[self.row]
+        return found
+
+    @functools.cached_property
+    def mesh(self) -> Mapping[str, np.ndarray]:
+        """Array of sizes of each mesh axis, outermost axis first."""
+        return {axis: sizes[self.row] for axis, sizes in self.grid.mesh.items()}
+
+    def tables_at(self, index: int) -> Mapping[int, Table]:
+        """Compute tables of one case."""
+        return self.grid.tables[int(self.table[index])]
+
+    def mesh_at(self, index: int) -> dict[str, int]:
+        """Axis sizes of one case."""
+        return self.grid.mesh_at(int(self.row[index]))
+
+    def take(self, rows: np.ndarray) -> LayoutCases:
+        """Select some of the cases."""
+        found = LayoutCases(
+            grid=self.grid,
+            row=self.row[rows],
+            zero=self.zero[rows],
+            count=self.count[rows],
+        )
+        found._origin.append((self, rows))
+        return found
+
+    def with_count(self, count: np.ndarray) -> LayoutCases:
+        """The same layouts with other numbers of micro-batches."""
+        found = dataclasses.replace(self, count=count)
+        found._origin.append((self, np.arange(len(self))))
+        return found
+
+    @functools.cached_property
+    def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
+        """Tables that some case has, with the indices of their cases."""
+        order = np.argsort(self.table, kind="stable")
+        found, first = np.unique(self.table[order], return_index=True)
+        split = np.split(order, first[1:]) if len(found) else []
+        return [
+            (self.grid.tables[index], rows)
+            for index, rows in zip(found.tolist(), split, strict=True)
+        ]
+
+    def cuts(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
+        """Shard counts of each parameter group, for the cases of each batch.
+
+        Args:
+            facts: Parameters of the model, in groups of equal ones.
+        """
+        pairs = zip(self.batches, self._known_cuts(facts), strict=True)
+        return [(rows, cuts) for (_, rows), cuts in pairs]
+
+    def _known_cuts(self, facts: LeafFacts) -> list[Cuts]:
+        if id(facts) not in self._cuts:
+            found = self._cuts_of_origin(facts)
+            if found is None:
+                found = [
+                    leaf_shard_counts(
+                        facts,
+                        tables,
+                        {axis: sizes[rows] for axis, sizes in self.mesh.items()},
+                        self.zero[rows],
+                    )
+                    for tables, rows in self.batches
+                ]
+            self._cuts[id(facts)] = facts, found
+        return self._cuts[id(facts)][1]
+
+    def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:
+        """The same from what these cases were selected from, if that has them."""
+        for other, rows in self._origin:
+            known = other._cuts.get(id(facts), (facts, None))[1]
+            known = known or other._cuts_of_origin(facts)
+            if known is None:
+                continue
+            place = np.zeros(len(other), dtype=np.int64)
+            of = {}
+            for (_, some), cuts in zip(other.batches, known, strict=True):
+                place[some] = np.arange(len(some))
+                of[int(other.table[some[0]])] = cuts
+            return [
+                tuple(
+                    cut.take(place[rows[some]]) for cut in of[int(self.table[some[0]])]
+                )
+                for _, some in self.batches
+            ]
+        return None
