@@ -8,6 +8,7 @@ the supported window.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
 import os
@@ -594,9 +595,47 @@ def aval_bytes(aval: Any) -> int:
     return math.prod(map(int, aval.shape)) * itemsize_bytes(aval.dtype)
 
 
+_short_errors: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "_short_errors", default=False
+)
+
+
+@contextlib.contextmanager
+def short_sharding_errors() -> Iterator[None]:
+    """Tell quickly, while it is open, that a traced value has no ``sharding``.
+
+    JAX searches all equations traced so far for the inputs that the value comes from,
+    to name them in an error that ``getattr(value, "sharding", None)`` throws away. An
+    NNX module asks so for each random stream that it draws from: the time to trace a
+    model of many layers grows with their square.
+    """
+    full: Any = Tracer.sharding
+    if full is not _quick_sharding:
+        _full_sharding.append(full)
+        Tracer.sharding = _quick_sharding  # type: ignore[assignment]
+    token = _short_errors.set(True)
+    try:
+        yield
+    finally:
+        _short_errors.reset(token)
+
+
+_full_sharding: Final[list[Any]] = []
+
+
+def _sharding(tracer: Any) -> Any:
+    if _short_errors.get():
+        raise AttributeError("a traced value has no attribute 'sharding'")
+    return _full_sharding[-1].fget(tracer)
+
+
+_quick_sharding: Final = property(_sharding)
+
+
 def trace(function: Any, arguments: Sequence[Any]) -> Any:
     """The jaxpr of a flat function at abstract arguments."""
-    return jax.make_jaxpr(function)(*arguments)
+    with short_sharding_errors():
+        return jax.make_jaxpr(function)(*arguments)
 
 
 def unbound_axis(error: NameError) -> str | None:

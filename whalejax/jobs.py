@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from whalejax import _compat
 from whalejax.adapters.base import wants_key
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
@@ -39,7 +40,8 @@ def abstract_model(job: Job) -> Any:
 
     # NNX modules need its own eval_shape; who made one has imported it.
     nnx = sys.modules.get("flax.nnx")
-    return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
+    with _compat.short_sharding_errors():
+        return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
 
 
 def first_batch(job: Job, size: int | None) -> Any:

@@ -670,6 +670,23 @@ class Search:
         found: np.ndarray = rows[near]
         return found
 
+    def far_from_fitting(self) -> bool:
+        """Whether layouts of least parameters lack memory even for what is neither an
+        activation nor the optimizer's state.
+
+        Of each block of layouts the ``FIRST_BLOCK`` smallest are evaluated.
+        """
+        if any(one.fits for one in self.scored):
+            return False
+        for layouts, _, rows in (*self._postponed, *self._lacking):
+            least = self.evaluator.least_memory(layouts.cases.take(rows), ())
+            some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
+            memory = self.evaluator.memory(layouts.at(some, -1), ())
+            movable = memory.terms["activations"] + memory.terms["optimizer"]
+            if (memory.total - movable <= self.cluster.memory_bytes).any():
+                return False
+        return True
+
     def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
         """Tables with a tensor axis that lack memory with as little as may be in host
         memory, and seconds of their fastest step, the fastest first.

@@ -7,6 +7,7 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -193,6 +194,8 @@ class _Searches:
         self.again = again
         self.found: list[tuple[Analysed, Search]] = []
         self.tried: dict[int, set[frozenset[int]]] = {}
+        self.searched: dict[tuple[Remat, Chosen, int], tuple[Analysed, Search]] = {}
+        self.hopeless = False
 
     def best_seconds(self) -> float:
         """Step time of the fastest plan so far that fits; infinite without one."""
@@ -206,6 +209,8 @@ class _Searches:
         request = self.request
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
+        if self.hopeless:
+            return self.found
         if request.attention is None and self.again is not None:
             # In blocks it moves less even where nothing can share the sequence.
             self.policies(((ALL, "ring"),), asked)
@@ -246,20 +251,52 @@ class _Searches:
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
-        asked, place = self.request.remat, len(self.found)
-        if asked is not None:
-            if not self.search(asked, attention, chunks):
+        first_of_all = not self.found
+        lightest, *others = self.remats()
+        if not self.search(lightest, attention, chunks):
+            if lightest:
                 self.search((), attention, chunks)
             return
-        policies = self.request.policies if self.again is not None else ("none",)
-        lightest, *others = [((ALL, p),) if p != "none" else () for p in policies]
-        if not self.search(lightest, attention, chunks):
+        analysed, first = self.searched[lightest, attention, chunks]
+        if first_of_all and first.far_from_fitting() and self.leanest_lacks():
+            self.hopeless = True
             return
-        analysed, first = self.found[place]
         for policy in others if self.gains(first) else ():
             self.search(policy, attention, chunks)
         first.resume(self.best_seconds())
         self.set_apart(analysed, first)
+
+    def remats(self) -> list[Remat]:
+        """What may be computed again, the least first."""
+        if self.request.remat is not None:
+            return [self.request.remat]
+        policies = self.request.policies if self.again is not None else ("none",)
+        return [((ALL, p),) if p != "none" else () for p in policies]
+
+    def leanest_lacks(self) -> bool:
+        """Whether the program of least memory lacks much of it under any layout.
+
+        It computes all again, has attention in blocks, logits in parts, and what it can
+        in host memory. No other program of the loss takes notably less, so that where
+        this lacks more than ``HOPELESS`` of a device none of them has to be traced.
+        """
+        request = self.request
+        blocks = ((ALL, "ring"),) if request.attention is None else request.attention
+        chunks = LOSS_CHUNKS if request.loss_chunks is None else request.loss_chunks
+        remat = self.remats()[-1]
+        before = len(self.found)
+        for attention, parts in itertools.product(
+            dict.fromkeys((blocks, request.attention or ())),
+            dict.fromkeys((chunks, request.loss_chunks or 1)),
+        ):
+            if self.search(remat, attention, parts):
+                break
+        lean = [search for _, search in self.found[before:]]
+        for search in lean:
+            search.use_host_memory(math.inf)
+        scored = [(search, s) for search in lean for s in search.scored]
+        lacking = (sum(search.lacks(s.memory)) for search, s in scored)
+        return min(lacking, default=0) > HOPELESS * self.cluster.memory_bytes
 
     def search(
         self,
@@ -275,6 +312,8 @@ class _Searches:
         Returns:
             Whether there is such a program.
         """
+        if (remat, attention, chunks) in self.searched:
+            return True
         program = self.program(remat, attention, chunks)
         if program is None:
             return False
@@ -297,6 +336,7 @@ class _Searches:
         )
         one.search_layouts()
         self.found.append((analysed, one))
+        self.searched[remat, attention, chunks] = analysed, one
         self.set_apart(analysed, one)
         return True
 
@@ -353,6 +393,10 @@ class _Searches:
                 return None
         return None if graph is self.graph else graph
 
+
+HOPELESS = 0.1
+"""Part of a device's memory that the leanest program may lack before others are tried:
+what is computed again, in blocks or in parts takes some room of its own."""
 
 SLACK = 1.25
 """How much slower than the best a plan may be for its sequence-parallel twin to be

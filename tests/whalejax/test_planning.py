@@ -15,9 +15,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.interpreters import partial_eval
 
 import whalejax as wh
-from whalejax import models
+from whalejax import jobs, models
+from whalejax.planner.errors import PlanError
+from whalejax.planner.search import spmd
+from whalejax.planner.search.enumerate import Search
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -613,3 +617,64 @@ def test_no_option_is_faster_than_none(
     for option in options:
         with_it = planned(name, job=sizes, **asked, **option)
         assert free.time.step_seconds <= 1.01 * with_it.time.step_seconds, option
+
+
+def refused_searches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Search]:
+    """All searches of a plan for devices with a kilobyte of memory."""
+    found: list[Search] = []
+
+    def refusal(searches: list[Search], **_: Any) -> PlanError:
+        found.extend(searches)
+        return PlanError("nothing fits")
+
+    monkeypatch.setattr(spmd, "refusal", refusal)
+    with pytest.raises(PlanError, match="nothing fits"):
+        planned(name, cluster=wh.cluster("h100:8").with_memory(1 << 10))
+    return found
+
+
+def test_where_nothing_fits_by_far_two_programs_are_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refusal takes no longer than a plan: the leanest program speaks for others."""
+    searches = refused_searches(monkeypatch, "gpt-test")
+    asked = [search.request for search in searches]
+    programs = [(one.remat, one.attention, one.loss_chunks) for one in asked]
+    leanest = (("*", "full"),), (("*", "ring"),), 16
+    assert [*dict.fromkeys(programs)] == [((), (), 1), leanest]
+
+
+@pytest.mark.parametrize("name", ["gpt-test", "bert-test"])
+def test_no_program_takes_less_memory_than_the_leanest(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """But for what ``HOPELESS`` allows."""
+    monkeypatch.setattr(spmd, "HOPELESS", float("inf"))
+    least: dict[Any, int] = {}
+    for search in refused_searches(monkeypatch, name):
+        asked = search.request
+        program = asked.remat, asked.attention, asked.loss_chunks
+        nbytes = min(one.memory.total_bytes for one in search.scored)
+        least[program] = min(least.get(program, nbytes), nbytes)
+    # Behind the loss as it was written, the leanest is searched before any other.
+    _, leanest, *others = least.values()
+    assert len(others) > 3
+    assert leanest <= 1.1 * min(others)
+
+
+def test_a_model_of_many_layers_is_described_without_a_search_of_its_equations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each random stream asks for ``sharding``, whose error would search them all."""
+    searched: list[Any] = []
+    look = partial_eval.DynamicJaxprTracer._origin_msg
+    monkeypatch.setattr(
+        partial_eval.DynamicJaxprTracer,
+        "_origin_msg",
+        lambda tracer: (searched.append(tracer), look(tracer))[1],
+    )
+    jobs.abstract_model(models.job("gpt-test", scan_layers=False))
+    assert not searched
+    with pytest.raises(AttributeError, match="traced array"):
+        jax.eval_shape(lambda x: x.sharding, 1.0)
+    assert searched

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 
+from whalejax import _compat
 from whalejax.adapters.base import Adapter, adapt, wants_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
@@ -158,7 +159,8 @@ class TrainStep:
         takes_key = wants_key(make_model)
 
         def build(key: Any) -> tuple[Any, Any, Any]:
-            model = make_model(key) if takes_key else make_model()
+            with _compat.short_sharding_errors():
+                model = make_model(key) if takes_key else make_model()
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 

@@ -247,7 +247,7 @@ class Cut:
     @functools.cache  # noqa: B019
     def facts(self) -> dict[str, str]:
         """Names of what all peers must have alike, with hashes of it."""
-        built = jax.make_jaxpr(self._build)(jax.random.key(0))
+        built = _compat.trace(self._build, [jax.random.key(0)])
         return {
             "code of the loss": _hashed(self.captured.jaxpr),
             "initial values": f"{_hashed(built.jaxpr)} {_digest(built.consts)}",
