@@ -678,7 +678,8 @@ class Search:
         """
         if any(one.fits for one in self.scored):
             return False
-        for layouts, _, rows in (*self._postponed, *self._lacking):
+        every = (*self._postponed, *self._lacking)
+        for layouts, _, rows in (one for one in every if len(one[-1])):
             least = self.evaluator.least_memory(layouts.cases.take(rows), ())
             some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
             memory = self.evaluator.memory(layouts.at(some, -1), ())
