@@ -246,6 +246,15 @@ def spans_of(
     return spans or [(np.ones(len(stride)), cluster.levels[0])]
 
 
+def may_reduce_whole(cluster: Cluster) -> bool:
+    """Whether ``runs_as`` makes an all-reduce of any reduce-scatter on a cluster."""
+    whole: list[tuple[Any, Level]] = [(level.size, level) for level in cluster.levels]
+    torus = [(size, level) for size, level in whole if level.torus]
+    return any(
+        _reduces_whole("reduce-scatter", some, cluster) for some in (whole, torus)
+    )
+
+
 def torus_reduces_whole(
     added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
 ) -> np.ndarray:

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile
-from whalejax.planner.cost.collectives import axis_parts, runs_as, torus_reduces_whole
+from whalejax.planner.cost.collectives import (
+    axis_parts,
+    may_reduce_whole,
+    runs_as,
+    torus_reduces_whole,
+)
 from whalejax.planner.cost.operation_cost import Setting, whole_bytes
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
@@ -240,7 +245,7 @@ def reduced_whole(
 
 def _torus_reduces_whole(cuts: LeafShardCounts, s: Setting) -> Any:
     """Whether links make the reduction that scatters a gradient one of all of it."""
-    if not any(level.torus for level in s.cluster.levels):
+    if not may_reduce_whole(s.cluster):
         return False
     added = added_axes(cuts.compute, cuts.gradient)
     if not s.has_unlike_meshes:

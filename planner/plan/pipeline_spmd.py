@@ -159,6 +159,7 @@ def _of_one_stage(
         request,
         num_devices=request.num_devices // stages,
         num_micro_batches=count,
+        is_part=True,
         **options_off("remat", "sequence_parallel"),
         optimizer=replace(
             optimizer,

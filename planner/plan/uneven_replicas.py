@@ -389,6 +389,7 @@ def _weigh(
         num_micro_batches=count,
         mesh=mesh,
         zero=None,
+        is_part=True,
         # How many micro-batches it holds is a question of its share.
         batch_bytes=tuple(-(-nbytes // count) for nbytes in request.batch_bytes),
     )

@@ -103,6 +103,9 @@ ROUNDED = 2**10
 FIRST_BLOCK, BLOCK = 32, 256
 """Cases whose memory is computed together: the fastest, and others."""
 
+MOST_PAIRS = 4096
+"""Layouts times numbers of micro-batches that are evaluated at once."""
+
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
 
@@ -311,6 +314,7 @@ class Search:
         self._nearest: Scored | None = None
         self._lacking: list[_Waiting] = []
         self._postponed: list[_Waiting] = []
+        self._timed: dict[int, tuple[_Layouts, TimeColumns | None, np.ndarray]] = {}
         self._has_fit = False
         self.refused: dict[str, int] = {}
 
@@ -678,15 +682,15 @@ class Search:
         """
         if any(one.fits for one in self.scored):
             return False
-        every = (*self._postponed, *self._lacking)
-        for layouts, _, rows in (one for one in every if len(one[-1])):
+        waiting = [one for one in (*self._postponed, *self._lacking) if len(one[-1])]
+        for layouts, _, rows in waiting:
             least = self.evaluator.least_memory(layouts.cases.take(rows), ())
             some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
             memory = self.evaluator.memory(layouts.at(some, -1), ())
             movable = memory.terms["activations"] + memory.terms["optimizer"]
             if (memory.total - movable <= self.cluster.memory_bytes).any():
                 return False
-        return True
+        return bool(waiting)
 
     def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
         """Tables with a tensor axis that lack memory with as little as may be in host
@@ -707,6 +711,8 @@ class Search:
     def use_host_memory(self, best: float) -> None:
         """Evaluate layouts that lack memory with more of theirs in host memory.
 
+        So are those that fit, but with more micro-batches than memory would ask for.
+
         Args:
             best: step time of the best plan of all searches.
         """
@@ -720,7 +726,7 @@ class Search:
             if len(others) > 1 and not self.cluster.compiler.reduces_at_end:
                 # Where memory does not hold a case with most of it there, what lies
                 # between is not looked at.
-                hopeful = self._fits_in_corner(layouts, left, others[-1][0])
+                hopeful = self._fits_in_corner(layouts, times, left, others[-1][0])
                 self._score_group(layouts, times, left[~hopeful], others[-1])
                 left = left[hopeful]
             for group in others:
@@ -763,7 +769,8 @@ class Search:
         """Evaluate layouts with each of some sets in host memory, the fastest first.
 
         Returns:
-            Those that do not fit, and those that are too slow to be evaluated.
+            Those that do not fit with the fewest micro-batches, and those that are too
+            slow to be evaluated.
         """
         step, left = times.step, rows
         size = FIRST_BLOCK if self.bound == math.inf else BLOCK
@@ -775,13 +782,13 @@ class Search:
                 # Memory is computed together for cases with the same tables.
                 some = some[table == table[0]]
             some = some[:size]
-            found, fits = self._in_host_memory(layouts, times, some, group)
+            found, enough = self._in_host_memory(layouts, times, some, group)
             self.scored += found
             best = min((s.time.step_seconds for s in found if s.fits), default=math.inf)
             if self.follows or self.request.among is not None:
                 slack = min(self.slack, NEAR) if self.follows else self.slack
                 self.bound = min(self.bound, best * slack)
-            lacking.append(some[~fits])
+            lacking.append(some[~enough])
             left, size = left[~np.isin(left, some)], BLOCK
         every = np.concatenate([*lacking, left])
         return every[np.argsort(step[every], kind="stable")]
@@ -882,17 +889,20 @@ class Search:
         return zero_levels(self.request, levels)
 
     def _fits_in_corner(
-        self, layouts: _Layouts, rows: np.ndarray, most: Offload
+        self, layouts: _Layouts, times: TimeColumns, rows: np.ndarray, most: Offload
     ) -> np.ndarray:
         """Whether devices hold cases with most in host memory, or with all of it but
         parameters.
         """
         found = np.zeros(len(rows), dtype=bool)
-        # Parameters that lie there pass through the device.
+        # Parameters that lie there pass through the device; several micro-batches need
+        # sums of gradients.
         for offload in (most, tuple(name for name in most if name != "params")):
-            last = layouts.at(rows, -1)
-            fits = self.evaluator.fits(self.evaluator.memory(last, offload))
-            found |= fits & self.evaluator.serves(last, offload)
+            for place in (0, -1):
+                cases = layouts.at(rows, place)
+                memory = self._memory(layouts, times, rows, cases, offload)
+                serves = self.evaluator.serves(cases, offload)
+                found |= self.evaluator.fits(memory) & serves
         return found
 
     def _in_host_memory(
@@ -905,10 +915,10 @@ class Search:
         """Plans of some cases with each of some sets in host memory.
 
         Returns:
-            The plans, and whether any fits, by case.
+            The plans, and whether any fits with the fewest micro-batches, by case.
         """
         found: list[Scored] = []
-        fit = np.zeros(len(rows), dtype=bool)
+        enough = np.zeros(len(rows), dtype=bool)
         cases, step = layouts.cases.take(rows), times.take(rows)
         for offload in group:
             serves = self.evaluator.serves(cases, offload)
@@ -924,9 +934,9 @@ class Search:
             some = np.flatnonzero(near & holds)
             if len(some):
                 plans, fits = self._with_offload(layouts, times, rows[some], offload)
-                fit[some] |= fits
+                enough[some] |= fits
                 found += plans
-        return found, fit
+        return found, enough
 
     def _with_offload(
         self,
@@ -938,11 +948,15 @@ class Search:
         """Plans with as few micro-batches as fit, or as many as there can be.
 
         Of very many meshes, only plans that fit are made, and the nearest to that.
+
+        Returns:
+            The plans, and whether they fit with the fewest micro-batches, by case.
         """
-        cases, memory = self._smallest_counts(layouts, rows, offload)
+        cases, memory = self._smallest_counts(layouts, times, rows, offload)
         fits = self.evaluator.fits(memory)
         asked = offload == (self.request.offload or ())
-        roomy = fits & (layouts.cases.count[rows] == cases.count) & asked
+        enough = fits & (layouts.cases.count[rows] == cases.count)
+        roomy = enough & asked
         self.weighed += len(rows)
         if asked and not roomy.all():
             least = float(times.step[rows[~roomy]].min())
@@ -963,7 +977,7 @@ class Search:
                 (self._nearest,) = self._plans(
                     layouts, times, rows, one, cases, memory, offload
                 )
-        return found, fits
+        return found, enough
 
     def _plans(
         self,
@@ -979,8 +993,7 @@ class Search:
         if not len(places):
             return []
         rows, cases, memory = rows[places], cases.take(places), memory.take(places)
-        first = layouts.cases.count[rows] == cases.count
-        here = times.take(rows) if first.all() else self.evaluator.times(cases)
+        here = self._times_at(layouts, times, rows, cases)
         moves = self.evaluator.offload_seconds(cases, offload, here, memory)
         fresh_seconds = self.cluster.slowest.fresh_seconds
         found = []
@@ -1011,12 +1024,60 @@ class Search:
             )
         return found
 
+    def _times_at(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        cases: LayoutCases,
+    ) -> TimeColumns:
+        """Time of some layouts with numbers of micro-batches of their own.
+
+        Of few layouts all numbers are evaluated at once: that takes hardly longer than
+        one of them, and others will be asked for.
+        """
+        if (layouts.cases.count[rows] == cases.count).all():
+            return times.take(rows)
+        if id(layouts) not in self._timed:
+            every = np.arange(len(layouts.cases))
+            counts = layouts.counts_of(every)
+            some = None
+            if sum(map(len, counts)) <= MOST_PAIRS and self.request.combine == "mean":
+                each = np.repeat(every, [len(one) for one in counts])
+                count = np.array([n for one in counts for n in one], dtype=np.int64)
+                some = self.evaluator.times(layouts.cases.take(each).with_count(count))
+            start = np.cumsum([0, *map(len, counts)])
+            self._timed[id(layouts)] = layouts, some, start
+        _, known, start = self._timed[id(layouts)]
+        if known is None:
+            return self.evaluator.times(cases)
+        pairs = zip(layouts.counts_of(rows), cases.count.tolist(), strict=True)
+        return known.take(start[rows] + [counts.index(n) for counts, n in pairs])
+
+    def _memory(
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        cases: LayoutCases,
+        offload: Offload,
+    ) -> MemoryColumns:
+        """Memory of some layouts with numbers of micro-batches of their own."""
+        here = None
+        if self.cluster.compiler.reduces_at_end:
+            here = self._times_at(layouts, times, rows, cases)
+        return self.evaluator.memory(cases, offload, times=here)
+
     def _smallest_counts(
-        self, layouts: _Layouts, rows: np.ndarray, offload: Offload
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        offload: Offload,
     ) -> tuple[LayoutCases, MemoryColumns]:
         """Cases with the fewest micro-batches that fit, or the most there can be."""
         cases = layouts.at(rows, 0)
-        memory = self.evaluator.memory(cases, offload)
+        memory = self._memory(layouts, times, rows, cases, offload)
         fits = self.evaluator.fits(memory)
         every = layouts.counts_of(rows)
         several = np.array([len(counts) > 1 for counts in every], dtype=bool)
@@ -1024,7 +1085,7 @@ class Search:
         if not len(lacking):
             return cases, memory
         most = layouts.at(rows[lacking], -1)
-        held = self.evaluator.memory(most, offload)
+        held = self._memory(layouts, times, rows[lacking], most, offload)
         count = cases.count.copy()
         count[lacking] = most.count
         memory = memory.with_rows(lacking, held)
@@ -1036,7 +1097,7 @@ class Search:
         if between:
             places, counts = np.array(between).T
             tried = cases.take(places).with_count(counts)
-            found = self.evaluator.memory(tried, offload)
+            found = self._memory(layouts, times, rows[places], tried, offload)
             fitting = np.flatnonzero(self.evaluator.fits(found))
             # The last of each case has the fewest micro-batches.
             _, last = np.unique(places[fitting][::-1], return_index=True)

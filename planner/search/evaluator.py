@@ -192,6 +192,7 @@ class Evaluator:
         *,
         postpones: bool = False,
         in_flight: float | None = None,
+        times: TimeColumns | None = None,
     ) -> MemoryColumns:
         """Memory at the fullest moment of a step.
 
@@ -202,11 +203,12 @@ class Evaluator:
                 where gradients are not summed.
             in_flight: Micro-batches whose activations are saved at once; by default
                 as many as the request says.
+            times: Of the cases, where they are known.
         """
         number = len(cases)
         gathered = np.zeros(number)
         if self.cluster.compiler.reduces_at_end:
-            gathered = self.times(cases).gathered
+            gathered = (self.times(cases) if times is None else times).gathered
         held = self.request.in_flight if in_flight is None else in_flight
         terms: dict[str, np.ndarray] = {}
         host = np.zeros(number)

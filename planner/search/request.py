@@ -58,6 +58,8 @@ class Request(FixedOptions):
         among: sizes of the planned axes of meshes to look at, or None for all meshes.
         copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
             × ``context`` is a multiple of it.
+        is_part: devices are those of a stage or a replica, which hold more than a
+            search of them alone sees.
     """
 
     optimizer: OptimizerBytes
@@ -76,6 +78,7 @@ class Request(FixedOptions):
     in_flight: float = 1.0
     among: frozenset[tuple[int, ...]] | None = None
     copies: int = 1
+    is_part: bool = False
 
 
 class PlanDetails(Protocol):

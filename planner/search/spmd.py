@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
@@ -88,12 +88,15 @@ class Known(
 
     Attributes:
         grids: layouts that the last searches of some of them have made.
+        chosen: the program of the last plan; another question about the loss, or the
+            same of other devices, is likely to have that answer, too.
     """
 
     def __init__(self) -> None:
         """Nothing is known yet."""
         super().__init__()
         self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
+        self.chosen: tuple[Remat, Chosen, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,8 @@ def decided_on(
         PlanError: no plan fits.
     """
     searched = searches(graph, cluster, request, again, known)
-    fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
+    fits = [s for _, one in searched for s in one.scored if s.fits]
+    fitting = ranked(fits if request.is_part else _without_needless(fits))
     if request.sequence_parallel and not any(one.scored for _, one in searched):
         raise PlanError(_no_sequence(searched[0][1]))
     if not fitting:
@@ -136,8 +140,31 @@ def decided_on(
     analysed, search = next(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
+    if known is not None:
+        best = fitting[0]
+        known.chosen = best.remat, best.attention, best.loss_chunks
     refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
     return Decided(analysed=analysed, search=search, weighed=[*fitting, *refused])
+
+
+def _without_needless(fits: Sequence[Scored]) -> list[Scored]:
+    """Plans without those that keep more in host memory than others that tie."""
+    alike: dict[object, list[Scored]] = {}
+    for one in fits:
+        # All other options are those of the search that gives the details.
+        layout = tuple(one.mesh.items()), id(one.tables), one.zero
+        key = id(one.details), layout, one.num_micro_batches
+        alike.setdefault(key, []).append(one)
+    return [
+        one
+        for several in alike.values()
+        for one in several
+        if not any(
+            {*other.offload} < {*one.offload}
+            and other.time.step_seconds <= one.time.step_seconds * (1 + TIE)
+            for other in several
+        )
+    ]
 
 
 def searches(
@@ -195,7 +222,7 @@ class _Searches:
         self.found: list[tuple[Analysed, Search]] = []
         self.tried: dict[int, set[frozenset[int]]] = {}
         self.searched: dict[tuple[Remat, Chosen, int], tuple[Analysed, Search]] = {}
-        self.hopeless = False
+        self.checked = self.hopeless = False
 
     def best_seconds(self) -> float:
         """Step time of the fastest plan so far that fits; infinite without one."""
@@ -208,6 +235,8 @@ class _Searches:
         """Every program that may be worth it."""
         request = self.request
         asked = request.loss_chunks or 1
+        if self.known.chosen is not None and self.may_be(*self.known.chosen):
+            self.search(*self.known.chosen)
         self.policies(request.attention or (), asked)
         if self.hopeless:
             return self.found
@@ -219,6 +248,16 @@ class _Searches:
                 self.policies(self.best_attention(), LOSS_CHUNKS)
         self.use_host_memory()
         return self.found
+
+    def may_be(self, remat: Remat, attention: Chosen, chunks: int) -> bool:
+        """Whether a program is among those that the user leaves open."""
+        request = self.request
+        return (
+            remat in self.remats()
+            and request.attention in (None, attention)
+            and request.loss_chunks in (None, chunks)
+            and (self.again is not None or not (attention or chunks > 1))
+        )
 
     def use_host_memory(self) -> None:
         """Put more in host memory, where with enough memory a plan may be the best."""
@@ -244,14 +283,15 @@ class _Searches:
         """Some plan that lacks memory would be the fastest if it had enough.
 
         What gives memory takes time: else nothing that does can be faster than what
-        fits.
+        fits. Nor does it serve layouts that nothing else serves.
         """
         best = self.best_seconds() * (1 + TIE)
-        return not search.weighed or search.least_lacking <= best
+        return bool(search.hosting.nothing) or search.least_lacking <= best
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
-        first_of_all = not self.found
+        first_of_all = self.best_seconds() == math.inf and not self.checked
+        self.checked = True
         lightest, *others = self.remats()
         if not self.search(lightest, attention, chunks):
             if lightest:

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import Level
-from whalejax.planner.cost.collectives import axis_parts, collective_seconds, span_rates
+from whalejax.planner.cost.collectives import (
+    axis_parts,
+    collective_seconds,
+    may_reduce_whole,
+    runs_as,
+    span_rates,
+)
 from whalejax.planner.entries import CollectiveKind
 
 
@@ -188,3 +194,20 @@ def test_without_a_switch_a_pair_has_one_link() -> None:
 
 def test_no_axis_costs_nothing() -> None:
     assert collective_seconds("all-reduce", B, ()) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x4", "v6e:4x4", "h100:2x8"]
+)
+def test_whether_any_reduce_scatter_runs_as_an_all_reduce(name: str) -> None:
+    """The quick answer is that of all pairs of axes that share the devices."""
+    machine = cluster(name)
+    found = False
+    for size in range(1, machine.num_devices + 1):
+        if machine.num_devices % size == 0:
+            sizes = {"data": machine.num_devices // size, "tensor": size}
+            for axes in (("data",), ("tensor",), ("data", "tensor")):
+                parts = axis_parts(axes, sizes, machine)
+                runs = runs_as("reduce-scatter", parts, machine)
+                found = found or runs == "all-reduce"
+    assert may_reduce_whole(machine) == found

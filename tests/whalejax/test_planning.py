@@ -218,19 +218,12 @@ def test_the_fewest_micro_batches_that_fit_are_taken() -> None:
     assert free.num_micro_batches == 1
     needed = free.memory.total_bytes - free.memory.activations_bytes // 2
     tight = wh.cluster("h100:8").with_memory(needed)
-    plan = planned("mlp-test", job=job, mesh=mesh, zero=0, cluster=tight, remat="none")
+    fixed: dict[str, Any] = {"mesh": mesh, "zero": 0, "offload": ()}
+    plan = planned("mlp-test", job=job, cluster=tight, remat="none", **fixed)
     assert plan.num_micro_batches > 1
     fewer = plan.num_micro_batches // 2
     with pytest.raises(wh.WhaleError, match="no plan fits"):
-        planned(
-            "mlp-test",
-            job=job,
-            mesh=mesh,
-            zero=0,
-            cluster=tight,
-            offload=(),
-            num_micro_batches=fewer,
-        )
+        planned("mlp-test", job=job, cluster=tight, num_micro_batches=fewer, **fixed)
 
 
 NORM = "per_micro_batch=True: each of the micro-batches of 8 of the batch's 16 samples"
