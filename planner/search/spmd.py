@@ -290,7 +290,9 @@ class _Searches:
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
-        first_of_all = self.best_seconds() == math.inf and not self.checked
+        # Of replicas and stages many are asked about, of which some fit.
+        asks = not (self.checked or self.request.is_part)
+        first_of_all = asks and self.best_seconds() == math.inf
         self.checked = True
         lightest, *others = self.remats()
         if not self.search(lightest, attention, chunks):
