@@ -88,15 +88,12 @@ class Known(
 
     Attributes:
         grids: layouts that the last searches of some of them have made.
-        chosen: the program of the last plan; another question about the loss, or the
-            same of other devices, is likely to have that answer, too.
     """
 
     def __init__(self) -> None:
         """Nothing is known yet."""
         super().__init__()
         self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
-        self.chosen: tuple[Remat, Chosen, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +137,6 @@ def decided_on(
     analysed, search = next(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
-    if known is not None:
-        best = fitting[0]
-        known.chosen = best.remat, best.attention, best.loss_chunks
     refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
     return Decided(analysed=analysed, search=search, weighed=[*fitting, *refused])
 
@@ -222,7 +216,7 @@ class _Searches:
         self.found: list[tuple[Analysed, Search]] = []
         self.tried: dict[int, set[frozenset[int]]] = {}
         self.searched: dict[tuple[Remat, Chosen, int], tuple[Analysed, Search]] = {}
-        self.checked = self.hopeless = False
+        self.hopeless = False
 
     def best_seconds(self) -> float:
         """Step time of the fastest plan so far that fits; infinite without one."""
@@ -235,8 +229,6 @@ class _Searches:
         """Every program that may be worth it."""
         request = self.request
         asked = request.loss_chunks or 1
-        if self.known.chosen is not None and self.may_be(*self.known.chosen):
-            self.search(*self.known.chosen)
         self.policies(request.attention or (), asked)
         if self.hopeless:
             return self.found
@@ -248,16 +240,6 @@ class _Searches:
                 self.policies(self.best_attention(), LOSS_CHUNKS)
         self.use_host_memory()
         return self.found
-
-    def may_be(self, remat: Remat, attention: Chosen, chunks: int) -> bool:
-        """Whether a program is among those that the user leaves open."""
-        request = self.request
-        return (
-            remat in self.remats()
-            and request.attention in (None, attention)
-            and request.loss_chunks in (None, chunks)
-            and (self.again is not None or not (attention or chunks > 1))
-        )
 
     def use_host_memory(self) -> None:
         """Put more in host memory, where with enough memory a plan may be the best."""
@@ -291,9 +273,7 @@ class _Searches:
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
         # Of replicas and stages many are asked about, of which some fit.
-        asks = not (self.checked or self.request.is_part)
-        first_of_all = asks and self.best_seconds() == math.inf
-        self.checked = True
+        first_of_all = not (self.found or self.request.is_part)
         lightest, *others = self.remats()
         if not self.search(lightest, attention, chunks):
             if lightest:

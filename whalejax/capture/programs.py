@@ -107,7 +107,6 @@ class Resized(Programs):
         num_micro_batches: int,
     ) -> None:
         super().__init__(like.adapter, capture)
-        self.known.chosen = like.known.chosen
         self._like = like
         self._size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
         self._count = num_micro_batches
