@@ -6,11 +6,13 @@ import signal
 
 import pytest
 
-from tests.whalejax.elastic.simulated import World
+from tests.whalejax.elastic.simulated import Simulated, World
+from whalejax.elastic.phases import FINISHED
 from whalejax.elastic.supervisor.member_record import WriteEvent
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.supervisor.telling import shown
+from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 
 
@@ -317,3 +319,89 @@ def test_an_error_of_its_own_is_told_from_a_loss(
     end = f"; its log ends: {said}" if said else ""
     why = f"its process ended with status {status}{end}"
     assert shown("lost", lost) == f"m1 {word}: {why}"
+
+
+def exchange_breaks(world: World, between: set[str]) -> None:
+    """While both of these take part, neither hears the other, and each says so."""
+    exchange = world.exchange
+
+    def breaks(generation: int, step: int) -> None:
+        if not between <= set(world.membership.active):
+            exchange(generation, step)
+            return
+        for name, other in (sorted(between), sorted(between, reverse=True)):
+            said = {"generation": world.membership.generation, "name": other}
+            world.members[name].say("suspect", **said, why="its connection ended")
+
+    world.exchange = breaks  # type: ignore[method-assign]
+
+
+def with_one_state(seed: int) -> tuple[World, str, str]:
+    """A run of which one member has the state: it, and the spare that fetches it.
+
+    The first rank was lost, and the spare takes that.
+    """
+    world = World(seed, most=2, spares=2, steps=400)
+    world.begin()
+    world.run(9)
+    first, second = world.membership.active
+    members = world.membership.members.values()
+    spare = next(m.name for m in members if m.status == "ready")
+    world.exit(world.members[first], -9)
+    return world, second, spare
+
+
+def test_members_that_fail_as_they_fetch_cost_who_has_the_state_nothing() -> None:
+    world, holder, _ = with_one_state(14)
+    fails: list[str] = []
+
+    def fail(member: Simulated) -> None:
+        """Its error is told, its connections end, and its process some time later."""
+        member.running, member.phase = -1, FINISHED
+        generation = world.membership.generation
+        member.say("failed", why="the state that was sent is not as it was sent")
+        said = {"generation": generation, "name": member.name, "why": "ended"}
+        world.members[holder].say("suspect", **said)
+        world.later(5.0, lambda: world.exit(member, 1))
+
+    join = Simulated.join
+
+    def joins(member: Simulated) -> None:
+        if member.name != holder and len(fails) < 2:
+            fails.append(member.name)
+            fail(member)
+        else:
+            join(member)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Simulated, "join", joins)
+        world.run(300)
+    assert len(fails) == 2 and holder not in world.names("lost")
+    assert world.end is not None and world.end.status == 0
+    # Each step was committed once: nothing went back to a checkpoint.
+    assert [c.step for c in world.commits] == list(range(1, 401))
+
+
+def test_of_two_that_cannot_reach_each_other_who_has_the_state_stays() -> None:
+    world, holder, spare = with_one_state(15)
+    exchange_breaks(world, {holder, spare})
+    world.members[spare].join = lambda: world.exchange(0, 0)  # type: ignore[method-assign]
+    world.run(300)
+    assert spare in world.names("lost") and holder not in world.names("lost")
+    assert world.end is not None and world.end.status == 0
+    assert [c.step for c in world.commits] == list(range(1, 401))
+
+
+def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -> None:
+    there = World(16, steps=0).membership
+    there.phase, there.generation, there.active = "running", 4, ["m1", "m2", "m3"]
+    for name in there.active:
+        there.started(0.0, name, 0, 7)
+        there.members[name].status = "active"
+        there.members[name].connected = True
+    for at, one, other in ((1.0, "m1", "m2"), (9.0, "m1", "m3"), (19.0, "m2", "m3")):
+        there.phase = "running"
+        said = {"generation": there.generation, "name": other, "why": "ended"}
+        there.heard(at, one, Message(kind="suspect", fields=said))
+        there._check_step(at + 2)
+    assert [m.status for m in there.members.values()] == ["active"] * 3

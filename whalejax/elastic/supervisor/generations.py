@@ -224,6 +224,7 @@ class Generations(Losing):
         self.generation += 1
         self.phase, self._after, self._asked_at = phase, after, now
         self._suspected_at = None
+        self._broken_links.clear()
         self._target, self._well = list(target), set()
         self._record(
             "preparing",
@@ -243,7 +244,7 @@ class Generations(Losing):
             return  # They came to their last step before they heard of it.
         there = {m.name: m for m in self._there()}
         asked = [name for name in self._target if name in there]
-        asked = [name for name in asked if there[name].status != "left"]
+        asked = [n for n in asked if there[n].status not in ("left", "failed")]
         if len(asked) < len(self._target) and self.phase != "draining":
             self._change(now, -1)
             return
@@ -348,7 +349,8 @@ class Generations(Losing):
         self._ask(now, [m.name for m in there], self._boundary(), phase="draining")
 
     def _drain(self, now: float) -> None:
-        there = [self.members[n] for n in self._target if self.members[n].is_there]
+        there = [m for m in self._there() if m.name in self._target]
+        there = [m for m in there if m.status != "failed"]
         newest = max((m.step for m in there), default=-1)
         if newest >= 0:
             why = f"the run was told to end, after step {newest}"

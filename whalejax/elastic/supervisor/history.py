@@ -122,7 +122,7 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
             found.generation = max(found.generation, said.get("generation", 0))
         case _ if name not in found.members:
             pass
-        case "ready" | "finished" | "left" as status:
+        case "ready" | "finished" | "left" | "failed" as status:
             found.members[name].status = status
         case "lost" | "ended" as event:
             found.members[name].status = "gone"

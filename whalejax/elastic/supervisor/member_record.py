@@ -12,7 +12,7 @@ from whalejax.elastic.wire.framing import Message
 
 
 Status = Literal[
-    "starting", "registered", "ready", "active", "finished", "left", "gone"
+    "starting", "registered", "ready", "active", "finished", "left", "failed", "gone"
 ]
 
 
@@ -30,7 +30,8 @@ class Member:
         machine: of the process, as ``processes.machine`` names it.
         status: ``"starting"`` until it says something, ``"registered"`` while it
             compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
-            ``"finished"`` behind the last step, ``"left"`` where its loop was left.
+            ``"finished"`` behind the last step, ``"left"`` where its loop was left,
+            ``"failed"`` where it told its error and has not ended yet.
         since: when it came to that status.
         heard_at: of its last word.
         connected: there is a connection.

@@ -8,6 +8,7 @@ in a test with a clock of its own.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
@@ -103,6 +104,7 @@ class Membership(Generations):
         if how is None:
             why = f"its process ended with status {status}"
             fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
+            fails = fails or member.status == "failed"
             if fails and self.restarts and len(self.active) > 1:
                 why += ", which may follow from the loss of another"
             how = Ending.FAILED if fails else Ending.LOST
@@ -134,8 +136,7 @@ class Membership(Generations):
             why: for a user.
         """
         member = self.members[name]
-        self._record("failed", name=name, why=why)
-        self.failures.said(name, why)
+        self._failed(now, member, why)
         joined = any(m.token for m in self.members.values())
         if joined or self._formed or self.phase != "gathering":
             return
@@ -309,14 +310,20 @@ class Membership(Generations):
     def _connect_anew(self, now: float) -> None:
         """Members cannot reach each other, though all reach the supervisor.
 
-        The first time they try again; then who is named most often is given up.
+        The first time they try again. Of those whose link breaks again, one is given
+        up: who has most such links, and of two alike not the one with the newer state.
         """
-        self._reconnected += 1
+        there = {m.name: m for m in self._taking_part()}
+        links = {link for link in self._broken_links if link <= there.keys()}
+        if any(not there[name].connected for link in links for name in link):
+            self._suspected_at = now  # It is coming back, or its lease will tell.
+            return
         self._suspected_at = None
-        there = [m.name for m in self._taking_part()]
-        if self._reconnected > 1 and len(there) > 1:
-            times = self._suspects
-            worst = max(there, key=lambda name: (times[name], there.index(name)))
-            self._suspects.clear()
-            self._lose(now, self.members[worst], "other members cannot reach it")
+        again = links & self._reconnected_links
+        self._reconnected_links |= links
+        if again:
+            ends = Counter(name for link in again for name in link)
+            order = [*there]
+            worst = max(ends, key=lambda n: (ends[n], -there[n].step, order.index(n)))
+            self._lose(now, there[worst], "other members cannot reach it")
         self._change(now, -1)

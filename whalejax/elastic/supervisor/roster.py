@@ -159,8 +159,7 @@ class Roster(RunEnds):
         if step > self.pace.step:
             self.pace.committed(step, now)
             self.failures.progressed(step)
-            self._suspects.clear()
-            self._reconnected = 0
+            self._reconnected_links.clear()
 
     def _compare(
         self, now: float, member: Member, step: int, loss: float, known: float
@@ -184,10 +183,10 @@ class Roster(RunEnds):
     ) -> None:
         self._record("suspect", name=name, by=member.name, why=why)
         known = self.members.get(name)
-        if known is None or known.status in ("left", "gone"):
+        if known is None or known.status in ("left", "failed", "gone"):
             return  # That it cannot be reached is known.
         if generation == self.generation:
-            self._suspects.update((name, member.name))
+            self._broken_links.add(frozenset((name, member.name)))
             if self._suspected_at is None:
                 self._suspected_at = now
 
@@ -258,5 +257,8 @@ class Roster(RunEnds):
         self._record("not_saved", name=member.name, step=step, why=why)
 
     def _failed(self, now: float, member: Member, why: str) -> None:
+        """It ends by an error, and takes no part any more: the others do not wait."""
         self._record("failed", name=member.name, why=why)
         self.failures.said(member.name, why)
+        # What it tried began when it came to the status that it had.
+        member.status, member.released_at = "failed", now

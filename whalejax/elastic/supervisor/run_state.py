@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,8 +78,8 @@ class RunState:
         self.placed = False
         self._expected = 0
         self._suspected_at: float | None = None
-        self._suspects: Counter[str] = Counter()
-        self._reconnected = 0
+        self._broken_links: set[frozenset[str]] = set()
+        self._reconnected_links: set[frozenset[str]] = set()
         self._effects: list[Effect] = []
         self._losses: dict[int, tuple[int, float]] = {}
         self._ticked_at: float | None = None
@@ -218,9 +217,9 @@ class RunState:
         return [m for m in self.members.values() if m.is_there]
 
     def _taking_part(self) -> list[Member]:
-        """Members of the generation that are there."""
+        """Members of the generation that are there and have not failed."""
         found = [self.members[name] for name in self.active]
-        return [m for m in found if m.is_there]
+        return [m for m in found if m.status not in ("failed", "gone")]
 
     def _are_coming(self) -> bool:
         """Processes start that may take part."""
