@@ -24,7 +24,12 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat_processes
-from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, blame, exit_seconds
+from whalejax.distributed.launch_env import (
+    ENDS_FOR_ANOTHER,
+    LOSS_SIGNS,
+    blame,
+    exit_seconds,
+)
 from whalejax.distributed.standard_streams import say
 
 
@@ -43,16 +48,6 @@ EXIT_SECONDS: Final = 300.0
 GRACE_LOOKS: Final = 2
 """So often one that failed is seen, each half a beat apart, before others end."""
 
-_GONE: Final = (
-    "gloo",
-    "nccl",
-    "connection",
-    "socket",
-    "unavailable",
-    "deadline_exceeded",
-    "aborted",
-)
-"""What errors say that come of a lost process."""
 _FOLDER: Final = "whalejax/beats"
 _REMEDY: Final = (
     "Look for its first error, start all processes anew, and restore the latest "
@@ -67,7 +62,7 @@ def tells_of_loss(error: BaseException) -> bool:
         error: what issuing a step, or waiting for its results, raised.
     """
     return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
-        sign in str(error).lower() for sign in _GONE
+        sign in str(error).lower() for sign in LOSS_SIGNS
     )
 
 

@@ -37,6 +37,17 @@ MARK: Final = "whalejax-rank "
 ENDS_FOR_ANOTHER: Final = 70
 """Status of a process that ends because of another one."""
 
+LOSS_SIGNS: Final = (
+    "gloo",
+    "nccl",
+    "connection",
+    "socket",
+    "unavailable",
+    "deadline_exceeded",
+    "aborted",
+)
+"""What errors say that come of a lost process."""
+
 MOST_WORDS: Final = 500
 """Characters of a text that a process says of another one."""
 

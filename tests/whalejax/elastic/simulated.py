@@ -216,6 +216,8 @@ class World:
         self.members: dict[str, Simulated] = {}
         self.commits: list[StepCommit] = []
         self.events: list[WriteEvent] = []
+        self.times: list[float] = []  # Of these.
+        self.committed_at = 0.0
         self.end: End | None = None
         self._numbers = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -230,7 +232,10 @@ class World:
 
     def told(self) -> History:
         """What the journal tells."""
-        lines = [{"time": self.now, "event": e.event, **e.fields} for e in self.events]
+        lines = [
+            {"time": at, "event": e.event, **e.fields}
+            for at, e in zip(self.times, self.events, strict=True)
+        ]
         return history(json.loads(json.dumps(lines)))
 
     def die(self) -> None:
@@ -249,7 +254,13 @@ class World:
             {"step": c.step, "generation": c.generation, "loss": c.loss}
             for c in self.commits
         ]
-        self.membership.go_on(self.now, self.told(), journal.losses(lines))
+        self.membership.go_on(
+            self.now,
+            self.told(),
+            journal.losses(lines),
+            wall=self.now,
+            committed_at=self.committed_at,
+        )
         for name, member in [*self.membership.members.items()]:
             if member.is_there and not self.members[name].alive:
                 self.membership.exited(self.now, name, None, "its log")
@@ -355,8 +366,10 @@ class World:
                 self.release(self.members[name])
             case StepCommit():
                 self.commits.append(effect)
+                self.committed_at = self.now
             case WriteEvent():
                 self.events.append(effect)
+                self.times.append(self.now)
             case End():
                 self.end = self.end or effect
 

@@ -115,12 +115,13 @@ def test_loops_that_are_left_at_one_step_complete_the_run() -> None:
 
 def test_an_error_in_the_body_of_the_loop_completes_nothing() -> None:
     """It leaves the loop too, in all members at one step."""
-    world = World(52, restarts=5)
+    world = World(52)
     world.breaks_at, world.after_break = 19, (0.5, 1)
     world.begin()
     world.run(600)
     assert world.end is not None and world.end.how is Ending.FAILED
-    assert "6 failures in 3600 s, more than the 5 allowed" in world.end.text
+    # One member saw its error first; another came to the same in a later try.
+    assert "the same error ended m" in world.end.text
     assert "its process ended with status 1:\nits log" in world.end.text
     assert {c.step for c in world.commits} == set(range(1, 20))
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.whalejax.elastic.simulated import Simulated, World
 from whalejax.elastic.phases import FINISHED
+from whalejax.elastic.supervisor.failures import Failure, error_line
 from whalejax.elastic.supervisor.member_record import WriteEvent
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
@@ -164,17 +165,107 @@ def test_below_the_least_members_the_run_waits_and_then_ends() -> None:
     )
 
 
-def test_a_bug_that_ends_every_process_ends_the_run_with_the_first_error() -> None:
-    world = World(8, fruitless=5)
+def test_an_error_that_comes_again_ends_the_run_at_once() -> None:
+    world = World(8)
     world.broken_start = True
     world.begin()
     world.run(300)
     assert world.end is not None and world.end.status == 1
-    assert world.end.text.startswith(
-        "5 failures without a new step between them. No checkpoint was written. The "
-        "first error: m1: its process ended with status 1:\nits log"
+    assert world.end.text == (
+        "the same error ended m1 and then m4, without a new step between them. No "
+        "checkpoint was written. The first error: m1: its process ended with status "
+        "1:\nits log"
     )
-    assert len(world.members) < 10
+    assert len(world.members) == 6
+
+
+def test_an_error_that_comes_again_is_known_over_a_restart_of_the_supervisor() -> None:
+    world = World(18)
+    world.broken_start = True
+    world.begin()
+    world.run(0.6)
+    world.die()
+    world.run(300)
+    assert world.end is not None and len(world.members) == 9
+    # Those of m4 to m6, which ended meanwhile, nobody could know.
+    assert "the same error ended m1 and then m7" in world.end.text
+
+
+def test_members_that_are_killed_together_are_one_failure() -> None:
+    world = World(17, least=2, most=8, steps=120)
+    world.begin()
+    world.run(9)
+    for member in [*world.members.values()]:
+        world.exit(member, -9)
+    world.run(600)
+    assert world.end is not None and world.end.status == 0, world.end.text
+    assert len(world.names("lost")) == 8 and len(world.members) == 16
+
+
+def test_processes_that_are_killed_as_they_start_end_the_run_in_time() -> None:
+    world = World(19, fruitless=5)
+    world.broken_start = True
+    exit_ = world.exit
+    world.exit = lambda member, status: exit_(member, -9)  # type: ignore[method-assign]
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.status == 1
+    # Nothing that a process wrote before it was killed is taken for an error.
+    assert world.end.text.startswith("5 failures without a new step between them")
+    assert world.end.text.endswith("m1: its process ended with status -9")
+
+
+def test_an_error_of_one_place_ends_no_run_in_which_others_get_further() -> None:
+    world = World(20, steps=600, fruitless=3)
+    release = world.release
+
+    def breaks(member: Simulated) -> None:
+        slot = world.membership.members[member.name].slot
+        if slot == 0:
+            member.released = True
+            world.later(1.5, lambda: world.exit(member, 1))
+        else:
+            release(member)
+
+    ready = world.ready
+
+    def ready_later(member: Simulated) -> None:
+        world.later(60.0, lambda: ready(member))
+
+    world.release = breaks  # type: ignore[method-assign]
+    world.ready = ready_later  # type: ignore[method-assign]
+    world.begin()
+    world.run(900)
+    assert world.end is not None and world.end.status == 0, world.end.text
+    assert world.membership.failures.total > 3
+
+
+def failed(at: float, error: str = "", since: float | None = None) -> Failure:
+    since = at - 0.5 if since is None else since
+    return Failure(at=at, since=since, name="m1", why="died", error=error)
+
+
+def test_the_first_error_is_told_and_not_what_was_killed_before_it() -> None:
+    failures = World(21, fruitless=3).membership.failures
+    failures.count(failed(1.0), "a.py:3: DeprecationWarning: old")
+    failures.said("m1", "no data")
+    failures.count(failed(2.0, "no data"))
+    failures.count(failed(3.0, "another"))
+    text = failures.exceeded(3.0)
+    assert text.endswith("The first error: m1: died:\nno data")
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("Traceback (most recent call last):\n  x\nKeyError: 1\nbye", "KeyError: 1"),
+        ("Traceback (most recent call last):\n  x\na.b.Odd: 2\n\n", "a.b.Odd: 2"),
+        ("a.py:3: DeprecationWarning: old\n  x()\n", "  x()"),
+        ("", ""),
+    ],
+)
+def test_the_line_of_a_log_that_names_the_error(log: str, line: str) -> None:
+    assert error_line(log) == line
 
 
 def test_a_member_that_flaps_is_held_out_for_longer_each_time() -> None:
@@ -190,24 +281,24 @@ def test_a_member_that_flaps_is_held_out_for_longer_each_time() -> None:
 def test_restarts_in_a_window_have_a_budget() -> None:
     failures = World(10, restarts=3, window_seconds=100.0).membership.failures
     for now in (0.0, 50.0, 120.0, 130.0):
-        failures.count(now, "m1", "died", "")
+        failures.count(failed(now))
         failures.progressed()
         assert not failures.exceeded(now)
-    failures.count(140.0, "m1", "died", "")
+    failures.count(failed(140.0))
     assert "4 failures in 100 s, more than the 3 allowed" in failures.exceeded(140.0)
 
 
 def test_steps_that_are_done_again_are_no_progress() -> None:
     failures = World(12, fruitless=3).membership.failures
     for now in (1.0, 2.0):
-        failures.count(now, "m1", "died", "mine")
+        failures.count(failed(now))
         failures.progressed(10)
         assert not failures.exceeded(now)
         failures.progressed(9)
     for now in (3.0, 4.0):
-        failures.count(now, "m1", "died", "mine")
+        failures.count(failed(now))
         failures.progressed(10)
-    assert "3 failures without a new step between them. The first error: m1: died:" in (
+    assert "3 failures without a new step between them. The first error: m1: died" in (
         failures.exceeded(4.0)
     )
     failures.progressed(11)

@@ -8,6 +8,7 @@ from typing import Final
 from whalejax.elastic.assignment import dealt, ranks, repaired
 from whalejax.elastic.phases import BETWEEN, FETCHING, RESTORING, SAVING
 from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.history import Phase
 from whalejax.elastic.supervisor.losing import Losing
 from whalejax.elastic.supervisor.member_record import Member
@@ -185,7 +186,9 @@ class Generations(Losing):
                 if member.is_there:
                     self._lose(now, member, why)
                 else:
-                    self.failures.count(now, name, why, "")
+                    since = member.since
+                    failure = Failure(at=now, since=since, name=name, why=why)
+                    self.failures.count(failure)
                     self._check_budget(now)
             self._change(now, -1)
             return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.member_record import Status
 
 
@@ -64,7 +65,7 @@ class History:
         draining: the run was told to end.
         well: who has done its work, in a generation by collectives.
         over: how it ended; None before.
-        failed: time, name and reason of each failure that counts.
+        failed: each failure that counts, in seconds since the epoch.
     """
 
     generation: int = 0
@@ -81,7 +82,7 @@ class History:
     draining: bool = False
     well: set[str] = field(default_factory=set)
     over: Over | None = None
-    failed: list[tuple[float, str, str]] = field(default_factory=list, compare=False)
+    failed: list[Failure] = field(default_factory=list, compare=False)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
@@ -127,7 +128,16 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
         case "lost" | "ended" as event:
             found.members[name].status = "gone"
             if said.get("counts"):
-                found.failed.append((said.get("time", 0.0), name, said["why"]))
+                at = said.get("time", 0.0)
+                failure = Failure(
+                    at=at,
+                    since=at - said.get("seconds", 0.0),
+                    name=name,
+                    why=said["why"],
+                    error=said.get("said", ""),
+                    step=said["step"],
+                )
+                found.failed.append(failure)
             if event == "ended" and said.get("well"):
                 found.well.add(name)
         case "leaving":

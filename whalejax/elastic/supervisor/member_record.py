@@ -32,7 +32,8 @@ class Member:
             compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
             ``"finished"`` behind the last step, ``"left"`` where its loop was left,
             ``"failed"`` where it told its error and has not ended yet.
-        since: when it came to that status.
+        reached: its status before it failed or was given up.
+        since: when it came to the status that it reached.
         heard_at: of its last word.
         connected: there is a connection.
         leaving: it asked to leave.
@@ -57,6 +58,7 @@ class Member:
     agent: str = ""
     machine: str = ""
     status: Status = "starting"
+    reached: Status = "starting"
     since: float = 0.0
     heard_at: float = 0.0
     connected: bool = False
@@ -83,7 +85,9 @@ class Member:
 
     def becomes(self, status: Status, now: float) -> None:
         """Come to a status."""
-        self.status, self.since = status, now
+        self.status = status
+        if status not in ("failed", "gone"):
+            self.reached, self.since = status, now
 
 
 # What is to be done; the supervisor's loop does it.

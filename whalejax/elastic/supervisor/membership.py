@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.elastic.facts import difference, told_facts
 from whalejax.elastic.phases import COMPUTING, STOPPED
 from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.generations import Generations
 from whalejax.elastic.supervisor.history import History
 from whalejax.elastic.supervisor.member_record import Member
@@ -104,6 +106,7 @@ class Membership(Generations):
         if how is None:
             why = f"its process ended with status {status}"
             fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
+            fails = fails and status != ENDS_FOR_ANOTHER
             fails = fails or member.status == "failed"
             if fails and self.restarts and len(self.active) > 1:
                 why += ", which may follow from the loss of another"
@@ -303,7 +306,14 @@ class Membership(Generations):
         waits = all(limits[m.name] is None for m in there)
         if there and waits and now - moved_at > limit:
             self._record("stuck", seconds=limit, members=list(self.active))
-            self.failures.count(now, "all members", "waited for each other", "")
+            self.failures.count(
+                Failure(
+                    at=now,
+                    since=self.pace.at,
+                    name="all members",
+                    why="waited for each other",
+                )
+            )
             self._check_budget(now)
             self._change(now, -1)
 

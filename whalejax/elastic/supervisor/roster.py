@@ -260,5 +260,5 @@ class Roster(RunEnds):
         """It ends by an error, and takes no part any more: the others do not wait."""
         self._record("failed", name=member.name, why=why)
         self.failures.said(member.name, why)
-        # What it tried began when it came to the status that it had.
-        member.status, member.released_at = "failed", now
+        member.becomes("failed", now)
+        member.released_at = now

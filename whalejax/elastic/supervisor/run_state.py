@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from whalejax.elastic.phases import DEADLINES, STEP
@@ -179,12 +180,11 @@ class RunState:
         self._losses = dict(losses)
         since = [s for s, (g, _) in losses.items() if g >= told.generation]
         self.pace.begun(max([told.step, *since]), now)
-        for at, name, why in told.failed:
-            if at < committed_at:
+        for failure in told.failed:
+            at, began = now - wall + failure.at, now - wall + failure.since
+            self.failures.count(replace(failure, at=at, since=began))
+            if failure.at < committed_at:
                 self.failures.progressed()
-            self.failures.count(now - (wall - at), name, why, "")
-        if told.failed and told.failed[-1][0] < committed_at:
-            self.failures.progressed()
         if self.phase not in ("draining", "ending"):
             taken = {m.slot for m in self.members.values() if m.is_there}
             for slot in range(settings.most + settings.spares):
