@@ -142,7 +142,9 @@ class Control:
         self._changed = threading.Condition()
         self._heard: collections.deque[Message] = collections.deque()
         # A supervisor that is killed may not have written down what it was told last:
-        # reports stay until they are acknowledged, and are sent again till then.
+        # reports stay until they are acknowledged, and are sent again till then. Their
+        # numbers follow each other; the last two are of the newest that was sent over
+        # this connection, and of the newest.
         self._reports: collections.deque[Message] = collections.deque()
         self._sent = self._number = 0
         self._kept: set[int] = set()
@@ -159,7 +161,7 @@ class Control:
         """
         self._connect(time.monotonic() + FIRST_SECONDS, first=True)
         for work in (self._listen, self._speak):
-            threading.Thread(target=work, daemon=True).start()
+            threading.Thread(target=self._run, args=(work,), daemon=True).start()
 
     # For the member's own thread.
 
@@ -234,6 +236,18 @@ class Control:
 
     # Threads.
 
+    def _run(self, work: Callable[[], None]) -> None:
+        """Run a thread; what ends it, the member's own thread hears."""
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, WhaleError):
+                text = f"the connection to the supervisor failed: {error!r}"
+                error = WhaleError(text)  # noqa: PLW2901
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
     def _connect(self, end: float, *, first: bool) -> None:
         while True:
             try:
@@ -299,7 +313,6 @@ class Control:
         with self._changed:
             while self._reports and self._reports[0].fields["number"] <= number:
                 self._reports.popleft()
-                self._sent -= 1
             self._changed.notify_all()
 
     def _listen(self) -> None:
@@ -315,22 +328,15 @@ class Control:
                     self._channel = None
                 if self._closed:
                     return
-                try:
-                    self._connect(time.monotonic() + self._seconds, first=False)
-                except WhaleError as error:
-                    with self._changed:
-                        self._error = error
-                        self._changed.notify_all()
-                    return
+                self._connect(time.monotonic() + self._seconds, first=False)
 
     def _speak(self) -> None:
         beat_at = 0.0
         while not self._closed and self._error is None:
             with self._changed:
-                if self._sent >= len(self._reports) or self._channel is None:
+                if self._sent >= self._number or self._channel is None:
                     self._changed.wait(max(beat_at - time.monotonic(), 0.01))
-                channel, sent = self._channel, self._sent
-                said = self._reports[sent] if sent < len(self._reports) else None
+                channel, said = self._channel, self._unsent()
             if channel is None:
                 time.sleep(0.01)
                 continue
@@ -343,7 +349,14 @@ class Control:
                     channel.send(said)
                     with self._changed:
                         if channel is self._channel:
-                            self._sent += 1
+                            self._sent = said.fields["number"]
             except WireError:
                 channel.shut_down()  # The other thread connects anew.
                 time.sleep(_AGAIN_SECONDS)
+
+    def _unsent(self) -> Message | None:
+        """The next report that was neither sent over this connection nor taken."""
+        if not self._reports or self._sent >= self._number:
+            return None
+        place = self._sent + 1 - int(self._reports[0].fields["number"])
+        return self._reports[max(place, 0)]

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,14 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
         found.supervisor._terminated = True
         found.thread.join(60)
         assert not found.thread.is_alive()
+
+
+def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for something that comes soon."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def until(channel: Channel, kind: str) -> Message:
@@ -345,6 +353,49 @@ def test_reports_are_kept_until_they_are_written(
         assert [e["name"] for e in there.events("ready")] == ["x1"]
         assert len(there.events("preparing")) == 1
         monkeypatch.undo()
+        control.close()
+
+
+def test_reports_that_are_acknowledged_as_they_are_repeated_end_no_member(
+    tmp_path: Path,
+) -> None:
+    """A connection broke, and the supervisor had taken what came over it."""
+    make_key(tmp_path / "key")
+    control = Control("127.0.0.1:1", str(tmp_path / "key"), register)
+    sent: list[int] = []
+
+    class Repeated:
+        def send(self, message: Message) -> None:
+            if message.kind != "beat":
+                sent.append(message.fields["number"])
+            if sent == [1]:
+                control._acknowledged(300)
+
+    for step in range(300):
+        control.post("saved", step=step, path="")
+    control._channel = Repeated()  # type: ignore[assignment]
+    thread = threading.Thread(target=control._speak)
+    thread.start()
+    eventually(lambda: sent == [1] and not control._reports)
+    for _ in range(2):
+        control.post("ready")
+    eventually(lambda: len(sent) == 3 or not thread.is_alive())
+    assert sent == [1, 301, 302] and thread.is_alive()
+    with control._changed:
+        control._closed = True
+    thread.join(60)
+
+
+def test_a_thread_of_a_connection_that_ends_by_an_error_is_heard_of(
+    tmp_path: Path,
+) -> None:
+    with live(tmp_path) as there:
+        control = controlled(there)
+        control._hear = lambda said: 1 / 0  # type: ignore[method-assign, return-value]
+        control.post("ready")
+        eventually(lambda: control._error is not None)
+        with pytest.raises(WhaleError, match="to the supervisor failed: ZeroDivision"):
+            control.poll()
         control.close()
 
 
