@@ -31,6 +31,7 @@ from whalejax.distributed.launch_env import (
     exit_seconds,
 )
 from whalejax.distributed.standard_streams import say
+from whalejax.distributed.standstill import Standstill
 
 
 SILENT_SECONDS: Final = 30.0
@@ -112,7 +113,7 @@ class Hearing:
         self._silent_seconds = silent_seconds
         self._heard: dict[int, tuple[float, Beat]] = {}
         self._answered: float | None = None
-        self._looked: float | None = None
+        self._standstill = Standstill(silent_seconds / 2)
 
     def hear(self, beats: Mapping[int, Beat], now: float) -> None:
         """The service has answered.
@@ -133,15 +134,17 @@ class Hearing:
         """Who is missed, and why; their numbers and words that follow their name.
 
         Args:
-            now: as in ``hear``. Where this process itself stood still since it looked
-                last, all others are heard anew.
+            now: as in ``hear``. Time in which this process itself stood still since
+                it looked last does not count.
             seconds: of silence that are too many; as made if left out.
         """
-        before, self._looked = self._looked, now
-        if before is not None and now - before > self._silent_seconds / 2:
-            self._heard = {n: (now, beat) for n, (_, beat) in self._heard.items()}
-            self._answered = None if self._answered is None else now
-            self._first = self._answered
+        stood = self._standstill.forgiven(now)
+        if stood and self._answered is not None and self._first is not None:
+            self._heard = {
+                n: (min(at + stood, now), beat) for n, (at, beat) in self._heard.items()
+            }
+            self._answered = min(self._answered + stood, now)
+            self._first = min(self._first + stood, now)
         limit = self._silent_seconds if seconds is None else seconds
         answered = self._answered
         if answered is None:

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.whalejax.elastic.simulated import Simulated, World
+from whalejax.elastic.agents.fleet import AgentFleet
 from whalejax.elastic.phases import FINISHED
 from whalejax.elastic.supervisor.failures import Failure, error_line
 from whalejax.elastic.supervisor.member_record import WriteEvent
@@ -496,3 +497,28 @@ def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -
         there.heard(at, one, Message(kind="suspect", fields=said))
         there._check_step(at + 2)
     assert [m.status for m in there.members.values()] == ["active"] * 3
+
+
+@pytest.mark.parametrize("turn", [0.9, 1.1, 3.0])
+def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> None:
+    there = Membership(SupervisorSettings(least=1, most=1))
+    there.started(0.0, "m1", 0, 7)
+    there.members["m1"].becomes("active", 0.0)
+    turns = 0
+    while there.members["m1"].is_there and turns < 100:
+        turns += 1
+        there.tick(turn * turns)
+    # Its lease of 10 s, of which every other turn may have been a standstill.
+    assert 10.0 < turn * turns < 2 * 10.0 + 3 * turn
+
+
+def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
+    there = Membership(SupervisorSettings(least=1, most=1))
+    fleet = AgentFleet[str](there, lambda link, said: None, lambda link: None, {})
+    there.started(0.0, "m1", 0, 7, agent="a")
+    fleet.expect(0.0)
+    turns = 0
+    while there.members["m1"].is_there and turns < 100:
+        turns += 1
+        fleet.tick(1.1 * turns)
+    assert 1.1 * turns < 60.0

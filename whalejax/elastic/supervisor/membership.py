@@ -38,9 +38,6 @@ _ERROR_SIGNALS: Final = (
 )
 """Of which a process dies by a fault of its own; others are sent to it."""
 
-_PAUSE_SECONDS: Final = 1.0
-"""Between two ticks: more, and it was this process that stood still."""
-
 
 class Membership(Generations):
     """The members of a run and the generation they are in.
@@ -149,9 +146,9 @@ class Membership(Generations):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        before, self._ticked_at = self._ticked_at, now
-        if before is not None and now - before > _PAUSE_SECONDS:
-            self._stood_still(now, now - before)
+        stood = self._standstill.forgiven(now)
+        if stood:
+            self._stood_still(now, stood)
         for member in [*self.members.values()]:
             why = self._overdue(now, member)
             if why:

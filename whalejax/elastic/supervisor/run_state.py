@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
+from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.phases import DEADLINES, STEP
 from whalejax.elastic.supervisor.failures import Failures
 from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Phase
@@ -24,6 +25,9 @@ the generation for all, and they start again from a checkpoint."""
 AT_STEPS = "collectives in generations, stopping at steps"
 """The same of members that stop together behind a step where they are asked to, having
 saved their state."""
+
+LONGEST_TURN_SECONDS: Final = 1.0
+"""Between two turns of the supervisor: more, and it may have been stopped."""
 
 
 class RunState:
@@ -83,7 +87,7 @@ class RunState:
         self._reconnected_links: set[frozenset[str]] = set()
         self._effects: list[Effect] = []
         self._losses: dict[int, tuple[int, float]] = {}
-        self._ticked_at: float | None = None
+        self._standstill = Standstill(LONGEST_TURN_SECONDS)
 
     def effects(self) -> list[Effect]:
         """What is to be done, in this order; each is given once."""
