@@ -115,6 +115,7 @@ class Member:
         self._suspected: set[str] = set()
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
+        self._has_saved = False  # Since it was told to leave.
 
     def _registers(self) -> dict[str, Any]:
         """What it introduces itself with."""
@@ -345,10 +346,17 @@ class Member:
         self._control.step = int(state.step)
 
     def _save_if_due(self) -> None:
-        """The first member saves; so a checkpoint that another began is made up for."""
+        """The first member saves; so a checkpoint that another began is made up for.
+
+        One that is told to leave, and alone has the state, saves it first: whoever
+        told it may not wait until another has come.
+        """
         assert self._state is not None
         if self._names[0] == self._control.name:
-            if self._saver.is_due(self._at, self._training.steps):
+            last = self._told_leaving and len(self._names) == 1
+            last = last and self._training.save is not None and not self._has_saved
+            if last or self._saver.is_due(self._at, self._training.steps):
+                self._has_saved = self._has_saved or last
                 self._control.phase = SAVING
                 # What was done is given to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)

@@ -184,6 +184,42 @@ def test_a_loop_that_is_left_alone_is_a_failure(seconds: float) -> None:
 # Notices.
 
 
+def last_one(world: World) -> str:
+    """Kill one of two; the other, which is left."""
+    world.begin()
+    world.run(8)
+    first, second = world.membership.active
+    world.exit(world.members[first], -9)
+    world.run(8.5)
+    assert world.membership.active == [second]
+    return second
+
+
+def test_the_last_one_leaves_when_another_has_its_state() -> None:
+    world = World(56, most=2, steps=200)
+    name = last_one(world)
+    done = world.commits[-1].step
+    world.members[name].say("leaving", why="SIGTERM")
+    world.run(9)
+    # The other's replacement still starts; steps go on meanwhile.
+    assert world.membership.phase == "running" and world.commits[-1].step > done
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE, world.end
+    assert ended(world)[name] == "drained"
+    assert [c.step for c in world.commits] == list(range(1, 201))
+
+
+@pytest.mark.parametrize("status", [-15, 143])
+def test_where_those_that_start_are_told_to_end_too_the_run_ends(status: int) -> None:
+    world = World(57, most=2, steps=200)
+    name = last_one(world)
+    world.members[name].say("leaving", why="SIGTERM")
+    world.exit(world.members["m3"], status)
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.DRAINED, world.end
+    assert world.membership.failures.total == 1 and len(world.members) == 3
+
+
 def test_one_of_the_least_members_leaves_and_another_takes_its_place() -> None:
     world = World(47, least=2, most=2, steps=200)
     world.begin()

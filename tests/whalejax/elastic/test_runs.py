@@ -97,11 +97,31 @@ def test_loops_that_are_left_complete_a_run(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_an_error_in_the_body_of_the_loop_is_a_failure(tmp_path: Path) -> None:
     options = {"steps": 400, "fails_at": 5}
-    with running(tmp_path, options, least=1, most=1, restarts=1) as run:
+    with running(tmp_path, options, least=1, most=1) as run:
         assert run.wait() == 1, run.told()
         (ending,) = run.events("ending")
         assert ending["how"] == "failed" and "a bug in the body" in ending["why"]
-        assert "2 failures in 3600 s, more than the 1 allowed" in ending["why"]
+        assert "the same error ended m1 and then m2, without" in ending["why"]
+        assert len(run.events("started")) == 2
+
+
+@pytest.mark.full
+def test_the_last_member_that_is_told_to_leave_saves_its_state_first(
+    tmp_path: Path,
+) -> None:
+    steps, options = 300, {"pause": 0.05, "save": str(tmp_path / "save")}
+    with running(tmp_path, {"steps": steps, **options}, least=1, most=2) as run:
+        run.until(lambda: run.step() >= 5 and len(run.events("ready")) == 2)
+        first = run.kill(0)
+        last = run.kill(1, signal.SIGTERM)
+        run.until(lambda: bool(run.events("saved")))
+        assert run.wait() == 0, run.told()
+        audit(run, steps)
+        assert lost(run) == [first]
+        ended = {said["name"]: said["how"] for said in run.events("ended")}
+        assert ended[last] == "drained"
+        begun = [said["members"] for said in run.events("begun")]
+        assert [last] in begun  # It went on alone until others came.
 
 
 @pytest.mark.full

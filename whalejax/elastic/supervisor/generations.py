@@ -25,7 +25,7 @@ class Generations(Losing):
 
     def _consider(self, now: float) -> None:
         """Form a generation, or end, where it is time for that."""
-        if self._all_leave():
+        if self._all_leave(now):
             self.terminate(now)
         if self._left_alike(now):
             return
@@ -37,11 +37,16 @@ class Generations(Losing):
             case "running":
                 self._watch(now)
 
-    def _all_leave(self) -> bool:
-        """Everybody who has the state was told to leave, and nobody can take it."""
+    def _all_leave(self, now: float) -> bool:
+        """Everybody who has the state was told to leave, and nobody comes to take it.
+
+        Who is held out for failing again and again is not waited for.
+        """
         there = [m for m in self._taking_part() if m.status == "active"]
         alone = self.restarts and not self.stops
-        if alone or not there or self._candidates():
+        if alone or not there or self._candidates() or self._are_coming():
+            return False
+        if any(due <= now for due in self.failures.due.values()):
             return False
         return all(m.leaving for m in there)
 
@@ -157,7 +162,7 @@ class Generations(Losing):
             return
         found = self._candidates()
         leaves = any(there[name].leaving for name in self.active)
-        if set(found) != set(self.active):
+        if found and set(found) != set(self.active):
             if leaves or len(found) >= self.settings.least:
                 self._change(now, boundary)
 

@@ -82,6 +82,8 @@ class RunEnds(RunState):
         if self.restarts and member.status in ("active", "finished"):
             done = status == 0 or (status is None and member.status == "finished")
             return Ending.COMPLETE if done else None
+        if status in _TERMINATED and member.status in ("starting", "registered"):
+            return Ending.DRAINED  # It was told to leave, and could not say so.
         if status not in (0, None):
             return None
         if member.leaving:
