@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.elastic.environment import RUN
 from whalejax.elastic.supervisor.processes import machine
 from whalejax.elastic.wire.connection import (
     Channel,
@@ -149,6 +150,7 @@ class Control:
         self._sent = self._number = 0
         self._kept: set[int] = set()
         self._token = secrets.token_hex(16)
+        self._run_name = os.environ.get(RUN, "")  # Of its start; empty where unknown.
         self._error: WhaleError | None = None
         self._closed = False
         self._beat_seconds = _FIRST_BEAT_SECONDS
@@ -273,6 +275,7 @@ class Control:
 
     def _admitted(self, channel: Channel) -> None:
         fields = {
+            "run": self._run_name,
             "name": self.name,
             "machine": machine(),
             "pid": os.getpid(),
@@ -291,7 +294,7 @@ class Control:
             if said.kind == "welcome":
                 break
             self._hear(said)  # Such as what it missed.
-        self.name = said.fields["name"]
+        self.name, self._run_name = said.fields["name"], said.fields["run"]
         self._beat_seconds = said.fields["beat_seconds"]
         with self._changed:
             self._channel, self._sent = channel, 0

@@ -393,6 +393,7 @@ class World:
             self.later(0.2, lambda: self.register(member))
             return
         fields = {
+            "run": "",
             "name": member.name,
             "machine": "here",
             "pid": member.number,

@@ -71,6 +71,7 @@ class Live:
 def register(**changed: Any) -> dict[str, Any]:
     facts = {"jax": "0.10.2", "optimizer": "abc"}
     return {
+        "run": "",
         "name": "",
         "machine": "another",
         "pid": 1,
@@ -144,6 +145,21 @@ def test_members_that_differ_are_refused(tmp_path: Path) -> None:
         assert [e["name"] for e in there.events("refused")] == ["x2"]
         one.close()
         other.close()
+
+
+def test_a_member_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, welcome = there.join()
+        run = welcome.fields["run"]
+        late = {"name": "m3", "generation": 17, "step": 500}
+        other, answer = there.join(run="of an earlier one", **late)
+        assert answer.kind == "refused"
+        assert "is of an earlier run in the same folder" in answer.fields["why"]
+        assert there.supervisor._membership.generation < 17
+        again, answer = there.join(run=run)  # As after a lost connection.
+        assert answer.kind == "welcome"
+        for channel in (one, other, again):
+            channel.close()
 
 
 def test_a_wrong_key_has_no_effect(tmp_path: Path) -> None:
@@ -317,7 +333,7 @@ def test_the_folder_of_a_member_that_is_refused_is_not_held(tmp_path: Path) -> N
 def controlled(there: Live) -> Control:
     """A member's connection, of a thread of its own."""
     fields = register()
-    own = ("name", "machine", "pid", "step", "token")
+    own = ("run", "name", "machine", "pid", "step", "token")
     told = {name: value for name, value in fields.items() if name not in own}
     control = Control(there.where, str(there.folder / FOLDER / KEY), lambda: told)
     control.open()

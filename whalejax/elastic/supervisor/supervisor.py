@@ -467,7 +467,8 @@ class Supervisor:
     def _register(self, now: float, channel: Channel, message: Message) -> None:
         name, slot = self._named(message.fields)
         # Only the folder of a member that is one is held.
-        why = self._membership.refusal(name, message)
+        why = self._other_run(message.fields["run"])
+        why = why or self._membership.refusal(name, message)
         why = why or self._lock_save(message.fields["save"])
         if why:
             self._do(WriteEvent(event="refused", fields={"name": name, "why": why}))
@@ -480,8 +481,14 @@ class Supervisor:
             old.close()
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
-        welcome = {"name": name, "beat_seconds": beats}
+        welcome = {"run": self._name, "name": name, "beat_seconds": beats}
         self._send(channel, Message(kind="welcome", fields=welcome))
+
+    def _other_run(self, run: str) -> str:
+        """Why a member of that run is none of this one, or nothing."""
+        if run in ("", self._name):  # Who was started by hand does not know it.
+            return ""
+        return "this member is of an earlier run in the same folder, which is over"
 
     def _refused(self, now: float, channel: Channel, message: Message) -> None:
         """A process says that it cannot be run, before it joins."""

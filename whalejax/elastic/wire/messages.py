@@ -113,6 +113,7 @@ _REPORT: Final[Fields] = {"number": _is_int}
 
 TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
     "register": {
+        "run": _is_text,
         "name": _is_text,
         "machine": _is_text,
         "pid": _is_int,
@@ -166,7 +167,7 @@ TO_MEMBER: Final[Mapping[str, Fields]] = {
         "processes": _is_count,
         "hosts": _is_count,
     },
-    "welcome": {"name": _is_text, "beat_seconds": _is_seconds},
+    "welcome": {"run": _is_text, "name": _is_text, "beat_seconds": _is_seconds},
     "refused": {"why": _is_text},
     "heard": {"goodput": _is_seconds, "number": _is_int},
     "prepare": {"generation": _is_int, "after": _is_int},
