@@ -469,3 +469,39 @@ def test_a_full_disk_keeps_no_member_out(
     said = capsys.readouterr().err
     assert f"{save / 'elastic.json'} cannot be written (No space" in said
     assert "the run goes on" in said
+
+
+def test_a_key_that_is_there_needs_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    make_key(tmp_path / "key")
+    key = load_key(tmp_path / "key")
+    monkeypatch.setattr(os, "open", full)
+    make_key(tmp_path / "key")
+    monkeypatch.undo()
+    assert load_key(tmp_path / "key") == key
+
+
+def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = journal.JournalLines(path, durable=True)
+    lines.write("opened", {"host": "here", "port": 1})
+    lines.write("started", {"name": "m1", "slot": 0, "pid": 7, "began": "1"})
+    path.unlink()
+    assert lines.flush()  # As in every turn of a supervisor.
+    assert [said["event"] for said in journal.read(path)] == ["opened", "started"]
+    path.rename(tmp_path / "elsewhere")
+    lines.write("ready", {"name": "m1"})
+    found = [said["event"] for said in journal.read(path)]
+    assert found == ["opened", "started", "ready"]
+    path.unlink()
+    tmp_path.joinpath("elsewhere").unlink()
+    tmp_path.rename(tmp_path.with_name("gone"))
+    lines.write("left", {"name": "m1", "step": 1})
+    assert lines.problem == "No such file or directory"
+    tmp_path.with_name("gone").rename(tmp_path)
+    assert lines.flush() and len(journal.read(path)) == 4
+    lines.close()

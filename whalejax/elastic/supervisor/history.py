@@ -152,10 +152,10 @@ def _take(found: History, said: Mapping[str, Any]) -> None:
         case "preparing":
             found.generation = said["generation"]
             found.phase = said.get("phase", "gathering")
-            found.target, found.after = list(said["members"]), said["after"]
+            found.target, found.after = _known(found, said["members"]), said["after"]
             found.well = set()
         case "begun":
-            found.active, found.step = list(said["members"]), said["step"]
+            found.active, found.step = _known(found, said["members"]), said["step"]
             found.phase, found.formed = "running", True
             found.target, found.after = [], -1
             found.well = set()
@@ -172,6 +172,14 @@ def _take(found: History, said: Mapping[str, Any]) -> None:
             found.draining = True
         case "ending":
             found.phase = "ending"
+            how = str(said.get("how"))
             found.over = Over(
-                how=Ending(said["how"]), text=said["why"], saver=said["saver"]
+                how=Ending(how) if how in [*Ending] else Ending.FAILED,
+                text=said.get("why", ""),
+                saver=said.get("saver", ""),
             )
+
+
+def _known(found: History, names: Iterable[str]) -> list[str]:
+    """Those of members that the journal tells of: a line may be missing."""
+    return [name for name in names if name in found.members]

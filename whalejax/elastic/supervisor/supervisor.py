@@ -186,7 +186,7 @@ class Supervisor:
         self._held.enter_context(FolderLock(self._folder))
         make_key(self._folder / KEY)
         self._key = load_key(self._folder / KEY)
-        events = journal.read(self._folder / journal.EVENTS)
+        events = journal.read_events(self._folder / journal.EVENTS)
         # A number is never used again in a folder, also by a later run in it.
         numbers = [e["generation"] for e in events if e["event"] == "preparing"]
         self._membership.generation = max(numbers, default=0)
@@ -248,13 +248,13 @@ class Supervisor:
             return here and not self._run.command
         if any(m.agent for m in there):
             asked = self._run.host, self._run.port
-            return here and asked == (run[0]["host"], run[0]["port"])
+            return here and asked == (run[0].get("host"), run[0].get("port"))
         return here and any(began_at(m.pid) == m.began for m in there if m.pid)
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
         host, port = self._run.host, self._run.port
         if before is not None:  # Where its members look for it.
-            host, port = before["host"], before["port"]
+            host, port = before.get("host", host), before.get("port", port)
         try:
             self._listening = listen(host, port)
         except OSError as error:
@@ -280,11 +280,11 @@ class Supervisor:
         """Go on where a supervisor that was killed has left its members."""
         now = time.monotonic()
         self._journal.write("restarted", {})
-        commits = journal.read(self._folder / journal.COMMITS)
+        commits = journal.read_commits(self._folder / journal.COMMITS)
         since = [said for said in commits if said["time"] >= events[0]["time"]]
         told = history(events)
         if told.over is None and told.facts:
-            self._lock_save(told.facts["save"])
+            self._lock_save(told.facts.get("save", ""))
         self._membership.go_on(
             now,
             told,
@@ -632,7 +632,7 @@ class Supervisor:
                 tell_user(shown(event, fields, quiet=self._run.quiet))
             case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
-                self._commits.write("committed", {**fields, "parts": parts})
+                self._commits.write(journal.COMMITTED, {**fields, "parts": parts})
             case Send(name=name, message=message):
                 channel = self._channels.get(name)
                 if channel is not None:
