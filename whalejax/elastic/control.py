@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.elastic.environment import RUN
+from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.processes import machine
 from whalejax.elastic.wire.connection import (
     Channel,
@@ -30,10 +30,8 @@ from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
 from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import is_held
 
-
-SUPERVISOR_SECONDS: Final = 120.0
-"""A supervisor that is gone for so long does not come back."""
 
 FIRST_SECONDS: Final = 30.0
 """For the first connection, when it should be there."""
@@ -175,28 +173,39 @@ class Control:
             self._reports.append(Message(kind=kind, fields=told))
             self._changed.notify_all()
 
-    def may_keep(self, step: int, *, seconds: float) -> bool:
+    def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
         """Ask whether a checkpoint may take its name: not where this one is given up.
+
+        Where no supervisor lives there is nobody who could have given this one up, nor
+        another run in the folder, which would hold it.
 
         Args:
             step: of the checkpoint.
+            folder: in which it is, which a supervisor holds.
             seconds: to wait for the answer.
         """
         end = time.monotonic() + seconds
         ask_at = 0.0
-        while True:
+        with self._changed:
+            self._kept.discard(step)  # An answer to an earlier question.
+        while time.monotonic() < end:
             with self._changed:
                 if step in self._kept:
                     self._kept.discard(step)
                     return True
-                if self._error is not None or time.monotonic() > end:
-                    return False
+                error, channel = self._error, self._channel
+            gone = error is None or isinstance(error, NoSupervisorError)
+            if gone and channel is None and not is_held(folder):
+                return True
+            if error is not None:
+                return False
             if time.monotonic() > ask_at:
                 ask_at = time.monotonic() + _ASK_SECONDS
                 self.post("written", step=step)
             with self._changed:
                 if step not in self._kept:
                     self._changed.wait(0.1)
+        return False
 
     def poll(self) -> Message | None:
         """What the supervisor said next, or None.
@@ -267,7 +276,7 @@ class Control:
     def _unreachable(self, error: WireError, *, first: bool) -> WhaleError:
         if first:
             return unreachable(self._where, error)
-        return WhaleError(
+        return NoSupervisorError(
             f"the supervisor at {self._where} is gone and did not come back in "
             f"{self._seconds:.0f} s ({error}). Start it again with the same folder; "
             "the run goes on from its last checkpoint"

@@ -18,6 +18,9 @@ SUPERVISOR: Final = "WHALEJAX_SUPERVISOR"
 RUN: Final = "WHALEJAX_RUN"
 """What the supervisor calls the run, unlike earlier ones of its folder."""
 
+SUPERVISOR_SECONDS: Final = 120.0
+"""A supervisor that is gone for so long does not come back."""
+
 HELD_BY: Final = "WHALEJAX_AGENT"
 """Name of the agent that started it."""
 

@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from whalejax.elastic.environment import SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 
 _MOST_RESTARTS: Final = 1000
 _FIRST_PULSE_SECONDS: Final = 120.0
+_AGAIN_PULSE_SECONDS: Final = SUPERVISOR_SECONDS / 3
+"""For one that is started again, so that members do not give it up for another."""
+
 _PULSE_SECONDS: Final = 1.0
 _ERROR_STATUS: Final = 2
 
@@ -109,7 +113,7 @@ def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
     finally:
         os.close(write)
     with open(read, "rb", buffering=0) as pulse:
-        seconds = _FIRST_PULSE_SECONDS
+        seconds = _AGAIN_PULSE_SECONDS if given["again"] else _FIRST_PULSE_SECONDS
         while True:
             ready, _, _ = select.select([pulse], [], [], seconds)
             if not ready:

@@ -19,7 +19,12 @@ from typing import Any
 
 from whalejax.distributed.launch_env import is_loopback, joined_address
 from whalejax.elastic.assignment import Node
-from whalejax.elastic.control import Control, RunStopped, on_notice
+from whalejax.elastic.control import (
+    Control,
+    NoSupervisorError,
+    RunStopped,
+    on_notice,
+)
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
@@ -131,7 +136,8 @@ class Member:
         }
 
     def _may_keep(self, step: int) -> bool:
-        return self._control.may_keep(step, seconds=_KEEP_SECONDS)
+        assert self._training.save is not None
+        return self._control.may_keep(step, self._training.save, seconds=_KEEP_SECONDS)
 
     @property
     def _at(self) -> int:
@@ -168,6 +174,9 @@ class Member:
                     self._control.post("left", step=self._at)
                     self._control.phase = SAVING
                     self._saver.wait()
+                    raise
+                except NoSupervisorError:
+                    self._save_last()
                     raise
                 except Exception as error:
                     self._control.post("failed", why=str(error)[-5000:])
@@ -360,6 +369,16 @@ class Member:
                 self._control.phase = SAVING
                 # What was done is given to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)
+
+    def _save_last(self) -> None:
+        """Write the state where no supervisor comes back: the run may begin again."""
+        if self._state is None or self._training.save is None:
+            return
+        there = [name for name in self._names if name not in self._peers.broken]
+        if there and there[0] == self._control.name:
+            self._control.phase = SAVING
+            self._saver.save(self._state, self._at)
+            self._saver.wait()
 
     # A step.
 

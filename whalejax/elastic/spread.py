@@ -359,7 +359,9 @@ class SpreadMember:
         """A process that was given up puts no checkpoint in another's place."""
         error = ""
         if self._control is not None and jax.process_index() == 0:
-            if not self._control.may_keep(done, seconds=_KEEP_SECONDS):
+            folder = self._training.save
+            assert folder is not None
+            if not self._control.may_keep(done, folder, seconds=_KEEP_SECONDS):
                 error = "the supervisor gave this process up, or is gone"
         fail_together(error, f"step {done} kept")
 

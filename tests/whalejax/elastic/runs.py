@@ -117,6 +117,13 @@ class Run:
                 raise AssertionError(self.told())
             time.sleep(0.02)
 
+    def until_files(self, true: Callable[[], bool]) -> None:
+        """Wait for something that comes without a supervisor."""
+        end = time.monotonic() + SECONDS
+        while not true():
+            assert time.monotonic() < end, self.told()
+            time.sleep(0.05)
+
     def members(self) -> dict[str, int]:
         """Names and processes of members that are there, active ones by rank first."""
         pids = {e["name"]: e["pid"] for e in self.events("started")}

@@ -6,17 +6,22 @@ import json
 import os
 import sys
 import time
+from typing import Any, cast
 
 import jax
 
 import whalejax as wh
 from tests.whalejax.elastic import job
+from whalejax.elastic.control import Control
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     if options.get("x64"):
         jax.config.update("jax_enable_x64", True)
+    if "supervisor_seconds" in options:  # Which members wait for one that is gone.
+        patience = {"supervisor_seconds": options["supervisor_seconds"]}
+        cast(Any, Control.__init__).__kwdefaults__.update(patience)
     path = f"{options['out']}/steps.{os.getpid()}.jsonl"
     with open(path, "w", buffering=1) as out:
         for state, metrics in wh.train_elastic(

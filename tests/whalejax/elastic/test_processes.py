@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.runs import ROOT, runs
+from whalejax.elastic import launching
+from whalejax.elastic.environment import SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
 from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
 from whalejax.elastic.supervisor.settings import SupervisorSettings
@@ -252,6 +254,23 @@ def test_a_signal_waits_until_the_supervisor_can_hear_it(
     ends.child, ends.hears = second, False  # type: ignore[assignment]
     ends.beats()
     assert second.signals == [signal.SIGTERM]
+
+
+def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Members wait for one long enough that another can take its place."""
+    assert 2 * launching._AGAIN_PULSE_SECONDS < SUPERVISOR_SECONDS
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        launching.subprocess,
+        "Popen",
+        lambda command, **more: started(SLEEPS, pass_fds=more["pass_fds"]),
+    )
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
+    status = launching._run_once({"again": True}, _Ends(), 10.0)
+    assert status == -signal.SIGKILL
 
 
 START = """

@@ -149,3 +149,47 @@ def test_every_way_to_lose_members(tmp_path: Path, x64: bool) -> None:
     with running(tmp_path / "alone", options, least=1, most=1) as run:
         assert run.wait() == 0
         assert losses == audit(run, steps)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step_??????"))
+
+
+@pytest.mark.full
+def test_members_save_and_train_without_a_supervisor(tmp_path: Path) -> None:
+    save, steps = tmp_path / "save", 120
+    options = {"pause": 0.1, "save": str(save), "save_every": 5}
+    with running(tmp_path, {"steps": steps, **options}, least=1, most=2) as run:
+        run.until(lambda: run.step() >= 3)
+        run.supervisor.kill()
+        run.supervisor.wait()
+        at = run.step()
+        run.until_files(lambda: bool(checkpoints(save)[-1:] > [at + 15]))
+        run.start()
+        assert run.wait() == 0, run.told()
+        audit(run, steps)
+        assert len(run.events("begun")) == 1 and not lost(run)
+
+
+@pytest.mark.full
+def test_members_that_give_their_supervisor_up_leave_their_newest_state(
+    tmp_path: Path,
+) -> None:
+    save, steps = tmp_path / "save", 400
+    options = {"pause": 0.1, "save": str(save), "save_every": 1000}
+    more = {"steps": steps, **options, "supervisor_seconds": 3.0}
+    with running(tmp_path, more, least=1, most=2) as run:
+        run.until(lambda: run.step() >= 3)
+        there = [(e["pid"], e["began"]) for e in run.events("started")]
+        run.supervisor.kill()
+        run.supervisor.wait()
+        run.until_files(lambda: not any(runs(*process) for process in there))
+        newest = max(said["step"] for said in run.samples())
+        assert checkpoints(save)[-1] >= newest - 1 > 10
+        run.start()
+        run.until(lambda: run.step() > newest)
+        # It went on from there.
+        since = [said["step"] for said in run.commits() if said["generation"] > 1]
+        assert min(since) >= newest, run.told()
+        run.supervisor.terminate()
+        run.until(lambda: run.supervisor.poll() is not None)

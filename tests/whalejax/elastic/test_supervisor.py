@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from whalejax.distributed.launch_env import split_address
-from whalejax.elastic.control import Control
+from whalejax.elastic.control import Control, NoSupervisorError, RunStopped
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
@@ -420,11 +420,35 @@ def test_a_checkpoint_takes_its_name_unless_its_writer_was_given_up(
 ) -> None:
     with live(tmp_path, lease_seconds=60.0) as there:
         control = controlled(there)
-        assert control.may_keep(50, seconds=60.0)
+        save = tmp_path / "save"
+        assert there.supervisor._lock_save(str(save)) == ""
+        assert control.may_keep(50, save, seconds=60.0)
         member = there.supervisor._membership.members["x1"]
         member.becomes("gone", 0.0)
-        assert not control.may_keep(100, seconds=0.3)
+        assert not control.may_keep(100, save, seconds=0.3)
+        # An answer that came late is none to the next question about that step.
+        control._kept.add(150)
+        assert not control.may_keep(150, save, seconds=0.3)
         control.close()
+
+
+def test_without_a_supervisor_checkpoints_take_their_names(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    with live(tmp_path / "run") as there:
+        control = controlled(there)
+        held = FolderLock(save)
+        held.__enter__()
+    eventually(lambda: control._channel is None)
+    # Somebody holds the folder: a supervisor that is cut off, or another run.
+    assert not control.may_keep(50, save, seconds=0.3)
+    held.__exit__(None, None, None)
+    assert control.may_keep(50, save, seconds=60.0)
+    control._error = NoSupervisorError("it did not come back")
+    assert control.may_keep(60, save, seconds=60.0)
+    control._error = RunStopped("it was given up")
+    assert not control.may_keep(70, save, seconds=60.0)
+    control.close()
 
 
 def test_events_wait_for_space_in_order(

@@ -23,11 +23,11 @@ from whalejax.elastic.adding_up.price import (
 )
 from whalejax.elastic.control import (
     FIRST_SECONDS,
-    SUPERVISOR_SECONDS,
     is_hopeless,
     key_of_run,
     unreachable,
 )
+from whalejax.elastic.environment import SUPERVISOR_SECONDS
 from whalejax.elastic.wire.connection import dial
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
