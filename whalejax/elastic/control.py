@@ -220,6 +220,16 @@ class Control:
                 raise self._error
             return None
 
+    def check(self) -> None:
+        """Raise where the supervisor is gone, or has refused this process.
+
+        Raises:
+            WhaleError: why.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+
     def wait(self) -> Message | None:
         """What the supervisor says next; None where it says nothing for a second."""
         said = self.poll()

@@ -253,7 +253,8 @@ class Member:
         if said.fields["saves"] and self._state is not None and self._training.save:
             self._control.phase = SAVING
             self._saver.save(self._state, self._at)
-            self._saver.wait()
+            while not self._saver.wait():
+                pass  # The supervisor ends this process where it takes too long.
         if said.fields["well"]:
             raise SystemExit(_TERMINATED_STATUS)
         raise RunStopped(said.fields["why"])

@@ -320,8 +320,15 @@ class SpreadMember:
         raise SystemExit(self._status)
 
     def _wait(self) -> None:
+        """Until the supervisor says something, for a while.
+
+        Raises:
+            WhaleError: it is gone, so that it says nothing any more.
+        """
+        assert self._control is not None
         with self._changed:
             self._changed.wait(1.0)
+        self._control.check()
 
     def _leave(self) -> None:
         """All stop behind a step, and none is lost."""

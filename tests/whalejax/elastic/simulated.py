@@ -222,7 +222,7 @@ class World:
         self._numbers = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self.broken_start = False
+        self.broken_start, self.save = False, ""
         self.breaks_at = 1 << 30
         # Seconds from leaving a loop to the end of the process, and its status.
         self.after_break: tuple[float, int] = (20.0, 0)
@@ -403,7 +403,7 @@ class World:
             "step": member.step,
             "micro_batches": COUNT,
             "steps": self.steps,
-            "save": "",
+            "save": self.save,
             "facts": {"jax": "1"},
             "token": member.name,
         }

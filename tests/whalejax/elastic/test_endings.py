@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.whalejax.elastic.simulated import World
+from whalejax.elastic.phases import SAVING
 from whalejax.elastic.supervisor.endings import STATUS, Ending
+from whalejax.elastic.supervisor.member_record import End
+from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+from whalejax.elastic.wire.framing import Message
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -324,3 +330,84 @@ def test_who_is_refused_where_others_have_joined_fails_alone() -> None:
     world.exit(world.members[started[-1]], 2)
     world.run(300)
     assert world.end is not None and world.end.how is Ending.COMPLETE
+
+
+# The last checkpoint.
+
+
+def draining(world: World) -> str:
+    """A run that was told to end, and who writes its last checkpoint."""
+    world.save = "runs/mine"
+    world.begin()
+    world.run(8)
+    world.membership.terminate(world.now)
+    world.do()
+    while world.end is None:
+        world.run(world.now + 0.1)
+    assert world.membership.over is not None
+    return world.membership.over.saver
+
+
+def beat(world: World, name: str, now: float, phase: str) -> None:
+    fields = {"phase": phase, "step": 20, "done": 0}
+    world.membership.heard(now, name, Message(kind="beat", fields=fields))
+
+
+def test_who_writes_the_last_checkpoint_has_as_long_as_any_other_may_take() -> None:
+    world = World(60)
+    saver = draining(world)
+    there, began = world.membership, world.now
+    for seconds in range(900):
+        beat(world, saver, began + seconds, SAVING)
+        assert there.saves_last(began + seconds, saver)
+    beat(world, saver, began + 902, SAVING)
+    assert not there.saves_last(began + 902, saver)
+    other = next(name for name in there.active if name != saver)
+    beat(world, other, began + 902, SAVING)
+    assert not there.saves_last(began + 902, other)
+
+
+def test_who_is_silent_as_it_writes_the_last_checkpoint_is_not_waited_for() -> None:
+    world = World(61)
+    saver = draining(world)
+    beat(world, saver, world.now, SAVING)
+    assert world.membership.saves_last(world.now + 9, saver)
+    assert not world.membership.saves_last(world.now + 11, saver)
+
+
+@pytest.mark.parametrize("told", ["saved", "not_saved", ""])
+def test_a_last_checkpoint_that_was_not_written_is_said(told: str) -> None:
+    world = World(62)
+    saver = draining(world)
+    if told:
+        fields = {"path": "p"} if told == "saved" else {"why": "no space"}
+        fields["number"] = 1 << 20  # type: ignore[assignment]
+        said = Message(kind=told, fields={"step": 20, **fields})
+        world.membership.heard(world.now, saver, said)
+    world.membership.exited(world.now, saver, -9)
+    world.do()
+    why = [e.fields["why"] for e in world.events if e.event == "not_saved"]
+    expected = f"{saver} ended (by SIGKILL) before it was written"
+    assert why == {"": [expected], "saved": [], "not_saved": ["no space"]}[told]
+
+
+def test_processes_that_do_not_end_are_killed_but_who_saves(tmp_path: Path) -> None:
+    run = Supervised(
+        command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=2)
+    )
+    supervisor, killed = Supervisor(run), list[str]()
+
+    class Two:
+        names = ("m1", "m2")
+        kill = killed.append
+
+    supervisor._processes = Two()  # type: ignore[assignment]
+    supervisor._end, supervisor._ends_at = End(how=Ending.DRAINED, text=""), 0.0
+    saving = ["m1"]
+    supervisor._membership.saves_last = (  # type: ignore[method-assign]
+        lambda now, name: name in saving
+    )
+    assert not supervisor._is_over() and killed == ["m2"]
+    saving.clear()
+    assert not supervisor._is_over() and killed == ["m2", "m1", "m2"]
+    supervisor._held.close()

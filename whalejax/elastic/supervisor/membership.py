@@ -99,6 +99,7 @@ class Membership(Generations):
         member = self.members.get(name)
         if member is None or not member.is_there:
             return
+        self._miss_checkpoint(member, status)
         how = self._how_ended(member, status)
         if how is None:
             why = f"its process ended with status {status}"

@@ -237,6 +237,7 @@ class Roster(RunEnds):
 
     def _saved(self, now: float, member: Member, step: int, path: str) -> None:
         self.checkpoint = path
+        self._tell_last(member)
         self._record("saved", name=member.name, step=step, path=path)
 
     def _recovered(self, now: float, member: Member, step: int, source: str) -> None:
@@ -253,7 +254,13 @@ class Roster(RunEnds):
     def _not_copied(self, now: float, member: Member, step: int, why: str) -> None:
         self._record("not_copied", name=member.name, step=step, why=why)
 
+    def _tell_last(self, member: Member) -> None:
+        """It has said what came of the last checkpoint, where that is what it wrote."""
+        if self.over is not None and member.name == self.over.saver:
+            self._saver_has_told = True
+
     def _not_saved(self, now: float, member: Member, step: int, why: str) -> None:
+        self._tell_last(member)
         self._record("not_saved", name=member.name, step=step, why=why)
 
     def _failed(self, now: float, member: Member, why: str) -> None:

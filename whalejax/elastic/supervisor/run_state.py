@@ -76,6 +76,7 @@ class RunState:
         self._asked_at = 0.0
         self._short_since: float | None = None
         self._well: set[str] = set()
+        self._saver_has_told = False
         self._starting: set[int] = set()
         self._unplaced: set[int] = set()
         self.awaited: set[str] = set()

@@ -374,10 +374,10 @@ class Supervisor:
         there, now = self._processes.names, time.monotonic()
         held = [] if self._fleet is None else self._fleet.names
         if now > self._ends_at:
-            for name in there:
-                self._processes.kill(name)
-            for name in held:
-                self._kill_held(name)
+            for name in [*there, *held]:
+                if not self._membership.saves_last(now, name):
+                    self._processes.kill(name)
+                    self._kill_held(name)
         # Agents that are lost take their processes out of the list.
         return not there and not held
 

@@ -73,10 +73,7 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         case "saved":
             return f"checkpoint {fields['path']}"
         case "not_saved":
-            return (
-                f"no checkpoint after step {fields['step']}, and the run goes on: "
-                f"{fields['why']}"
-            )
+            return f"no checkpoint after step {fields['step']}: {fields['why']}"
         case "not_copied":
             return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
