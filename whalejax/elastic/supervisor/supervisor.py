@@ -25,7 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
+from whalejax.distributed.launch_env import (
+    KEY_FILE,
+    is_loopback,
+    joined_address,
+    reached_host,
+)
 from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
@@ -75,7 +80,6 @@ _SAID: Final = {**TO_SUPERVISOR, **TO_SUPERVISOR_OF_AGENT}
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 2.0
-_ALL_ADDRESSES: Final = ("0.0.0.0", "::")
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Messages that wait for the loop; who sends more waits too."""
@@ -554,9 +558,7 @@ class Supervisor:
         self._membership.placed = True
         self._membership.awaited = set(self._run.awaited)
         host, port = self._address
-        # Who listens at all addresses of this machine is reached by its name.
-        named = socket.gethostname() if host in _ALL_ADDRESSES else host
-        where = joined_address(named, port)
+        where = joined_address(reached_host(host), port)
         key = (self._folder / KEY).absolute()
         alone = ", on this machine alone" if is_loopback(host) else ""
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
