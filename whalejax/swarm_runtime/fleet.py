@@ -52,6 +52,7 @@ class Fleet:
         self._synced: dict[str, tuple[int, int]] = {}
         self._pauses: dict[tuple[str, int], tuple[float, float]] = {}
         self._partners: dict[str, set[str]] = {}
+        self._delays: set[tuple[str, str]] = set()
         self._silent: dict[tuple[str, int], float] = {}
 
     def now(self) -> float:
@@ -190,6 +191,19 @@ class Fleet:
             if any(alone):
                 return blamed if alone[0] else reporter
             return blamed if counts[1] > counts[0] else reporter
+
+    def is_first_delay(self, reporter: Member, blamed: Member) -> bool:
+        """Whether one peer waits too long for another for the first time.
+
+        Args:
+            reporter: waits.
+            blamed: the other.
+        """
+        pair = reporter.name, blamed.name
+        with self._lock:
+            known = pair in self._delays
+            self._delays.add(pair)
+            return not known
 
     def substitutes(self, stage: int, names: Collection[str]) -> list[Member]:
         """Those that can serve a stage in place of others, now or when they are moved.

@@ -85,7 +85,7 @@ class StepContext:
         tell: is told what happens.
         counts: of the run.
         not_finite: of the run, until the step is applied: peers that made something
-            that is not finite, by step, phase, stage and micro-batch.
+            that is not finite, by step, phase and stage.
         overflowed: peers whose sums or states were not finite, by stage.
         failures: of the run, until the step is applied: how often peers raised an
             error of their own, by step, what they did, stage and micro-batch.
@@ -107,7 +107,7 @@ class StepContext:
     await_peer: Callable[[int], None]
     tell: Callable[..., None]
     counts: Counts
-    not_finite: dict[tuple[int, str, int, int], set[str]] = field(default_factory=dict)
+    not_finite: dict[tuple[int, str, int], set[str]] = field(default_factory=dict)
     overflowed: dict[int, set[str]] = field(default_factory=dict)
     failures: dict[tuple[int, str, int, int], Counter[str]] = field(
         default_factory=dict
@@ -146,7 +146,13 @@ class StepContext:
         return next((m for m in self.fleet.members() if m.name == name), None)
 
     def unreached(
-        self, reporter: Member, blamed: Member, why: str, *, loses: bool = True
+        self,
+        reporter: Member,
+        blamed: Member,
+        why: str,
+        *,
+        loses: bool = True,
+        late: bool = False,
     ) -> None:
         """A peer could not reach another: find out which is at fault, and drop it.
 
@@ -155,6 +161,7 @@ class StepContext:
             blamed: the other.
             why: in words.
             loses: what it held is to be computed again.
+            late: the other took too long, as one does that was stopped for a while.
         """
         fleet, culprit = self.fleet, blamed
         try:
@@ -163,7 +170,8 @@ class StepContext:
         except (Gone, Refused):
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
-            found = fleet.culprit(reporter, blamed)
+            first = late and fleet.is_first_delay(reporter, blamed)
+            found = None if first else fleet.culprit(reporter, blamed)
             more = {"peer": reporter.name, "other": blamed.name, "why": why}
             if found is None:
                 self.tell("unreached", **more, dropped="neither")
@@ -247,7 +255,7 @@ class StepContext:
                 is no other that could make it.
         """
         with self.lock:
-            key = self.step, phase, stage, number
+            key = self.step, phase, stage
             by = self.not_finite.setdefault(key, set())
             by.add(name)
             several = sorted(by)
@@ -469,9 +477,7 @@ class Passage:
         if phase is Phase.BACKWARD:
             sinks = [(s, self.need_backward(s)) for s in context.cut.sinks(stage)]
         task = BACKWARD_TASK if phase is Phase.BACKWARD else FORWARD_TASK
-        avoid = context.not_finite.get(
-            (context.step, str(phase), stage, self._number), set()
-        )
+        avoid = context.not_finite.get((context.step, str(phase), stage), set())
         member = context.fleet.choose(stage, task, avoid)
         if member is None:
             context.await_peer(stage)
@@ -611,8 +617,8 @@ class Passage:
         blamed = context.member(error.blame) if found is None else found[2].member
         if blamed is None:
             return
-        if error.code == "source":
-            context.unreached(reporter, blamed, error.why)
+        if error.code in ("source", "late"):
+            context.unreached(reporter, blamed, error.why, late=error.code == "late")
             return
         for held in (self._forward, self.backward):
             for stage in [s for s, m in held.items() if m.member.name == error.blame]:

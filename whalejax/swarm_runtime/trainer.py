@@ -128,7 +128,7 @@ class Trainer(TrainerState):
         self._computing: StepContext | None = None
         self._step_lock = threading.RLock()
         self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
-        self._not_finite: dict[tuple[int, str, int, int], set[str]] = {}
+        self._not_finite: dict[tuple[int, str, int], set[str]] = {}
 
     # What peers ask.
 
@@ -334,9 +334,10 @@ class Trainer(TrainerState):
                 else:
                     self.fleet.drop(member.name)
             self.digests = digests
-            for noted in (self._failures, self._not_finite):
-                for key in [k for k in noted if k[0] <= self.step]:
-                    del noted[key]
+            for key in [k for k in self._failures if k[0] <= self.step]:
+                del self._failures[key]
+            for at in [k for k in self._not_finite if k[0] <= self.step]:
+                del self._not_finite[at]
             self.step += 1
             self._keeps = True
 
