@@ -5,7 +5,6 @@ Its members do not stop for that.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 from whalejax.elastic.environment import SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.meshes.errors import WhaleError
 
 
@@ -89,12 +89,7 @@ def supervise(
         if status >= 0:
             return status
         name = signal.Signals(-status).name
-        with contextlib.suppress(OSError, ValueError):  # Nobody reads it any more.
-            print(
-                f"whalejax: the supervisor ended by {name}; it is started again",
-                file=sys.stderr,
-                flush=True,
-            )
+        tell_user(f"the supervisor ended by {name}; it is started again")
     raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
 
 
@@ -185,7 +180,7 @@ def main(words: Sequence[str]) -> int:
     try:
         return Supervisor(run).run()
     except WhaleError as error:
-        print(f"whalejax: {error}", file=sys.stderr, flush=True)
+        tell_user(str(error))
         return _ERROR_STATUS
 
 

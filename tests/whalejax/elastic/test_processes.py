@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.runs import ROOT, runs
+from tests.whalejax.elastic.runs import START as SUPERVISE
+from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
 from whalejax.elastic.environment import SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
@@ -159,6 +164,49 @@ def test_a_reader_that_is_gone_ends_no_supervisor(
 
     monkeypatch.setattr(sys, "stderr", Gone())
     tell_user("m1 is lost")
+
+
+def test_who_says_something_does_not_wait_for_a_stream_that_takes_nothing() -> None:
+    """As a terminal after Ctrl-S: what was said comes in order when it takes again."""
+    goes_on, taken = threading.Event(), list[bytes]()
+
+    def write(line: bytes) -> None:
+        assert goes_on.wait(300)
+        taken.append(line)
+
+    lines = BackgroundLines(write)
+    for number in range(1500):
+        lines.put(f"{number}\n")
+    assert not taken and not lines.flush(0.1)
+    goes_on.set()
+    assert lines.flush(300)
+    wanted = [f"{number}\n".encode() for number in range(1000)]
+    assert taken == [*wanted, b"whalejax: 500 lines more were left out\n"]
+    lines.put("more\n")  # As without any of it: it is written when this returns.
+    assert taken[-1] == b"more\n"
+
+
+def test_a_supervisor_goes_on_while_its_terminal_takes_nothing(
+    tmp_path: Path,
+) -> None:
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETFL, os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"." * 4096)
+    fcntl.fcntl(write, fcntl.F_SETFL, 0)
+    command = ["sh", "-c", "sleep 0.5; exit 3"]
+    settings = {"least": 1, "most": 1, "fruitless": 2}
+    given = {"command": command, "folder": str(tmp_path), "settings": settings}
+    there = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, json.dumps(given)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=write,
+    )
+    os.close(write)
+    assert there.wait(300) == 1  # It came to the end of its run, and ended.
+    os.close(read)
+    assert len(events(tmp_path, "lost")) == 2
 
 
 # A run that was, in the same folder.

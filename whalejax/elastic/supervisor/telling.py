@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from whalejax.distributed.standard_streams import say_in_background
 from whalejax.elastic.supervisor.endings import Ending
 from whalejax.journals.status import loss_words
 
@@ -87,7 +86,6 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
 
 
 def tell_user(text: str) -> None:
-    """Print a line, where somebody still reads it."""
+    """Print a line, where somebody still reads it; nothing waits for that."""
     if text:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"whalejax: {text}", file=sys.stderr, flush=True)
+        say_in_background(f"whalejax: {text}")
