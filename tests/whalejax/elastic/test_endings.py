@@ -411,3 +411,15 @@ def test_processes_that_do_not_end_are_killed_but_who_saves(tmp_path: Path) -> N
     saving.clear()
     assert not supervisor._is_over() and killed == ["m2", "m1", "m2"]
     supervisor._held.close()
+
+
+def test_a_run_that_is_ended_at_once_in_a_long_body_ends_so() -> None:
+    world = World(63)
+    world.begin()
+    world.run(8)
+    world.membership.terminate(world.now)
+    world.membership.end_at_once(world.now)
+    world.do()
+    assert world.end is not None and world.end.how is Ending.INTERRUPTED
+    assert world.membership.over is not None and not world.membership.over.saver
+    assert "the run was ended at once" in world.end.text

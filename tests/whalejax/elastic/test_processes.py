@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.whalejax.elastic.runs import ROOT, runs
 from tests.whalejax.elastic.runs import START as SUPERVISE
 from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
-from whalejax.elastic.environment import SUPERVISOR_SECONDS
+from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
 from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
 from whalejax.elastic.supervisor.settings import SupervisorSettings
@@ -319,6 +320,43 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
     monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
     status = launching._run_once({"again": True}, _Ends(), 10.0)
     assert status == -signal.SIGKILL
+
+
+def test_the_third_interrupt_ends_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    ends, child = _Ends(), Child()
+    ends.child, ends.hears = child, True  # type: ignore[assignment]
+    ends._pass_on(signal.SIGTERM, None)
+    assert not capsys.readouterr().err
+    for _ in range(3):
+        assert AT_ONCE not in child.signals
+        ends._pass_on(signal.SIGINT, None)
+    assert child.signals == [signal.SIGTERM] * 4 + [AT_ONCE]
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "the run ends after a step" in first and "third time" in third
+    assert "once more ends all processes at once" in second
+
+
+def test_a_run_that_is_ended_at_once_waits_for_no_step(tmp_path: Path) -> None:
+    there = subprocess.Popen(
+        [sys.executable, "-c", START, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 300
+    while not events(tmp_path, "started"):
+        assert there.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    for _ in range(3):
+        there.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # Or they would come as one.
+    _, said = there.communicate(timeout=300)
+    assert there.returncode == 143, said
+    (started,) = events(tmp_path, "started")
+    assert not runs(started["pid"], started["began"])
 
 
 START = """

@@ -343,6 +343,13 @@ class Generations(Losing):
         self._record("draining", step=self.pace.step)
         self._begin_draining(now)
 
+    def end_at_once(self, now: float) -> None:
+        """The run is to end without waiting for anything; no state is saved."""
+        for member in self._there():
+            member.ends_by_kill = True
+        text = f"the run was ended at once, as it was asked to{self._where()}"
+        self._end(now, Ending.INTERRUPTED, text, saves=False)
+
     def _begin_draining(self, now: float) -> None:
         there = [m for m in self._taking_part() if m.status == "active"]
         # What members that have not come back yet hold is not known.

@@ -32,7 +32,7 @@ from whalejax.distributed.launch_env import (
     reached_host,
 )
 from whalejax.elastic.agents.fleet import AgentFleet, program
-from whalejax.elastic.environment import RUN
+from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.member_record import (
@@ -149,7 +149,7 @@ class Supervisor:
         self._gpus = SlotGpus({**os.environ, **(run.environment or {})}, places)
         self._save: Path | None = None
         self._is_full = False
-        self._terminated = False
+        self._terminated = self._at_once = False
         self._end: End | None = None
         self._ends_at = float("inf")
         self._pulse_at = 0.0
@@ -307,15 +307,17 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved."""
+        """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved;
+        ``AT_ONCE`` ends it without waiting for that."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def told(number: int, _: object) -> None:
             self._terminated = True
+            self._at_once = self._at_once or number == AT_ONCE
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE)
         before = {
             number: signal.signal(number, told)
             for number in numbers
@@ -342,7 +344,10 @@ class Supervisor:
             self._say_refused(now)
             self._beat(now)
             self._write_kept()
-            if self._terminated:
+            if self._at_once:
+                self._membership.end_at_once(now)
+                self._ends_at = 0.0
+            elif self._terminated:
                 self._membership.terminate(now)
             if self._fleet is not None:
                 self._fleet.tick(now)
@@ -379,7 +384,7 @@ class Supervisor:
         held = [] if self._fleet is None else self._fleet.names
         if now > self._ends_at:
             for name in [*there, *held]:
-                if not self._membership.saves_last(now, name):
+                if self._at_once or not self._membership.saves_last(now, name):
                     self._processes.kill(name)
                     self._kill_held(name)
         # Agents that are lost take their processes out of the list.
