@@ -311,7 +311,7 @@ class Member:
             self._fetch(sources[name])
         elif self._state is None:
             self._control.phase = RESTORING
-            self._set(self._programs.newest(self._training.save))
+            self._set(self._programs.newest(self._training.save, self._control.post))
         for other in self._names:
             if sources.get(other) == name:
                 self._hand_over(other)

@@ -14,6 +14,7 @@ from whalejax.cli.main import main
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of
@@ -284,3 +285,40 @@ def test_lines_without_their_fields_end_nothing(tmp_path: Path) -> None:
             commits = journal.read_commits(home / journal.COMMITS)
             there = Membership(SupervisorSettings(least=1, most=1))
             there.go_on(0.0, history(events), journal.losses(commits))
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "said"),
+    [
+        (
+            "begun",
+            {"generation": 5, "members": ["m1", "m2"], "step": -1},
+            "generation 5: m1, m2",
+        ),
+        (
+            "begun",
+            {"generation": 5, "members": ["m1"], "step": 7},
+            "generation 5 from step 7: m1",
+        ),
+        (
+            "recovered",
+            {"name": "m1", "step": 51, "source": "copies in memory, of step 51"},
+            "the run goes on from copies in memory, of step 51",
+        ),
+        (
+            "recovered",
+            {"name": "m1", "step": 50, "source": "step_000050"},
+            "the run goes on from step_000050",
+        ),
+        (
+            "recovered",
+            {"name": "m1", "step": 0, "source": "a new state"},
+            "the run begins with a new state",
+        ),
+        ("note", {"name": "m1", "why": "it is damaged"}, "m1: it is damaged"),
+    ],
+)
+def test_from_what_a_run_goes_on_is_said(
+    event: str, fields: dict[str, Any], said: str
+) -> None:
+    assert shown(event, fields) == said

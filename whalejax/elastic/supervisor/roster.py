@@ -245,6 +245,10 @@ class Roster(RunEnds):
         self._record("recovered", name=member.name, step=step, source=source)
         self.pace.begun(step, now)
 
+    def _note(self, now: float, member: Member, why: str) -> None:
+        """Something that a user should know, such as of damaged checkpoints."""
+        self._record("note", name=member.name, why=why)
+
     def _compiled_ahead(
         self, now: float, member: Member, count: int, seconds: float
     ) -> None:

@@ -10,7 +10,7 @@ from whalejax.elastic.supervisor.endings import Ending
 from whalejax.journals.status import loss_words
 
 
-_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "saved"})
+_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
 """Events of a run that goes well."""
 
 
@@ -38,18 +38,19 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         return ""
     match event:
         case "begun":
-            names = ", ".join(fields["members"])
-            step = fields["step"]
-            whence = (
-                f"step {step}" if step >= 0 else "the newest checkpoint or the start"
-            )
-            return f"generation {fields['generation']} from {whence}: {names}"
+            names, step = ", ".join(fields["members"]), fields["step"]
+            # Where nobody has a state yet, who finds one says so: ``recovered``.
+            whence = f" from step {step}" if step >= 0 else ""
+            return f"generation {fields['generation']}{whence}: {names}"
+        case "recovered":
+            verb = "goes on from" if fields["step"] else "begins with"
+            return f"the run {verb} {fields['source']}"
         case "adding_up":
             return adding_up_words(fields["by"], fields["why"])
         case "lost":
             what = "failed" if fields.get("how") == Ending.FAILED else "is lost"
             return f"{fields['name']} {what}: {loss_words(fields)}"
-        case "refused" | "leaving":
+        case "refused" | "leaving" | "note":
             return f"{fields['name']}: {fields['why']}"
         case "left":
             return f"{fields['name']}: its loop was left at step {fields['step']}"

@@ -156,6 +156,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
     "unfit": {**_REPORT, "count": _is_int, "why": _is_text},
     "compiled_ahead": {**_REPORT, "count": _is_int, "seconds": _is_seconds},
     "not_copied": {**_REPORT, "step": _is_int, "why": _is_text},
+    "note": {**_REPORT, "why": _is_text},
     "recovered": {**_REPORT, "step": _is_int, "source": _is_text},
 }
 """What members say, with a check of each field."""
