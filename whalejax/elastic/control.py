@@ -93,6 +93,16 @@ def unreachable(where: str, error: WireError) -> WhaleError:
         where: host and port at which it looked.
         error: how it failed.
     """
+    if isinstance(error, WrongKey):
+        return NoSupervisorError(
+            f"{error}: this process and the supervisor have different keys. Give it "
+            f"elastic/key of the folder of this run, or a copy, in {KEY_FILE} or --key"
+        )
+    if isinstance(error, OtherProtocol):
+        return NoSupervisorError(
+            f"{error}. Give the address at which whalejax launch listens, and run the "
+            "same whalejax everywhere"
+        )
     return NoSupervisorError(
         f"no supervisor answers at {where} ({error}). See that "
         "whalejax launch runs there, and that this host can reach it"
@@ -284,7 +294,7 @@ class Control:
             time.sleep(_AGAIN_SECONDS)
 
     def _unreachable(self, error: WireError, *, first: bool) -> WhaleError:
-        if first:
+        if first or is_hopeless(error):
             return unreachable(self._where, error)
         return NoSupervisorError(
             f"the supervisor at {self._where} is gone and did not come back in "

@@ -9,6 +9,7 @@ import pytest
 from tests.whalejax.elastic.simulated import Simulated, World
 from whalejax.elastic.agents.fleet import AgentFleet
 from whalejax.elastic.phases import FINISHED
+from whalejax.elastic.supervisor.endings import exit_text
 from whalejax.elastic.supervisor.failures import Failure, error_line
 from whalejax.elastic.supervisor.member_record import WriteEvent
 from whalejax.elastic.supervisor.membership import Membership
@@ -213,7 +214,7 @@ def test_processes_that_are_killed_as_they_start_end_the_run_in_time() -> None:
     assert world.end is not None and world.end.status == 1
     # Nothing that a process wrote before it was killed is taken for an error.
     assert world.end.text.startswith("5 failures without a new step between them")
-    assert world.end.text.endswith("m1: its process ended with status -9")
+    assert world.end.text.endswith("m1: its process ended by SIGKILL")
 
 
 def test_an_error_of_one_place_ends_no_run_in_which_others_get_further() -> None:
@@ -409,7 +410,7 @@ def test_an_error_of_its_own_is_told_from_a_loss(
     assert (lost["how"], lost["said"]) == (how, said)
     word = "failed" if how == "failed" else "is lost"
     end = f"; its log ends: {said}" if said else ""
-    why = f"its process ended with status {status}{end}"
+    why = f"its process ended {exit_text(status)}{end}"
     assert shown("lost", lost) == f"m1 {word}: {why}"
 
 

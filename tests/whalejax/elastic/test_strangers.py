@@ -418,7 +418,7 @@ def test_what_is_no_supervisor_is_said(
         thread = threading.Thread(target=serves)
         thread.start()
         control = Control(f"{host}:{port}", str(tmp_path / "key"), register)
-        with pytest.raises(WhaleError, match=f"no supervisor answers at .*{why}"):
+        with pytest.raises(WhaleError, match=why):
             control.open()
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()

@@ -168,7 +168,9 @@ def test_a_wrong_key_has_no_effect(tmp_path: Path) -> None:
             dial(there.address, b"x" * 32)
         make_key(tmp_path / "other")
         control = Control(there.where, str(tmp_path / "other"), register)
-        with pytest.raises(WhaleError, match="no supervisor answers at .*the key"):
+        with pytest.raises(
+            WhaleError, match="refused the key of .*: this process and the .*keys"
+        ):
             control.open()
         with pytest.raises(WhaleError, match="WHALEJAX_KEY_FILE is not set"):
             Control(there.where, "", register)

@@ -36,12 +36,12 @@ def exit_text(status: int | None) -> str:
         status: as ``subprocess`` gives it; None where nobody could ask for it.
 
     >>> exit_text(1), exit_text(-9), exit_text(None)
-    ('status 1', 'by SIGKILL', 'with a status that is not known')
+    ('with status 1', 'by SIGKILL', 'with a status that is not known')
     """
     if status is None:
         return "with a status that is not known"
     if status >= 0:
-        return f"status {status}"
+        return f"with status {status}"
     try:
         return f"by {signal.Signals(-status).name}"
     except ValueError:

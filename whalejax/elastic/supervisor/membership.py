@@ -15,7 +15,7 @@ from typing import Final
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.elastic.facts import difference, told_facts
 from whalejax.elastic.phases import COMPUTING, STOPPED
-from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.endings import Ending, exit_text
 from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.generations import Generations
 from whalejax.elastic.supervisor.history import History
@@ -102,7 +102,7 @@ class Membership(Generations):
         self._miss_checkpoint(member, status)
         how = self._how_ended(member, status)
         if how is None:
-            why = f"its process ended with status {status}"
+            why = f"its process ended {exit_text(status)}"
             fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
             fails = fails and status != ENDS_FOR_ANOTHER
             fails = fails or member.status == "failed"
