@@ -387,7 +387,7 @@ def test_a_last_checkpoint_that_was_not_written_is_said(told: str) -> None:
     world.membership.exited(world.now, saver, -9)
     world.do()
     why = [e.fields["why"] for e in world.events if e.event == "not_saved"]
-    expected = f"{saver} ended (by SIGKILL) before it was written"
+    expected = f"{saver} ended by SIGKILL before it was written"
     assert why == {"": [expected], "saved": [], "not_saved": ["no space"]}[told]
 
 

@@ -64,10 +64,10 @@ class RunEnds(RunState):
 
     def _miss_checkpoint(self, member: Member, status: int | None) -> None:
         """Say so where a member ends that should have written the last checkpoint."""
-        if self.over is None or member.name != self.over.saver:
+        if self.over is None or member.name != self.over.saver or self.restarts:
             return
         if self._facts.get("save") and not self._saver_has_told:
-            why = f"{member.name} ended ({exit_text(status)}) before it was written"
+            why = f"{member.name} ended {exit_text(status)} before it was written"
             self._record("not_saved", name=member.name, step=member.step, why=why)
 
     def _dismiss(self, now: float, member: Member) -> None:
