@@ -531,3 +531,31 @@ def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
     tmp_path.with_name("gone").rename(tmp_path)
     assert lines.flush() and len(journal.read(path)) == 4
     lines.close()
+
+
+def test_a_supervisor_that_was_stopped_hears_what_came_before_it_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Supervised(
+        command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=1)
+    )
+    supervisor, closed = Supervisor(run), Message(kind="it ended", fields={})
+
+    def other_threads(seconds: float) -> None:
+        supervisor._events.put(("closed", object(), closed))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(time, "sleep", other_threads)
+    supervisor._take_all()
+    assert supervisor._events.empty()  # No such turn was taken: nobody is waited for.
+    supervisor._turn_at -= 100.0
+    taken: list[int] = []
+    take_events = supervisor._take_events
+
+    def take() -> None:
+        taken.append(supervisor._events.qsize())
+        take_events()
+
+    supervisor._take_events = take  # type: ignore[method-assign]
+    supervisor._take_all()
+    assert taken == [1]
+    supervisor._held.close()

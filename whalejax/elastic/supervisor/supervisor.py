@@ -55,6 +55,7 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
+from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
@@ -153,6 +154,7 @@ class Supervisor:
         self._end: End | None = None
         self._ends_at = float("inf")
         self._pulse_at = 0.0
+        self._turn_at = time.monotonic()
 
     def run(self) -> int:
         """Supervise until the end.
@@ -339,8 +341,7 @@ class Supervisor:
                         self._woken.recv(4096)
                 else:
                     self._ended(key.data)
-            self._take_events()
-            now = time.monotonic()
+            now = self._take_all()
             self._say_refused(now)
             self._beat(now)
             self._write_kept()
@@ -353,6 +354,18 @@ class Supervisor:
                 self._fleet.tick(now)
             self._membership.tick(now)
             self._do_all()
+
+    def _take_all(self) -> float:
+        """Take what has come, before anybody is found silent; the time.
+
+        Behind a turn that took long, this process may have been stopped: what came
+        meanwhile is read by other threads, which need a moment for it.
+        """
+        before, self._turn_at = self._turn_at, time.monotonic()
+        if self._turn_at - before > LONGEST_TURN_SECONDS:
+            time.sleep(_TICK_SECONDS)
+        self._take_events()
+        return time.monotonic()
 
     def _beat(self, now: float) -> None:
         if self._run.pulse is not None and now >= self._pulse_at:
