@@ -424,7 +424,7 @@ class World:
             self.later(self.drawn.uniform(1, 3), lambda: self.ready(member))
 
     def ready(self, member: Simulated) -> None:
-        member.phase = STOPPED
+        member.phase, member.is_ready = STOPPED, True
         member.say("ready")
         late, member.late = member.late, []
         for said in late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 
 import pytest
@@ -360,6 +361,32 @@ def test_random_faults_end_in_a_whole_run(seed: int) -> None:
     steps = {c.step for c in world.commits}
     assert steps == set(range(1, len(steps) + 1))
     assert len(steps) == 120 or world.end.how != "complete"
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("seed", range(40))
+def test_members_that_fail_and_end_later_hold_nobody_up(seed: int) -> None:
+    world = World(seed, steps=150, spares=seed % 2, fruitless=99)
+    world.begin()
+    for number in range(8):
+        world.run(world.now + world.drawn.uniform(0.2, 5.0))
+        there = [m for m in world.members.values() if m.alive and m.is_ready]
+        if world.end or not there:
+            continue
+        member = world.drawn.choice(there)
+        if world.drawn.random() < 0.3:
+            world.exit(member, -9)
+            continue
+        member.running, member.phase, member.finished = -1, FINISHED, True
+        member.say("failed", why=f"error {number}")
+        seconds = world.drawn.uniform(0.0, 20.0)
+        world.later(seconds, functools.partial(world.exit, member, 1))
+        if world.drawn.random() < 0.3 and not world.down:
+            world.die()
+    world.run(world.now + 600)
+    assert world.end is not None, (world.membership.phase, world.events[-20:])
+    assert world.end.how == "complete", world.end.text
+    assert {c.step for c in world.commits} == set(range(1, 151))
 
 
 @pytest.mark.parametrize(

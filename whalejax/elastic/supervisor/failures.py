@@ -94,7 +94,7 @@ class Failures:
         """
         self.total += 1
         self._times.append(failure.at)
-        if failure.since >= self._failed_at:
+        if failure.since > self._failed_at:
             self._attempts, self._failed_at = self._attempts + 1, failure.at
         if not self._first or (failure.error and not self._first_is_error):
             said = self._errors.get(failure.name) or log or failure.error
@@ -106,7 +106,7 @@ class Failures:
         if failure.error:
             key = failure.error, failure.step
             before = self._first_of.setdefault(key, failure)
-            if failure.since >= before.at:
+            if failure.since > before.at:
                 self._repeated = f"{before.name} and then {failure.name}"
 
     def progressed(self, step: int | None = None) -> None:

@@ -66,6 +66,7 @@ class History:
         well: who has done its work, in a generation by collectives.
         over: how it ended; None before.
         failed: each failure that counts, in seconds since the epoch.
+        errors: what members told of their errors, by name.
     """
 
     generation: int = 0
@@ -83,6 +84,7 @@ class History:
     well: set[str] = field(default_factory=set)
     over: Over | None = None
     failed: list[Failure] = field(default_factory=list, compare=False)
+    errors: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
@@ -125,6 +127,8 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
             pass
         case "ready" | "finished" | "left" | "failed" as status:
             found.members[name].status = status
+            if status == "failed":
+                found.errors[name] = said["why"]
         case "lost" | "ended" as event:
             found.members[name].status = "gone"
             if said.get("counts"):

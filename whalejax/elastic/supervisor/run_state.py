@@ -185,6 +185,8 @@ class RunState:
         self._losses = dict(losses)
         since = [s for s, (g, _) in losses.items() if g >= told.generation]
         self.pace.begun(max([told.step, *since]), now)
+        for name, error in told.errors.items():
+            self.failures.said(name, error)
         for failure in told.failed:
             at, began = now - wall + failure.at, now - wall + failure.since
             self.failures.count(replace(failure, at=at, since=began))
