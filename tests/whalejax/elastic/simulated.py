@@ -382,7 +382,7 @@ class World:
     def release(self, member: Simulated) -> None:
         member.released = True
         if self.broken_start:
-            self.later(0.5, lambda: self.exit(member, 1))
+            self.later(0.47, lambda: self.exit(member, 1))  # Between two ticks.
             return
         self.later(self.drawn.uniform(1, 3), lambda: self.register(member))
 
