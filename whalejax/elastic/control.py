@@ -30,7 +30,7 @@ from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import is_held
+from whalejax.runtime.folder_lock import is_free
 
 
 FIRST_SECONDS: Final = 30.0
@@ -205,7 +205,7 @@ class Control:
                     return True
                 error, channel = self._error, self._channel
             gone = error is None or isinstance(error, NoSupervisorError)
-            if gone and channel is None and not is_held(folder):
+            if gone and channel is None and is_free(folder):
                 return True
             if error is not None:
                 return False
