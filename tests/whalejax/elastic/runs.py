@@ -32,8 +32,7 @@ run = Supervised(
     command=tuple(given["command"]),
     folder=Path(given["folder"]),
     settings=SupervisorSettings(**given["settings"]),
-    exit_seconds=60.0,
-    **given.get("more", {}),
+    **{"exit_seconds": 60.0, **given.get("more", {})},
 )
 sys.exit(Supervisor(run).run())
 """

@@ -193,3 +193,24 @@ def test_members_that_give_their_supervisor_up_leave_their_newest_state(
         assert min(since) >= newest, run.told()
         run.supervisor.terminate()
         run.until(lambda: run.supervisor.poll() is not None)
+
+
+@pytest.mark.full
+def test_a_last_checkpoint_may_take_longer_than_processes_have_to_end(
+    tmp_path: Path,
+) -> None:
+    save = tmp_path / "save"
+    options = {"steps": 400, "pause": 0.05, "save": str(save), "slow_save": 15.0}
+    # Its beats, which say that it saves, come every second.
+    settings = {"least": 1, "most": 2, "lease_seconds": 8.0}
+    run = Run(tmp_path, options, settings, more={"exit_seconds": 6.0})
+    try:
+        run.until(lambda: run.step() >= 3)
+        run.supervisor.terminate()
+        assert run.wait() == 143, run.told()
+        (ending,) = run.events("ending")
+        assert ending["how"] == "drained" and not run.events("not_saved")
+        assert checkpoints(save) == [run.events("saved")[-1]["step"]]
+        assert checkpoints(save)[-1] >= run.step()
+    finally:
+        run.end()
