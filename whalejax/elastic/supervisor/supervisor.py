@@ -584,7 +584,11 @@ class Supervisor:
 
     def _say_adding_up(self, channel: Channel, message: Message) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
-        by, why = self._membership.add_up(**message.fields)
+        fields = dict(message.fields)
+        if other := self._other_run(fields.pop("run")):
+            self._send(channel, Message(kind="refused", fields={"why": other}))
+            return
+        by, why = self._membership.add_up(**fields)
         self._do_all()
         told = {
             "by": by,

@@ -127,7 +127,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
         "facts": _is_texts,
         "token": _is_text,
     },
-    "adding_up": {"by": _is_way, "why": _is_text},
+    "adding_up": {"run": _is_text, "by": _is_way, "why": _is_text},
     "refusal": {"machine": _is_text, "pid": _is_int, "why": _is_text},
     "beat": {"phase": _is_text, "step": _is_int, "done": _is_int},
     "ready": _REPORT,
