@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -337,26 +336,6 @@ def test_the_third_interrupt_ends_all_at_once(
     first, second, third = capsys.readouterr().err.splitlines()
     assert "the run ends after a step" in first and "third time" in third
     assert "once more ends all processes at once" in second
-
-
-def test_a_run_that_is_ended_at_once_waits_for_no_step(tmp_path: Path) -> None:
-    there = subprocess.Popen(
-        [sys.executable, "-c", START, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    end = time.monotonic() + 300
-    while not events(tmp_path, "started"):
-        assert there.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-    for _ in range(3):
-        there.send_signal(signal.SIGINT)
-        time.sleep(0.2)  # Or they would come as one.
-    _, said = there.communicate(timeout=300)
-    assert there.returncode == 143, said
-    (started,) = events(tmp_path, "started")
-    assert not runs(started["pid"], started["began"])
 
 
 START = """

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,11 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic import job as example
-from tests.whalejax.elastic.runs import Run, running, runs
+from tests.whalejax.elastic.runs import ROOT, SECONDS, Run, running, runs
 from whalejax.elastic.assignment import check_tiles
 from whalejax.elastic.programs import ReplicaPrograms
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -214,3 +220,43 @@ def test_a_last_checkpoint_may_take_longer_than_processes_have_to_end(
         assert checkpoints(save)[-1] >= run.step()
     finally:
         run.end()
+
+
+LAUNCHES = """
+import json, sys
+from pathlib import Path
+from whalejax.elastic.launching import supervise
+from whalejax.elastic.supervisor.settings import SupervisorSettings
+settings = SupervisorSettings(least=1, most=1)
+sys.exit(supervise(json.loads(sys.argv[1]), Path(sys.argv[2]), settings))
+"""
+
+
+@pytest.mark.full
+def test_the_third_interrupt_ends_a_long_body_of_the_loop(tmp_path: Path) -> None:
+    options = json.dumps({"out": str(tmp_path), "steps": 10, "pause": 1e6})
+    command = [sys.executable, "-m", "tests.whalejax.elastic.script", options]
+    log, commits = tmp_path / "log", tmp_path / FOLDER / journal.COMMITS
+    with log.open("w") as errors:
+        there = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHES, json.dumps(command), str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            stderr=errors,
+        )
+    end = time.monotonic() + SECONDS
+    while not journal.read_commits(commits):
+        assert there.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+    for count in (1, 2):
+        there.send_signal(signal.SIGINT)
+        while log.read_text().count("interrupted") < count:
+            assert there.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+    assert there.poll() is None  # It waits for the end of the body.
+    there.send_signal(signal.SIGINT)
+    assert there.wait(SECONDS) == 143, log.read_text()
+    events = journal.read_events(tmp_path / FOLDER / journal.EVENTS)
+    for said in events:
+        if said["event"] == "started":
+            assert not runs(said["pid"], said["began"])
+    assert "the run was ended at once" in log.read_text()
