@@ -6,7 +6,9 @@ It is its own module because the packaging names it, and it does nothing but def
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 
@@ -19,7 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status of the process.
     """
-    from whalejax.cli.main import main as run
+    # Who interrupts an import has seen enough: nothing of it is told.
+    interrupts = threading.current_thread() is threading.main_thread()
+    interrupts &= signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interrupts:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        from whalejax.cli.main import main as run
+    finally:
+        if interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     return run(sys.argv[1:] if argv is None else argv)
 

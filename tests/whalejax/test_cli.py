@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -552,3 +553,21 @@ def test_offload_takes_parameters(here: Path, capsys: Captured) -> None:
     assert main.main([*words, *offload]) == 0
     assert "optimizer and params in host memory" in capsys.readouterr().out
     assert Plan.load(here / "plan.json").offload == ("optimizer", "params")
+
+
+def test_an_interrupt_while_the_command_is_imported_tells_nothing() -> None:
+    """Its imports are stopped in the middle, where a traceback would tell of them."""
+    code = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tyro":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from whalejax.__main__ import main
+sys.exit(main(["--version"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -207,6 +207,15 @@ def test_who_stood_still_itself_accuses_nobody() -> None:
     assert not found.look(505.0)
 
 
+def test_who_always_looks_late_misses_others_still() -> None:
+    beats = [beat(), beat(), beat()]
+    found, gone = hearing(*beats), dict[int, str]()
+    for now in range(106, 200, 6):
+        found.hear(dict(enumerate(beats)), float(now))
+        gone = gone or found.look(float(now))
+    assert list(gone) == [0, 2]
+
+
 def test_who_failed_is_named_at_once_and_who_ended_is_not() -> None:
     found = hearing(beat(failed="ValueError: no"), beat(steps=3), beat(ended=True))
     assert found.look(101.0) == {0: "failed with ValueError: no"}

@@ -548,3 +548,29 @@ def test_a_full_disk_takes_nothing_of_a_lock(
 
 def unsupported(opened: int, how: int) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_folder_is_free_where_nobody_holds_it_of_whatever_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert folder_lock.is_free(tmp_path)
+    with FolderLock(tmp_path):
+        assert not folder_lock.is_free(tmp_path)
+    lock = tmp_path / folder_lock.LOCK
+    holder = json.dumps({"host": "another", "pid": 1, "since": "then"})
+    lock.write_text(holder)
+    assert folder_lock.is_free(tmp_path)  # It was killed there.
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not folder_lock.is_free(tmp_path)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        # Who takes the folder while somebody asks waits for the answer.
+        fcntl.flock(held, fcntl.LOCK_SH)
+        monkeypatch.setattr(
+            folder_lock.time, "sleep", lambda _: fcntl.flock(held, fcntl.LOCK_UN)
+        )
+        with FolderLock(tmp_path):
+            pass
+    lock.write_text(holder)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", unsupported)
+    assert not folder_lock.is_free(tmp_path)  # Nobody can know.

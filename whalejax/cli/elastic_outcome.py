@@ -13,7 +13,7 @@ from typing import Any, Final
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.elastic.mesh_sizes import REPLICAS
 from whalejax.journals.adding_up import COLLECTIVES
-from whalejax.journals.journal import EVENTS, FOLDER, read
+from whalejax.journals.journal import EVENTS, FOLDER, read_events
 from whalejax.journals.status import RunStatus, document, status_of
 
 
@@ -39,7 +39,8 @@ def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
 def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
     """The run that a command started; None where there was none."""
     if status == _NOT_RUN:
-        opened = [e for e in read(folder / FOLDER / EVENTS) if e["event"] == "opened"]
+        events = read_events(folder / FOLDER / EVENTS)
+        opened = [said for said in events if said["event"] == "opened"]
         if not opened or opened[-1]["time"] < time.time() - seconds:
             return None
     return status_of(folder)[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +36,9 @@ _LISTENS_SECONDS: Final = 30.0
 """How long a process that joins waits for a registry that was started beside it."""
 
 _AGAIN_SECONDS: Final = 0.5
+_SILENT_SECONDS: Final = 5.0
+"""After which it is said that the registry does not answer."""
+
 _MOST: Final = 2**20
 _EVENTS: Final = {
     "joined": "{peer} serves stage {stage} from step {step} on",
@@ -77,6 +81,18 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         WhaleError: the job cannot be cut, or the run cannot go on.
     """
     _check(command)
+    from whalejax.elastic.wire.keys import make_key
+    from whalejax.swarm_runtime.serving import opened
+
+    # First of all: those that join see that the registry comes, however long it traces.
+    make_key(command.key)
+    with opened(command.host, command.port) as listening:
+        return _serve(command, find_job, listening)
+
+
+def _serve(
+    command: SwarmServeCommand, find_job: FindJob, listening: socket.socket
+) -> int:
     from whalejax.swarm_runtime.cut import Cut
     from whalejax.swarm_runtime.leading.state import Settings
     from whalejax.swarm_runtime.running import Place, Run
@@ -114,7 +130,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         else:
             say(f"whalejax: {_words(kind, more)}")
 
-    run = Run(cut, place, settings, tell, peers=command.peers)
+    run = Run(cut, place, settings, tell, peers=command.peers, listening=listening)
     host, port = run.serving.address
     at = f"{host}:{port} {command.model} --key {command.key}"
     joins = f"whalejax swarm join {at}"
@@ -255,16 +271,16 @@ def _terms(
         WhaleError: there is no key or no registry after a while, or another key.
     """
     address = parsed_address(command.registry)
-    end = time.monotonic() + min(command.patience, _LISTENS_SECONDS)
-    waits = False
+    begun, waits = time.monotonic(), False
+    most = min(command.patience, _LISTENS_SECONDS)
     while True:
-        late = time.monotonic() >= end
-        if late or command.key.exists():
+        waited = time.monotonic() - begun
+        if waited >= most or command.key.exists():
             key = load_key(command.key)
             try:
                 return address, key, _asked(address, key, "terms")
-            except _Absent:
-                if late:
+            except _Absent as error:
+                if waited >= (command.patience if error.starts else most):
                     raise
         if not waits:
             waits = True
@@ -319,8 +335,16 @@ def _until_over(
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGINT, leave)
         say(f"whalejax: {started()}")
+        silent = False
         while not process.wait(1.0):
-            pass
+            before, silent = silent, process.silent_seconds > _SILENT_SECONDS
+            if silent and not before:
+                say(
+                    f"whalejax: the registry has not answered for "
+                    f"{process.silent_seconds:.0f} s; waiting for it"
+                )
+            elif before and not silent:
+                say("whalejax: the registry answers again")
     finally:
         process.close()
     if process.failed:
@@ -407,7 +431,15 @@ def parsed_address(text: str) -> Address:
 
 
 class _Absent(WhaleError):
-    """No registry answers at an address."""
+    """No registry answers at an address.
+
+    Attributes:
+        starts: something listens there, as a registry does while it starts.
+    """
+
+    def __init__(self, text: str, *, starts: bool = False) -> None:
+        super().__init__(text)
+        self.starts = starts
 
 
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
@@ -418,12 +450,14 @@ def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
     try:
         return dict(caller.ask(address, what, {}, seconds=_ASK_SECONDS).fields)
     except (Gone, Refused) as error:
-        may_come = isinstance(error, Gone) and not error.hopeless
-        raise (_Absent if may_come else WhaleError)(
+        text = (
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "
             "listens at, and a copy of its key file"
-        ) from None
+        )
+        if isinstance(error, Gone) and not error.hopeless:
+            raise _Absent(text, starts=error.late) from None
+        raise WhaleError(text) from None
     finally:
         caller.close()
 

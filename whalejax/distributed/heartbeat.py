@@ -24,8 +24,14 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat_processes
-from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, blame, exit_seconds
+from whalejax.distributed.launch_env import (
+    ENDS_FOR_ANOTHER,
+    LOSS_SIGNS,
+    blame,
+    exit_seconds,
+)
 from whalejax.distributed.standard_streams import say
+from whalejax.distributed.standstill import Standstill
 
 
 SILENT_SECONDS: Final = 30.0
@@ -43,16 +49,6 @@ EXIT_SECONDS: Final = 300.0
 GRACE_LOOKS: Final = 2
 """So often one that failed is seen, each half a beat apart, before others end."""
 
-_GONE: Final = (
-    "gloo",
-    "nccl",
-    "connection",
-    "socket",
-    "unavailable",
-    "deadline_exceeded",
-    "aborted",
-)
-"""What errors say that come of a lost process."""
 _FOLDER: Final = "whalejax/beats"
 _REMEDY: Final = (
     "Look for its first error, start all processes anew, and restore the latest "
@@ -67,7 +63,7 @@ def tells_of_loss(error: BaseException) -> bool:
         error: what issuing a step, or waiting for its results, raised.
     """
     return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
-        sign in str(error).lower() for sign in _GONE
+        sign in str(error).lower() for sign in LOSS_SIGNS
     )
 
 
@@ -117,7 +113,7 @@ class Hearing:
         self._silent_seconds = silent_seconds
         self._heard: dict[int, tuple[float, Beat]] = {}
         self._answered: float | None = None
-        self._looked: float | None = None
+        self._standstill = Standstill(silent_seconds / 2)
 
     def hear(self, beats: Mapping[int, Beat], now: float) -> None:
         """The service has answered.
@@ -138,15 +134,17 @@ class Hearing:
         """Who is missed, and why; their numbers and words that follow their name.
 
         Args:
-            now: as in ``hear``. Where this process itself stood still since it looked
-                last, all others are heard anew.
+            now: as in ``hear``. Time in which this process itself stood still since
+                it looked last does not count.
             seconds: of silence that are too many; as made if left out.
         """
-        before, self._looked = self._looked, now
-        if before is not None and now - before > self._silent_seconds / 2:
-            self._heard = {n: (now, beat) for n, (_, beat) in self._heard.items()}
-            self._answered = None if self._answered is None else now
-            self._first = self._answered
+        stood = self._standstill.forgiven(now)
+        if stood and self._answered is not None and self._first is not None:
+            self._heard = {
+                n: (min(at + stood, now), beat) for n, (at, beat) in self._heard.items()
+            }
+            self._answered = min(self._answered + stood, now)
+            self._first = min(self._first + stood, now)
         limit = self._silent_seconds if seconds is None else seconds
         answered = self._answered
         if answered is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,22 @@ MARK: Final = "whalejax-rank "
 ENDS_FOR_ANOTHER: Final = 70
 """Status of a process that ends because of another one."""
 
+LOSS_SIGNS: Final = (
+    "gloo",
+    "nccl",
+    "connection",
+    "socket",
+    "unavailable",
+    "deadline_exceeded",
+    "aborted",
+)
+"""What errors say that come of a lost process."""
+
 MOST_WORDS: Final = 500
 """Characters of a text that a process says of another one."""
+
+ALL_ADDRESSES: Final = ("0.0.0.0", "::")
+"""At which a process listens that others reach at any address of its machine."""
 
 _LOOPBACK: Final = frozenset({"localhost", "::1"})
 
@@ -245,6 +260,19 @@ def heard(line: bytes) -> Introduced | Blamed | Joining | None:
             if not isinstance(rank, bool) and rank >= 0:
                 return Blamed(rank=rank, why=printable(why)[:MOST_WORDS])
     return None
+
+
+def reached_host(host: str) -> str:
+    """A name for a host at which something listens, by which others can reach it.
+
+    Args:
+        host: as it was given; of all addresses of this machine, its name stands for
+            them.
+
+    >>> reached_host("10.0.0.1")
+    '10.0.0.1'
+    """
+    return socket.gethostname() if host in ALL_ADDRESSES else host
 
 
 def printable(text: str) -> str:

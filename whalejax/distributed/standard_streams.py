@@ -7,14 +7,24 @@ a command it is one to say so and to end with another status than 0.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import Any, Final, TextIO, cast
 
 from whalejax.meshes.errors import WhaleError
+
+
+_LINE_SECONDS: Final = 1.0
+"""In which a stream takes a line, unless it takes none for long."""
+
+_END_SECONDS: Final = 2.0
+_MOST_LINES: Final = 1000
 
 
 class Unwritten(WhaleError, OSError):
@@ -108,3 +118,89 @@ def say(text: str) -> None:
     if sys.stderr is not None:  # else print would take standard output
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
+
+
+class BackgroundLines:
+    """Lines for a stream that may take nothing for long: a terminal after Ctrl-S, or a
+    full pipe. Who says them goes on, and they follow in order as soon as it does.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        """Write nothing yet.
+
+        Args:
+            write: a line, however long that takes; raises OSError where nobody reads.
+        """
+        self._write = write
+        self._changed = threading.Condition()
+        self._lines: deque[bytes] = deque()
+        self._left_out = 0
+        self._is_stuck = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, line: str) -> None:
+        """Write a line; return when it is written, or the stream takes nothing.
+
+        Args:
+            line: with its end. Behind very many that wait it is left out, and counted.
+        """
+        with self._changed:
+            if len(self._lines) >= _MOST_LINES:
+                self._left_out += 1
+                return
+            self._lines.append(line.encode(errors="backslashreplace"))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            if not self._is_stuck:
+                self._is_stuck = not self._drained(_LINE_SECONDS)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all is written; whether it is.
+
+        Args:
+            seconds: at most.
+        """
+        with self._changed:
+            return self._drained(seconds)
+
+    def _drained(self, seconds: float) -> bool:
+        return self._changed.wait_for(lambda: not self._lines, seconds)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._lines))
+                line = self._lines[0]
+            with contextlib.suppress(OSError, ValueError):
+                self._write(line)
+            with self._changed:
+                self._lines.popleft()
+                if not self._lines and self._left_out:
+                    text = f"whalejax: {self._left_out} lines more were left out\n"
+                    self._lines.append(text.encode())
+                    self._left_out = 0
+                self._is_stuck = self._is_stuck and bool(self._lines)
+                self._changed.notify_all()
+
+
+def _write_errors(line: bytes) -> None:
+    while line:
+        line = line[os.write(2, line) :]
+
+
+_errors = BackgroundLines(_write_errors)
+atexit.register(_errors.flush, _END_SECONDS)
+
+
+def say_in_background(text: str) -> None:
+    """As ``say``, of a process that others wait for: it never stands still over it."""
+    try:
+        is_own = sys.stderr is not None and sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):
+        is_own = False
+    if is_own:
+        _errors.put(f"{text}\n")
+    else:
+        say(text)  # Something in this process takes what is said.

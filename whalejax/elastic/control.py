@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
+from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.processes import machine
 from whalejax.elastic.wire.connection import (
     Channel,
@@ -29,10 +30,8 @@ from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
 from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import is_free
 
-
-SUPERVISOR_SECONDS: Final = 120.0
-"""A supervisor that is gone for so long does not come back."""
 
 FIRST_SECONDS: Final = 30.0
 """For the first connection, when it should be there."""
@@ -94,6 +93,16 @@ def unreachable(where: str, error: WireError) -> WhaleError:
         where: host and port at which it looked.
         error: how it failed.
     """
+    if isinstance(error, WrongKey):
+        return NoSupervisorError(
+            f"{error}: this process and the supervisor have different keys. Give it "
+            f"elastic/key of the folder of this run, or a copy, in {KEY_FILE} or --key"
+        )
+    if isinstance(error, OtherProtocol):
+        return NoSupervisorError(
+            f"{error}. Give the address at which whalejax launch listens, and run the "
+            "same whalejax everywhere"
+        )
     return NoSupervisorError(
         f"no supervisor answers at {where} ({error}). See that "
         "whalejax launch runs there, and that this host can reach it"
@@ -142,11 +151,14 @@ class Control:
         self._changed = threading.Condition()
         self._heard: collections.deque[Message] = collections.deque()
         # A supervisor that is killed may not have written down what it was told last:
-        # reports stay until they are acknowledged, and are sent again till then.
+        # reports stay until they are acknowledged, and are sent again till then. Their
+        # numbers follow each other; the last two are of the newest that was sent over
+        # this connection, and of the newest.
         self._reports: collections.deque[Message] = collections.deque()
         self._sent = self._number = 0
         self._kept: set[int] = set()
         self._token = secrets.token_hex(16)
+        self._run_name = os.environ.get(RUN, "")  # Of its start; empty where unknown.
         self._error: WhaleError | None = None
         self._closed = False
         self._beat_seconds = _FIRST_BEAT_SECONDS
@@ -159,7 +171,7 @@ class Control:
         """
         self._connect(time.monotonic() + FIRST_SECONDS, first=True)
         for work in (self._listen, self._speak):
-            threading.Thread(target=work, daemon=True).start()
+            threading.Thread(target=self._run, args=(work,), daemon=True).start()
 
     # For the member's own thread.
 
@@ -171,28 +183,39 @@ class Control:
             self._reports.append(Message(kind=kind, fields=told))
             self._changed.notify_all()
 
-    def may_keep(self, step: int, *, seconds: float) -> bool:
+    def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
         """Ask whether a checkpoint may take its name: not where this one is given up.
+
+        Where no supervisor lives there is nobody who could have given this one up, nor
+        another run in the folder, which would hold it.
 
         Args:
             step: of the checkpoint.
+            folder: in which it is, which a supervisor holds.
             seconds: to wait for the answer.
         """
         end = time.monotonic() + seconds
         ask_at = 0.0
-        while True:
+        with self._changed:
+            self._kept.discard(step)  # An answer to an earlier question.
+        while time.monotonic() < end:
             with self._changed:
                 if step in self._kept:
                     self._kept.discard(step)
                     return True
-                if self._error is not None or time.monotonic() > end:
-                    return False
+                error, channel = self._error, self._channel
+            gone = error is None or isinstance(error, NoSupervisorError)
+            if gone and channel is None and is_free(folder):
+                return True
+            if error is not None:
+                return False
             if time.monotonic() > ask_at:
                 ask_at = time.monotonic() + _ASK_SECONDS
                 self.post("written", step=step)
             with self._changed:
                 if step not in self._kept:
                     self._changed.wait(0.1)
+        return False
 
     def poll(self) -> Message | None:
         """What the supervisor said next, or None.
@@ -206,6 +229,16 @@ class Control:
             if self._error is not None:
                 raise self._error
             return None
+
+    def check(self) -> None:
+        """Raise where the supervisor is gone, or has refused this process.
+
+        Raises:
+            WhaleError: why.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
 
     def wait(self) -> Message | None:
         """What the supervisor says next; None where it says nothing for a second."""
@@ -234,6 +267,18 @@ class Control:
 
     # Threads.
 
+    def _run(self, work: Callable[[], None]) -> None:
+        """Run a thread; what ends it, the member's own thread hears."""
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, WhaleError):
+                text = f"the connection to the supervisor failed: {error!r}"
+                error = WhaleError(text)  # noqa: PLW2901
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
     def _connect(self, end: float, *, first: bool) -> None:
         while True:
             try:
@@ -249,9 +294,9 @@ class Control:
             time.sleep(_AGAIN_SECONDS)
 
     def _unreachable(self, error: WireError, *, first: bool) -> WhaleError:
-        if first:
+        if first or is_hopeless(error):
             return unreachable(self._where, error)
-        return WhaleError(
+        return NoSupervisorError(
             f"the supervisor at {self._where} is gone and did not come back in "
             f"{self._seconds:.0f} s ({error}). Start it again with the same folder; "
             "the run goes on from its last checkpoint"
@@ -259,6 +304,7 @@ class Control:
 
     def _admitted(self, channel: Channel) -> None:
         fields = {
+            "run": self._run_name,
             "name": self.name,
             "machine": machine(),
             "pid": os.getpid(),
@@ -277,7 +323,7 @@ class Control:
             if said.kind == "welcome":
                 break
             self._hear(said)  # Such as what it missed.
-        self.name = said.fields["name"]
+        self.name, self._run_name = said.fields["name"], said.fields["run"]
         self._beat_seconds = said.fields["beat_seconds"]
         with self._changed:
             self._channel, self._sent = channel, 0
@@ -299,7 +345,6 @@ class Control:
         with self._changed:
             while self._reports and self._reports[0].fields["number"] <= number:
                 self._reports.popleft()
-                self._sent -= 1
             self._changed.notify_all()
 
     def _listen(self) -> None:
@@ -315,22 +360,15 @@ class Control:
                     self._channel = None
                 if self._closed:
                     return
-                try:
-                    self._connect(time.monotonic() + self._seconds, first=False)
-                except WhaleError as error:
-                    with self._changed:
-                        self._error = error
-                        self._changed.notify_all()
-                    return
+                self._connect(time.monotonic() + self._seconds, first=False)
 
     def _speak(self) -> None:
         beat_at = 0.0
         while not self._closed and self._error is None:
             with self._changed:
-                if self._sent >= len(self._reports) or self._channel is None:
+                if self._sent >= self._number or self._channel is None:
                     self._changed.wait(max(beat_at - time.monotonic(), 0.01))
-                channel, sent = self._channel, self._sent
-                said = self._reports[sent] if sent < len(self._reports) else None
+                channel, said = self._channel, self._unsent()
             if channel is None:
                 time.sleep(0.01)
                 continue
@@ -343,7 +381,14 @@ class Control:
                     channel.send(said)
                     with self._changed:
                         if channel is self._channel:
-                            self._sent += 1
+                            self._sent = said.fields["number"]
             except WireError:
                 channel.shut_down()  # The other thread connects anew.
                 time.sleep(_AGAIN_SECONDS)
+
+    def _unsent(self) -> Message | None:
+        """The next report that was neither sent over this connection nor taken."""
+        if not self._reports or self._sent >= self._number:
+            return None
+        place = self._sent + 1 - int(self._reports[0].fields["number"])
+        return self._reports[max(place, 0)]

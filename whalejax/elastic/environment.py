@@ -6,6 +6,7 @@ One that an agent started is told who that is, too.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from typing import Final
 
@@ -17,6 +18,12 @@ SUPERVISOR: Final = "WHALEJAX_SUPERVISOR"
 
 RUN: Final = "WHALEJAX_RUN"
 """What the supervisor calls the run, unlike earlier ones of its folder."""
+
+AT_ONCE: Final = signal.SIGQUIT
+"""By which a launcher tells its supervisor to end all processes, whatever they do."""
+
+SUPERVISOR_SECONDS: Final = 120.0
+"""A supervisor that is gone for so long does not come back."""
 
 HELD_BY: Final = "WHALEJAX_AGENT"
 """Name of the agent that started it."""

@@ -5,7 +5,6 @@ Its members do not stop for that.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -18,14 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.meshes.errors import WhaleError
 
 
 _MOST_RESTARTS: Final = 1000
 _FIRST_PULSE_SECONDS: Final = 120.0
+_AGAIN_PULSE_SECONDS: Final = SUPERVISOR_SECONDS / 3
+"""For one that is started again, so that members do not give it up for another."""
+
 _PULSE_SECONDS: Final = 1.0
 _ERROR_STATUS: Final = 2
+
+_INTERRUPTED: Final = (
+    "interrupted: the run ends after a step, with a checkpoint where it saves any",
+    "interrupted again: the run still waits for the end of a step, of the loop's body "
+    "or of a checkpoint; once more ends all processes at once",
+    "interrupted for the third time: all processes are ended",
+)
+"""What a user is told who interrupts for the first, second and third time."""
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -85,12 +97,7 @@ def supervise(
         if status >= 0:
             return status
         name = signal.Signals(-status).name
-        with contextlib.suppress(OSError, ValueError):  # Nobody reads it any more.
-            print(
-                f"whalejax: the supervisor ended by {name}; it is started again",
-                file=sys.stderr,
-                flush=True,
-            )
+        tell_user(f"the supervisor ended by {name}; it is started again")
     raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
 
 
@@ -109,7 +116,7 @@ def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
     finally:
         os.close(write)
     with open(read, "rb", buffering=0) as pulse:
-        seconds = _FIRST_PULSE_SECONDS
+        seconds = _AGAIN_PULSE_SECONDS if given["again"] else _FIRST_PULSE_SECONDS
         while True:
             ready, _, _ = select.select([pulse], [], [], seconds)
             if not ready:
@@ -125,17 +132,19 @@ class _Ends:
     """Passes on to the supervisor that this process is to end.
 
     One that still starts, or is started again, does not hear it: it is told when it
-    beats for the first time.
+    beats for the first time. Ctrl-C for the third time ends the run at once.
 
     Attributes:
         child: the supervisor.
         hears: it has beaten, so that signals do not end it.
         told: this process is to end.
+        interrupts: how often Ctrl-C has come.
     """
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.hears = self.told = False
+        self.interrupts = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
@@ -148,12 +157,17 @@ class _Ends:
 
     def _pass_on(self, number: int, _: object) -> None:
         self.told = True
+        self.interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and self.interrupts <= len(_INTERRUPTED):
+            tell_user(_INTERRUPTED[self.interrupts - 1])
         if self.hears:
             self._tell()
 
     def _tell(self) -> None:
         if self.child is not None and self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
+            if self.interrupts >= len(_INTERRUPTED):
+                self.child.send_signal(AT_ONCE)
 
 
 def main(words: Sequence[str]) -> int:
@@ -181,7 +195,7 @@ def main(words: Sequence[str]) -> int:
     try:
         return Supervisor(run).run()
     except WhaleError as error:
-        print(f"whalejax: {error}", file=sys.stderr, flush=True)
+        tell_user(str(error))
         return _ERROR_STATUS
 
 

@@ -19,7 +19,12 @@ from typing import Any
 
 from whalejax.distributed.launch_env import is_loopback, joined_address
 from whalejax.elastic.assignment import Node
-from whalejax.elastic.control import Control, RunStopped, on_notice
+from whalejax.elastic.control import (
+    Control,
+    NoSupervisorError,
+    RunStopped,
+    on_notice,
+)
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
@@ -115,6 +120,7 @@ class Member:
         self._suspected: set[str] = set()
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
+        self._has_saved = False  # Since it was told to leave.
 
     def _registers(self) -> dict[str, Any]:
         """What it introduces itself with."""
@@ -130,7 +136,8 @@ class Member:
         }
 
     def _may_keep(self, step: int) -> bool:
-        return self._control.may_keep(step, seconds=_KEEP_SECONDS)
+        assert self._training.save is not None
+        return self._control.may_keep(step, self._training.save, seconds=_KEEP_SECONDS)
 
     @property
     def _at(self) -> int:
@@ -167,6 +174,9 @@ class Member:
                     self._control.post("left", step=self._at)
                     self._control.phase = SAVING
                     self._saver.wait()
+                    raise
+                except NoSupervisorError:
+                    self._save_last()
                     raise
                 except Exception as error:
                     self._control.post("failed", why=str(error)[-5000:])
@@ -243,7 +253,8 @@ class Member:
         if said.fields["saves"] and self._state is not None and self._training.save:
             self._control.phase = SAVING
             self._saver.save(self._state, self._at)
-            self._saver.wait()
+            while not self._saver.wait():
+                pass  # The supervisor ends this process where it takes too long.
         if said.fields["well"]:
             raise SystemExit(_TERMINATED_STATUS)
         raise RunStopped(said.fields["why"])
@@ -300,7 +311,7 @@ class Member:
             self._fetch(sources[name])
         elif self._state is None:
             self._control.phase = RESTORING
-            self._set(self._programs.newest(self._training.save))
+            self._set(self._programs.newest(self._training.save, self._control.post))
         for other in self._names:
             if sources.get(other) == name:
                 self._hand_over(other)
@@ -345,13 +356,30 @@ class Member:
         self._control.step = int(state.step)
 
     def _save_if_due(self) -> None:
-        """The first member saves; so a checkpoint that another began is made up for."""
+        """The first member saves; so a checkpoint that another began is made up for.
+
+        One that is told to leave, and alone has the state, saves it first: whoever
+        told it may not wait until another has come.
+        """
         assert self._state is not None
         if self._names[0] == self._control.name:
-            if self._saver.is_due(self._at, self._training.steps):
+            last = self._told_leaving and len(self._names) == 1
+            last = last and self._training.save is not None and not self._has_saved
+            if last or self._saver.is_due(self._at, self._training.steps):
+                self._has_saved = self._has_saved or last
                 self._control.phase = SAVING
                 # What was done is given to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)
+
+    def _save_last(self) -> None:
+        """Write the state where no supervisor comes back: the run may begin again."""
+        if self._state is None or self._training.save is None:
+            return
+        there = [name for name in self._names if name not in self._peers.broken]
+        if there and there[0] == self._control.name:
+            self._control.phase = SAVING
+            self._saver.save(self._state, self._at)
+            self._saver.wait()
 
     # A step.
 

@@ -35,7 +35,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import batches_by_samples, checkpoints, resumed
+from whalejax.runtime.resume import Resumed, batches_by_samples, checkpoints, resumed
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
 
@@ -46,6 +46,8 @@ members to share without one of them idle for long."""
 
 PIECE_BYTES: Final = 1 << 24
 """Of a state, in one message."""
+
+_LONGEST_NOTE: Final = 2000
 
 Buffers = list[np.ndarray]
 
@@ -207,14 +209,19 @@ class ReplicaPrograms:
         key = jax.random.key(self._seed)
         return self.step.init(self.job.make_model, rng=key)
 
-    def newest(self, save: Path | None) -> TrainState:
-        """The newest whole checkpoint of a folder, or a fresh state."""
+    def newest(
+        self, save: Path | None, tell: Callable[..., None] = lambda kind, **more: None
+    ) -> TrainState:
+        """The newest whole checkpoint of a folder, or a fresh state.
+
+        Args:
+            save: the folder; None has none.
+            tell: is told ``"note"`` of what a user should know, and ``"recovered"``.
+        """
         found = resumed(self.step, checkpoints(save) if save else [])
-        if found is None:
-            return self.born()
-        for note in found.notes:
-            say(f"whalejax: {note}")
-        return found.state
+        state = self.born() if found is None else found.state
+        tell_source(state, found, tell)
+        return state
 
     def pieces(self, state: TrainState) -> Iterator[Message]:
         """A state as messages, with a hash of all in the last.
@@ -383,6 +390,26 @@ class ReplicaPrograms:
         sums = self._contributing.part(state, batch, 0)
         state, metrics = self.finish(state, sums)
         jax.block_until_ready((state, metrics))
+
+
+NEW_STATE: Final = "a new state"
+
+
+def tell_source(
+    state: TrainState, found: Resumed | None, tell: Callable[..., None]
+) -> None:
+    """Say where a state is from, and what is to be known of that.
+
+    Args:
+        state: with which a run goes on.
+        found: the checkpoint that it is of; None for a new one.
+        tell: is told ``"note"``, with a reason, and ``"recovered"``.
+    """
+    for note in () if found is None else found.notes:
+        say(f"whalejax: {note}")
+        tell("note", why=note[:_LONGEST_NOTE])
+    source = NEW_STATE if found is None else found.checkpoint.name
+    tell("recovered", step=int(state.step), source=source)
 
 
 def most_micro_batches(size: int, group: int = 1) -> int:

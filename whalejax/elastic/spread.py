@@ -95,10 +95,9 @@ class SpreadMember:
             self._phase(COMPILING)
             self._plan()
             self._phase(RESTORING)
-            state, source = self._begun()
+            state = self._begun()
             done = int(state.step)
             self._times.append(time.monotonic())
-            self._post_first("recovered", step=done, source=source)
             try:
                 yield from self._steps(state, done)
             finally:
@@ -171,11 +170,11 @@ class SpreadMember:
             while True:  # The supervisor ends it, and starts as many as there fit.
                 self._wait()
 
-    def _begun(self) -> tuple[TrainState, str]:
-        """The newest state that there is, and where it was found."""
+    def _begun(self) -> TrainState:
+        """The newest state that there is; where it was found is told."""
         save, control = self._training.save, self._control
         if control is None or self._training.copy_every == 0:
-            return self._programs.begun(save)
+            return self._programs.begun(save, self._post_first)
         self._copying = Copying(
             self._programs.step,
             Path(os.environ[KEY_FILE]),
@@ -188,8 +187,11 @@ class SpreadMember:
         saved = int(paths[0].name.removeprefix("step_")) if paths else 0
         state = self._copying.newest(saved)
         if state is not None:
-            return state, f"copies in memory, of step {int(state.step)}"
-        return self._programs.begun(save)
+            step = int(state.step)
+            source = f"copies in memory, of step {step}"
+            self._post_first("recovered", step=step, source=source)
+            return state
+        return self._programs.begun(save, self._post_first)
 
     def _not_copied(self, done: int, why: str) -> None:
         self._post_first("not_copied", step=done, why=why[:_MOST_WORDS])
@@ -320,8 +322,15 @@ class SpreadMember:
         raise SystemExit(self._status)
 
     def _wait(self) -> None:
+        """Until the supervisor says something, for a while.
+
+        Raises:
+            WhaleError: it is gone, so that it says nothing any more.
+        """
+        assert self._control is not None
         with self._changed:
             self._changed.wait(1.0)
+        self._control.check()
 
     def _leave(self) -> None:
         """All stop behind a step, and none is lost."""
@@ -359,7 +368,9 @@ class SpreadMember:
         """A process that was given up puts no checkpoint in another's place."""
         error = ""
         if self._control is not None and jax.process_index() == 0:
-            if not self._control.may_keep(done, seconds=_KEEP_SECONDS):
+            folder = self._training.save
+            assert folder is not None
+            if not self._control.may_keep(done, folder, seconds=_KEEP_SECONDS):
                 error = "the supervisor gave this process up, or is gone"
         fail_together(error, f"step {done} kept")
 

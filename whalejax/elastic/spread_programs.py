@@ -12,9 +12,8 @@ import numpy as np
 
 from whalejax import jobs
 from whalejax.capture.batch import aval_of
-from whalejax.distributed.standard_streams import say
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
-from whalejax.elastic.programs import most_micro_batches
+from whalejax.elastic.programs import most_micro_batches, tell_source
 from whalejax.lowering.state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -124,19 +123,23 @@ class SpreadPrograms:
         step.lower().compile()
         return True
 
-    def begun(self, folder: Path | None) -> tuple[TrainState, str]:
-        """The newest whole checkpoint, or a new state; and which, for the journal.
+    def begun(
+        self, folder: Path | None, tell: Callable[..., None] = lambda kind, **more: None
+    ) -> TrainState:
+        """The newest whole checkpoint, or a new state.
 
         Args:
             folder: of checkpoints; None has none. All processes call this.
+            tell: as for ``ReplicaPrograms.newest``.
         """
         found = resumed(self.step, agreed_checkpoints(folder)) if folder else None
-        if found is not None:
-            for note in found.notes:
-                say(f"whalejax: {note}")
-            return found.state, found.checkpoint.name
-        key = jax.random.key(self._seed)
-        return self.step.init(self._job.make_model, rng=key), "a new state"
+        if found is None:
+            key = jax.random.key(self._seed)
+            state = self.step.init(self._job.make_model, rng=key)
+        else:
+            state = found.state
+        tell_source(state, found, tell)
+        return state
 
     def batch(self, step: int, samples: int | None = None) -> Any:
         """This process's part of the global batch of a step.

@@ -7,11 +7,12 @@ full, events wait in memory and the run goes on, but no process is started.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,48 @@ FOLDER: Final = "elastic"
 
 EVENTS: Final = "events.jsonl"
 COMMITS: Final = "commits.jsonl"
+
+_COPIED_BYTES: Final = 1 << 20
+
+COMMITTED: Final = "committed"
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, str) and x.isascii() and x.isdigit()
+
+
+def _are_names(x: Any) -> bool:
+    return isinstance(x, list) and all(map(_is_text, x))
+
+
+_FIELDS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
+    "started": {"name": _is_text, "slot": _is_int, "pid": _is_int, "began": _is_text},
+    "lost": {"name": _is_text, "why": _is_text, "step": _is_int},
+    "begun": {"generation": _is_int, "members": _are_names, "step": _is_int},
+    "preparing": {"generation": _is_int, "members": _are_names, "after": _is_int},
+    "facts": {"steps": _is_count, "micro-batches": _is_count},
+    "adding_up": {"by": _is_text, "why": _is_text},
+    "ending": {"status": _is_int},
+    "saved": {"name": _is_text, "step": _is_int, "path": _is_text},
+    "recovered": {"step": _is_int},
+    COMMITTED: {"step": _is_int, "generation": _is_int, "loss": _is_number},
+    **dict.fromkeys(("registered", "ready", "ended", "leaving"), {"name": _is_text}),
+    **dict.fromkeys(("finished", "left"), {"name": _is_text, "step": _is_int}),
+    "failed": {"name": _is_text, "why": _is_text},
+}
+"""What must be in an event of an elastic run for those that read it."""
 
 
 class JournalLines:
@@ -39,7 +82,7 @@ class JournalLines:
             path: of the file.
             durable: each line is on the disk when ``write`` returns.
         """
-        self._durable = durable
+        self._path, self._durable = path, durable
         self._waiting: deque[bytes] = deque()
         self.problem, self._synced = "", True
         try:
@@ -69,9 +112,10 @@ class JournalLines:
 
     def flush(self) -> bool:
         """Write what is kept; whether nothing is any more."""
-        if not self._waiting and self._synced:
-            return True
         try:
+            self._put_back()
+            if not self._waiting and self._synced:
+                return True
             self._synced = not self._durable
             while self._waiting:
                 data = self._waiting[0]
@@ -88,6 +132,29 @@ class JournalLines:
             return False
         self.problem = ""
         return True
+
+    def _put_back(self) -> None:
+        """Write the file anew where somebody removed it: what is in it is still open.
+
+        Whoever goes on from it later would take the run for none.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._opened), self._path.stat()):
+                return
+        draft = self._path.with_name(f".{self._path.name}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        opened = os.open(draft, flags, 0o600)
+        try:
+            place = 0
+            while data := os.pread(self._opened, _COPIED_BYTES, place):
+                place += os.write(opened, data)
+            os.fsync(opened)
+            draft.replace(self._path)
+        except OSError:
+            os.close(opened)
+            raise
+        os.close(self._opened)
+        self._opened = opened
 
     @property
     def is_written(self) -> bool:
@@ -114,6 +181,29 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(said, dict) and isinstance(said.get("event"), str):
             found.append(said)
     return found
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of elastic runs in a file, without those that lack what they tell.
+
+    Args:
+        path: of the events.
+    """
+    return [said for said in read(path) if _is_whole(said)]
+
+
+def read_commits(path: Path) -> list[dict[str, Any]]:
+    """The committed steps in a file, as ``read_events`` gives events.
+
+    Args:
+        path: of the commits.
+    """
+    return [said for said in read_events(path) if said["event"] == COMMITTED]
+
+
+def _is_whole(said: Mapping[str, Any]) -> bool:
+    fields = {"time": _is_number, **_FIELDS.get(said["event"], {})}
+    return all(is_good(said.get(name)) for name, is_good in fields.items())
 
 
 def is_over(events: Iterable[Mapping[str, Any]]) -> bool:

@@ -163,14 +163,14 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
 def journals_of(folder: Path) -> tuple[RunJournal, ...]:
     """What is written of each run of a folder, in order; see ``status_of``."""
     home = _home(folder)
-    events = journal.read(home / journal.EVENTS)
+    events = journal.read_events(home / journal.EVENTS)
     places = [n for n, said in enumerate(events) if said["event"] == "opened"]
     if not places:
         raise WhaleError(
             f"{folder} holds no elastic run. Name the folder of --save, or that of "
             "--logs, of whalejax launch --processes MIN:MAX"
         )
-    commits = journal.read(home / journal.COMMITS)
+    commits = journal.read_commits(home / journal.COMMITS)
     ends = [*places[1:], len(events)]
     runs = []
     for first, end in zip(places, ends, strict=True):

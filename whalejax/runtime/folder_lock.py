@@ -25,6 +25,8 @@ LOCK: Final = "whalejax.lock"
 """Name of the file in a folder that is held."""
 
 _LONGEST: Final = 4096
+_TRIES: Final = 5
+_AGAIN_SECONDS: Final = 0.05
 _UNSUPPORTED: Final = frozenset(
     (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 )
@@ -115,8 +117,9 @@ class FolderLock:
 
     def _taken(self) -> int:
         """The lock's file, held by this process; that of a dead process is used on."""
-        path = self.folder / LOCK
+        path, left = self.folder / LOCK, _TRIES
         while True:
+            left -= 1
             opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,6 +127,9 @@ class FolderLock:
                 holder = _read(opened)
                 os.close(opened)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    if left and not _lives_here(holder):
+                        time.sleep(_AGAIN_SECONDS)  # Somebody asks whether it is free.
+                        continue
                     raise self._held(holder) from error
                 if error.errno not in _UNSUPPORTED:
                     raise
@@ -152,6 +158,33 @@ class FolderLock:
             "checkpoints. Give another directory, or wait for that run or end it. If "
             f"it is known to have ended, remove {self.folder / LOCK}"
         )
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no run holds a folder, also where one of another machine did.
+
+    The lock itself tells that where the file system has locks, which is asked for a
+    moment only.
+
+    Args:
+        folder: as for ``FolderLock``.
+    """
+    try:
+        opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        holder = _read(opened)
+        if _lives_here(holder):
+            return False
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        return error.errno in _UNSUPPORTED and (not holder or _has_ended(holder))
+    finally:
+        os.close(opened)
 
 
 def is_held(folder: Path) -> bool:
@@ -201,6 +234,11 @@ def _read(opened: int) -> dict[str, Any]:
         for name, value in said.items()
         if isinstance(value, int | str) and str(value).isprintable()
     }
+
+
+def _lives_here(holder: dict[str, Any]) -> bool:
+    """A process of this machine that is there."""
+    return holder.get("host") == socket.gethostname() and not _has_ended(holder)
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:

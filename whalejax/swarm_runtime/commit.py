@@ -257,8 +257,14 @@ class Commit:
         culprit = others.get(error.blame)
         if culprit is None:
             return
-        if error.code == "source" and culprit.name != member.name:
-            context.unreached(member, culprit, error.why, loses=kind == "sum")
+        if error.code in ("source", "late") and culprit.name != member.name:
+            context.unreached(
+                member,
+                culprit,
+                error.why,
+                loses=kind == "sum",
+                late=error.code == "late",
+            )
             return
         if error.code in ("not finite", "shape"):
             context.tell("refused", peer=error.blame, why=error.why)

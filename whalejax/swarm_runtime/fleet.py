@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -51,6 +52,7 @@ class Fleet:
         self._synced: dict[str, tuple[int, int]] = {}
         self._pauses: dict[tuple[str, int], tuple[float, float]] = {}
         self._partners: dict[str, set[str]] = {}
+        self._delays: set[tuple[str, str]] = set()
         self._silent: dict[tuple[str, int], float] = {}
 
     def now(self) -> float:
@@ -190,14 +192,46 @@ class Fleet:
                 return blamed if alone[0] else reporter
             return blamed if counts[1] > counts[0] else reporter
 
+    def is_first_delay(self, reporter: Member, blamed: Member) -> bool:
+        """Whether one peer waits too long for another for the first time.
+
+        Args:
+            reporter: waits.
+            blamed: the other.
+        """
+        pair = reporter.name, blamed.name
+        with self._lock:
+            known = pair in self._delays
+            self._delays.add(pair)
+            return not known
+
+    def substitutes(self, stage: int, names: Collection[str]) -> list[Member]:
+        """Those that can serve a stage in place of others, now or when they are moved.
+
+        Args:
+            stage: which.
+            names: of the others.
+        """
+        found = [m for m in self.members() if m.name not in names and not m.leaving]
+        found = [m for m in found if not self.is_paused(m)]
+        count = Counter(m.stage for m in found)
+        return [
+            m for m in found if m.stage == stage or (m.ready and count[m.stage] > 1)
+        ]
+
     # Peers to be left alone.
 
-    def pause(self, member: Member) -> None:
-        """A peer failed: it is not given the state for a while, longer each time."""
+    def pause(self, member: Member, least: float = PAUSE_SECONDS) -> None:
+        """A peer failed: it is not given the state for a while, longer each time.
+
+        Args:
+            member: the peer.
+            least: seconds of the first while.
+        """
         key, now = (member.name, member.incarnation), self._clock()
         with self._lock:
-            _, before = self._pauses.get(key, (now, PAUSE_SECONDS / 2))
-            seconds = min(2 * before, MOST_PAUSE_SECONDS)
+            _, before = self._pauses.get(key, (now, 0.0))
+            seconds = min(max(2 * before, least), MOST_PAUSE_SECONDS)
             self._pauses[key] = now + seconds, seconds
 
     def is_paused(self, member: Member) -> bool:

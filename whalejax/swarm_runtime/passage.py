@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
 from whalejax.swarm_runtime.cut import Cut
@@ -83,8 +84,8 @@ class StepContext:
             will have none.
         tell: is told what happens.
         counts: of the run.
-        not_finite: peers that made something that is not finite, by phase, stage and
-            micro-batch.
+        not_finite: of the run, until the step is applied: peers that made something
+            that is not finite, by step, phase and stage.
         overflowed: peers whose sums or states were not finite, by stage.
         failures: of the run, until the step is applied: how often peers raised an
             error of their own, by step, what they did, stage and micro-batch.
@@ -106,7 +107,7 @@ class StepContext:
     await_peer: Callable[[int], None]
     tell: Callable[..., None]
     counts: Counts
-    not_finite: dict[tuple[str, int, int], set[str]] = field(default_factory=dict)
+    not_finite: dict[tuple[int, str, int], set[str]] = field(default_factory=dict)
     overflowed: dict[int, set[str]] = field(default_factory=dict)
     failures: dict[tuple[int, str, int, int], Counter[str]] = field(
         default_factory=dict
@@ -145,7 +146,13 @@ class StepContext:
         return next((m for m in self.fleet.members() if m.name == name), None)
 
     def unreached(
-        self, reporter: Member, blamed: Member, why: str, *, loses: bool = True
+        self,
+        reporter: Member,
+        blamed: Member,
+        why: str,
+        *,
+        loses: bool = True,
+        late: bool = False,
     ) -> None:
         """A peer could not reach another: find out which is at fault, and drop it.
 
@@ -154,6 +161,7 @@ class StepContext:
             blamed: the other.
             why: in words.
             loses: what it held is to be computed again.
+            late: the other took too long, as one does that was stopped for a while.
         """
         fleet, culprit = self.fleet, blamed
         try:
@@ -162,7 +170,8 @@ class StepContext:
         except (Gone, Refused):
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
-            found = fleet.culprit(reporter, blamed)
+            first = late and fleet.is_first_delay(reporter, blamed)
+            found = None if first else fleet.culprit(reporter, blamed)
             more = {"peer": reporter.name, "other": blamed.name, "why": why}
             if found is None:
                 self.tell("unreached", **more, dropped="neither")
@@ -234,7 +243,7 @@ class StepContext:
             )
 
     def refuse(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
-        """A peer made something that is not finite; a second one ends the run.
+        """A peer made something that is not finite: it is left alone for long.
 
         Args:
             phase, stage, number: of what it made.
@@ -242,19 +251,33 @@ class StepContext:
             why: in words.
 
         Raises:
-            WhaleError: another peer made the same, so that it is the model.
+            WhaleError: another peer made the same, so that it is the model; or there
+                is no other that could make it.
         """
         with self.lock:
-            by = self.not_finite.setdefault((phase, stage, number), set())
+            key = self.step, phase, stage
+            by = self.not_finite.setdefault(key, set())
             by.add(name)
             several = sorted(by)
         self.tell("refused", peer=name, why=why)
-        if len(several) > 1 or len(self.fleet.synced(stage)) < 2:
+        what = f"step {self.step}: {phase} of micro-batch {number} in stage {stage}"
+        remedy = "Lower the learning rate, or look at the data of this step"
+        if len(several) > 1:
             raise WhaleError(
-                f"step {self.step}: {phase} of micro-batch {number} in stage {stage} "
-                f"is not finite wherever it is computed ({', '.join(several)}): {why}. "
-                "Lower the learning rate, or look at the data of this step"
+                f"{what} is not finite wherever it is computed ({', '.join(several)}): "
+                f"{why}. {remedy}"
             )
+        if not self.fleet.substitutes(stage, by):
+            raise WhaleError(
+                f"{what} is not finite at {name}, which alone computes it: {why}. "
+                f"{remedy}; or start another peer for stage {stage}, which tells "
+                "whether it is that peer: whalejax swarm join, with --stage"
+            )
+        member = self.member(name)
+        if member is not None:
+            self.fleet.drop(name)
+            self.fleet.pause(member, MOST_PAUSE_SECONDS)
+            self.lose(member, why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +477,7 @@ class Passage:
         if phase is Phase.BACKWARD:
             sinks = [(s, self.need_backward(s)) for s in context.cut.sinks(stage)]
         task = BACKWARD_TASK if phase is Phase.BACKWARD else FORWARD_TASK
-        avoid = context.not_finite.get((str(phase), stage, self._number), set())
+        avoid = context.not_finite.get((context.step, str(phase), stage), set())
         member = context.fleet.choose(stage, task, avoid)
         if member is None:
             context.await_peer(stage)
@@ -594,8 +617,8 @@ class Passage:
         blamed = context.member(error.blame) if found is None else found[2].member
         if blamed is None:
             return
-        if error.code == "source":
-            context.unreached(reporter, blamed, error.why)
+        if error.code in ("source", "late"):
+            context.unreached(reporter, blamed, error.why, late=error.code == "late")
             return
         for held in (self._forward, self.backward):
             for stage in [s for s, m in held.items() if m.member.name == error.blame]:

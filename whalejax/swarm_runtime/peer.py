@@ -17,10 +17,11 @@ from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.registry import ANY, facts_of
 from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER
-from whalejax.swarm_runtime.wire.registering import taken_in
+from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.holding import Hook
 
@@ -30,7 +31,7 @@ JOIN_SECONDS: Final = 60.0
 JOIN_ASK_SECONDS: Final = 60.0
 """In which a registry answers a newcomer; it asks others meanwhile."""
 
-LEAVE_SECONDS: Final = 60.0
+LEAVE_SECONDS: Final = 2 * LEASE_SECONDS
 """A peer that leaves waits for a registry that does not answer for so long."""
 
 LEAVE_BEAT_SECONDS: Final = 0.1
@@ -163,7 +164,7 @@ class Peer:
     def _join_once(self) -> None:
         fields = {
             "name": self.name,
-            "address": list(self._service.address),
+            "address": list(told_address(self._service.address, self._registry)),
             "stage": self._wanted,
             "facts": self._facts,
         }
@@ -206,11 +207,16 @@ class Peer:
                 self._try_to_announce()
                 self._end_if_alone()
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since the registry last answered."""
+        return time.monotonic() - self._heard_at
+
     def _end_if_alone(self) -> None:
         """A peer that no registry answers goes after a while."""
         leaving = self._leaving.is_set()
         most = LEAVE_SECONDS if leaving else self._patience_seconds
-        silent = time.monotonic() - self._heard_at
+        silent = self.silent_seconds
         if silent > most:
             address = f"{self._registry[0]}:{self._registry[1]}"
             why = f"the registry at {address} has not answered for {silent:.0f} s"

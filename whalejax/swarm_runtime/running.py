@@ -6,6 +6,7 @@ What ``whalejax swarm serve`` does.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -71,7 +72,14 @@ class Run:
     """
 
     def __init__(
-        self, cut: Cut, place: Place, settings: Settings, tell: Tell, *, peers: int = 0
+        self,
+        cut: Cut,
+        place: Place,
+        settings: Settings,
+        tell: Tell,
+        *,
+        peers: int = 0,
+        listening: socket.socket | None = None,
     ) -> None:
         """Read the newest checkpoint, and listen.
 
@@ -81,6 +89,7 @@ class Run:
             settings: of the run.
             tell: is told what happens.
             peers: that work in threads of this process.
+            listening: a socket that listens already where the registry will.
 
         Raises:
             WhaleError: something cannot be read, written or listened at.
@@ -118,6 +127,7 @@ class Run:
             sum_wire=place.sum_wire,
             host=place.host,
             port=place.port,
+            listening=listening,
             lease_seconds=place.lease_seconds,
             tell=self._told,
             write=None if self._journal is None else self._write,
@@ -145,6 +155,9 @@ class Run:
                     self.serving.address,
                     wire=self._place.wire,
                     sum_wire=self._place.sum_wire,
+                    # Who waits for a peer that stands still answers before its own
+                    # deadline.
+                    pull_seconds=self._settings.call_seconds / 3,
                 )
                 self.peers.append(peer)
                 peer.start()

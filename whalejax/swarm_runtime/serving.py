@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from whalejax.distributed.launch_env import reached_host
 from whalejax.elastic.wire.connection import listen
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
@@ -55,6 +57,7 @@ class Serving:
         sum_wire: str = "f32",
         host: str = "127.0.0.1",
         port: int = 0,
+        listening: socket.socket | None = None,
         lease_seconds: float = LEASE_SECONDS,
         tell: Tell = lambda kind, **more: None,
         write: Write | None = None,
@@ -71,6 +74,7 @@ class Serving:
             wire: how peers send tensors.
             sum_wire: how they send gradients while they add them up.
             host, port: where to listen.
+            listening: a socket that listens there already; closed by ``close``.
             lease_seconds: for which a peer's announcement holds.
             tell, write, snapshot, generation, more: as for ``Trainer``.
 
@@ -99,16 +103,10 @@ class Serving:
         )
         self._settings, self._tell = settings, tell
         self._shown = {"wire": wire, "sum_wire": sum_wire}
-        try:
-            listening = listen(host, port)
-        except OSError as error:
-            raise WhaleError(
-                f"host {host}, port {port}: the registry cannot listen there "
-                f"({error.strerror or error}). Give an address of this machine and a "
-                "free port"
-            ) from error
+        listening = listening or opened(host, port)
         self._service = Service(listening, key, TO_TRAINER, self._handlers)
-        self.address = self.trainer.address = self._service.address
+        host, port = self._service.address
+        self.address = self.trainer.address = reached_host(host), port
         self._loss: float | None = None
         self._errors: dict[str, float | None] = {}
         self._lock = threading.Lock()
@@ -333,6 +331,25 @@ class Serving:
             "peers": [show(m) for m in self.registry.members(now)],
         }
         return Message(kind="shown", fields=fields)
+
+
+def opened(host: str, port: int) -> socket.socket:
+    """A socket at which a registry listens, or will.
+
+    Args:
+        host, port: where.
+
+    Raises:
+        WhaleError: it cannot listen there.
+    """
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise WhaleError(
+            f"host {host}, port {port}: the registry cannot listen there "
+            f"({error.strerror or error}). Give an address of this machine and a free "
+            "port"
+        ) from error
 
 
 def _shown(member: Member, *, trainer: Trainer) -> Mapping[str, Any]:

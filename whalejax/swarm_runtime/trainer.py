@@ -128,6 +128,7 @@ class Trainer(TrainerState):
         self._computing: StepContext | None = None
         self._step_lock = threading.RLock()
         self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
+        self._not_finite: dict[tuple[int, str, int], set[str]] = {}
 
     # What peers ask.
 
@@ -321,6 +322,7 @@ class Trainer(TrainerState):
             tell=self.tell,
             counts=self.counts,
             failures=self._failures,
+            not_finite=self._not_finite,
         )
 
     def _applied(self, names: set[str], digests: dict[int, str]) -> None:
@@ -334,6 +336,8 @@ class Trainer(TrainerState):
             self.digests = digests
             for key in [k for k in self._failures if k[0] <= self.step]:
                 del self._failures[key]
+            for at in [k for k in self._not_finite if k[0] <= self.step]:
+                del self._not_finite[at]
             self.step += 1
             self._keeps = True
 
@@ -525,6 +529,7 @@ class Trainer(TrainerState):
         """A stage that nobody serves is given a peer of a stage that has several."""
         for stage in lacking:
             members = [m for m in self.fleet.members() if not m.leaving]
+            members = [m for m in members if not self.fleet.is_paused(m)]
             if any(stage in (m.stage, self.moving.get(m.name)) for m in members):
                 continue
             counts = Counter(m.stage for m in members if m.name not in self.moving)

@@ -32,8 +32,7 @@ run = Supervised(
     command=tuple(given["command"]),
     folder=Path(given["folder"]),
     settings=SupervisorSettings(**given["settings"]),
-    exit_seconds=60.0,
-    **given.get("more", {}),
+    **{"exit_seconds": 60.0, **given.get("more", {})},
 )
 sys.exit(Supervisor(run).run())
 """
@@ -116,6 +115,13 @@ class Run:
             if time.monotonic() > end or (ended and not true()):
                 raise AssertionError(self.told())
             time.sleep(0.02)
+
+    def until_files(self, true: Callable[[], bool]) -> None:
+        """Wait for something that comes without a supervisor."""
+        end = time.monotonic() + SECONDS
+        while not true():
+            assert time.monotonic() < end, self.told()
+            time.sleep(0.05)
 
     def members(self) -> dict[str, int]:
         """Names and processes of members that are there, active ones by rank first."""

@@ -6,17 +6,31 @@ import json
 import os
 import sys
 import time
+from typing import Any, cast
 
 import jax
 
 import whalejax as wh
 from tests.whalejax.elastic import job
+from whalejax.elastic.control import Control
+from whalejax.elastic.programs import ReplicaPrograms
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     if options.get("x64"):
         jax.config.update("jax_enable_x64", True)
+    if "supervisor_seconds" in options:  # Which members wait for one that is gone.
+        patience = {"supervisor_seconds": options["supervisor_seconds"]}
+        cast(Any, Control.__init__).__kwdefaults__.update(patience)
+    if "slow_save" in options:
+        save = ReplicaPrograms.save
+
+        def slowly(*given: Any) -> None:
+            time.sleep(options["slow_save"])
+            save(*given)
+
+        cast(Any, ReplicaPrograms).save = slowly
     path = f"{options['out']}/steps.{os.getpid()}.jsonl"
     with open(path, "w", buffering=1) as out:
         for state, metrics in wh.train_elastic(

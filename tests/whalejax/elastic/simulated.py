@@ -216,11 +216,13 @@ class World:
         self.members: dict[str, Simulated] = {}
         self.commits: list[StepCommit] = []
         self.events: list[WriteEvent] = []
+        self.times: list[float] = []  # Of these.
+        self.committed_at = 0.0
         self.end: End | None = None
         self._numbers = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self.broken_start = False
+        self.broken_start, self.save = False, ""
         self.breaks_at = 1 << 30
         # Seconds from leaving a loop to the end of the process, and its status.
         self.after_break: tuple[float, int] = (20.0, 0)
@@ -230,7 +232,10 @@ class World:
 
     def told(self) -> History:
         """What the journal tells."""
-        lines = [{"time": self.now, "event": e.event, **e.fields} for e in self.events]
+        lines = [
+            {"time": at, "event": e.event, **e.fields}
+            for at, e in zip(self.times, self.events, strict=True)
+        ]
         return history(json.loads(json.dumps(lines)))
 
     def die(self) -> None:
@@ -249,7 +254,13 @@ class World:
             {"step": c.step, "generation": c.generation, "loss": c.loss}
             for c in self.commits
         ]
-        self.membership.go_on(self.now, self.told(), journal.losses(lines))
+        self.membership.go_on(
+            self.now,
+            self.told(),
+            journal.losses(lines),
+            wall=self.now,
+            committed_at=self.committed_at,
+        )
         for name, member in [*self.membership.members.items()]:
             if member.is_there and not self.members[name].alive:
                 self.membership.exited(self.now, name, None, "its log")
@@ -355,8 +366,10 @@ class World:
                 self.release(self.members[name])
             case StepCommit():
                 self.commits.append(effect)
+                self.committed_at = self.now
             case WriteEvent():
                 self.events.append(effect)
+                self.times.append(self.now)
             case End():
                 self.end = self.end or effect
 
@@ -369,7 +382,7 @@ class World:
     def release(self, member: Simulated) -> None:
         member.released = True
         if self.broken_start:
-            self.later(0.5, lambda: self.exit(member, 1))
+            self.later(0.47, lambda: self.exit(member, 1))  # Between two ticks.
             return
         self.later(self.drawn.uniform(1, 3), lambda: self.register(member))
 
@@ -380,6 +393,7 @@ class World:
             self.later(0.2, lambda: self.register(member))
             return
         fields = {
+            "run": "",
             "name": member.name,
             "machine": "here",
             "pid": member.number,
@@ -389,7 +403,7 @@ class World:
             "step": member.step,
             "micro_batches": COUNT,
             "steps": self.steps,
-            "save": "",
+            "save": self.save,
             "facts": {"jax": "1"},
             "token": member.name,
         }
@@ -410,7 +424,7 @@ class World:
             self.later(self.drawn.uniform(1, 3), lambda: self.ready(member))
 
     def ready(self, member: Simulated) -> None:
-        member.phase = STOPPED
+        member.phase, member.is_ready = STOPPED, True
         member.say("ready")
         late, member.late = member.late, []
         for said in late:

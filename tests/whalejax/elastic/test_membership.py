@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 
 import pytest
 
-from tests.whalejax.elastic.simulated import World
+from tests.whalejax.elastic.simulated import Simulated, World
+from whalejax.elastic.agents.fleet import AgentFleet
+from whalejax.elastic.phases import FINISHED
+from whalejax.elastic.supervisor.endings import exit_text
+from whalejax.elastic.supervisor.failures import Failure, error_line
 from whalejax.elastic.supervisor.member_record import WriteEvent
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.supervisor.telling import shown
+from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 
 
@@ -162,17 +168,107 @@ def test_below_the_least_members_the_run_waits_and_then_ends() -> None:
     )
 
 
-def test_a_bug_that_ends_every_process_ends_the_run_with_the_first_error() -> None:
-    world = World(8, fruitless=5)
+def test_an_error_that_comes_again_ends_the_run_at_once() -> None:
+    world = World(8)
     world.broken_start = True
     world.begin()
     world.run(300)
     assert world.end is not None and world.end.status == 1
-    assert world.end.text.startswith(
-        "5 failures without a new step between them. No checkpoint was written. The "
-        "first error: m1: its process ended with status 1:\nits log"
+    assert world.end.text == (
+        "the same error ended m1 and then m4, without a new step between them. No "
+        "checkpoint was written. The first error: m1: its process ended with status "
+        "1:\nits log"
     )
-    assert len(world.members) < 10
+    assert len(world.members) == 6
+
+
+def test_an_error_that_comes_again_is_known_over_a_restart_of_the_supervisor() -> None:
+    world = World(18)
+    world.broken_start = True
+    world.begin()
+    world.run(0.6)
+    world.die()
+    world.run(300)
+    assert world.end is not None and len(world.members) == 9
+    # Those of m4 to m6, which ended meanwhile, nobody could know.
+    assert "the same error ended m1 and then m7" in world.end.text
+
+
+def test_members_that_are_killed_together_are_one_failure() -> None:
+    world = World(17, least=2, most=8, steps=120)
+    world.begin()
+    world.run(9)
+    for member in [*world.members.values()]:
+        world.exit(member, -9)
+    world.run(600)
+    assert world.end is not None and world.end.status == 0, world.end.text
+    assert len(world.names("lost")) == 8 and len(world.members) == 16
+
+
+def test_processes_that_are_killed_as_they_start_end_the_run_in_time() -> None:
+    world = World(19, fruitless=5)
+    world.broken_start = True
+    exit_ = world.exit
+    world.exit = lambda member, status: exit_(member, -9)  # type: ignore[method-assign]
+    world.begin()
+    world.run(600)
+    assert world.end is not None and world.end.status == 1
+    # Nothing that a process wrote before it was killed is taken for an error.
+    assert world.end.text.startswith("5 failures without a new step between them")
+    assert world.end.text.endswith("m1: its process ended by SIGKILL")
+
+
+def test_an_error_of_one_place_ends_no_run_in_which_others_get_further() -> None:
+    world = World(20, steps=600, fruitless=3)
+    release = world.release
+
+    def breaks(member: Simulated) -> None:
+        slot = world.membership.members[member.name].slot
+        if slot == 0:
+            member.released = True
+            world.later(1.5, lambda: world.exit(member, 1))
+        else:
+            release(member)
+
+    ready = world.ready
+
+    def ready_later(member: Simulated) -> None:
+        world.later(60.0, lambda: ready(member))
+
+    world.release = breaks  # type: ignore[method-assign]
+    world.ready = ready_later  # type: ignore[method-assign]
+    world.begin()
+    world.run(900)
+    assert world.end is not None and world.end.status == 0, world.end.text
+    assert world.membership.failures.total > 3
+
+
+def failed(at: float, error: str = "", since: float | None = None) -> Failure:
+    since = at - 0.5 if since is None else since
+    return Failure(at=at, since=since, name="m1", why="died", error=error)
+
+
+def test_the_first_error_is_told_and_not_what_was_killed_before_it() -> None:
+    failures = World(21, fruitless=3).membership.failures
+    failures.count(failed(1.0), "a.py:3: DeprecationWarning: old")
+    failures.said("m1", "no data")
+    failures.count(failed(2.0, "no data"))
+    failures.count(failed(3.0, "another"))
+    text = failures.exceeded(3.0)
+    assert text.endswith("The first error: m1: died:\nno data")
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("Traceback (most recent call last):\n  x\nKeyError: 1\nbye", "KeyError: 1"),
+        ("Traceback (most recent call last):\n  x\na.b.Odd: 2\n\n", "a.b.Odd: 2"),
+        ("a.py:3: DeprecationWarning: old\n  x()\n", "  x()"),
+        ("", ""),
+    ],
+)
+def test_the_line_of_a_log_that_names_the_error(log: str, line: str) -> None:
+    assert error_line(log) == line
 
 
 def test_a_member_that_flaps_is_held_out_for_longer_each_time() -> None:
@@ -188,24 +284,24 @@ def test_a_member_that_flaps_is_held_out_for_longer_each_time() -> None:
 def test_restarts_in_a_window_have_a_budget() -> None:
     failures = World(10, restarts=3, window_seconds=100.0).membership.failures
     for now in (0.0, 50.0, 120.0, 130.0):
-        failures.count(now, "m1", "died", "")
+        failures.count(failed(now))
         failures.progressed()
         assert not failures.exceeded(now)
-    failures.count(140.0, "m1", "died", "")
+    failures.count(failed(140.0))
     assert "4 failures in 100 s, more than the 3 allowed" in failures.exceeded(140.0)
 
 
 def test_steps_that_are_done_again_are_no_progress() -> None:
     failures = World(12, fruitless=3).membership.failures
     for now in (1.0, 2.0):
-        failures.count(now, "m1", "died", "mine")
+        failures.count(failed(now))
         failures.progressed(10)
         assert not failures.exceeded(now)
         failures.progressed(9)
     for now in (3.0, 4.0):
-        failures.count(now, "m1", "died", "mine")
+        failures.count(failed(now))
         failures.progressed(10)
-    assert "3 failures without a new step between them. The first error: m1: died:" in (
+    assert "3 failures without a new step between them. The first error: m1: died" in (
         failures.exceeded(4.0)
     )
     failures.progressed(11)
@@ -267,6 +363,32 @@ def test_random_faults_end_in_a_whole_run(seed: int) -> None:
     assert len(steps) == 120 or world.end.how != "complete"
 
 
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("seed", range(40))
+def test_members_that_fail_and_end_later_hold_nobody_up(seed: int) -> None:
+    world = World(seed, steps=150, spares=seed % 2, fruitless=99)
+    world.begin()
+    for number in range(8):
+        world.run(world.now + world.drawn.uniform(0.2, 5.0))
+        there = [m for m in world.members.values() if m.alive and m.is_ready]
+        if world.end or not there:
+            continue
+        member = world.drawn.choice(there)
+        if world.drawn.random() < 0.3:
+            world.exit(member, -9)
+            continue
+        member.running, member.phase, member.finished = -1, FINISHED, True
+        member.say("failed", why=f"error {number}")
+        seconds = world.drawn.uniform(0.0, 20.0)
+        world.later(seconds, functools.partial(world.exit, member, 1))
+        if world.drawn.random() < 0.3 and not world.down:
+            world.die()
+    world.run(world.now + 600)
+    assert world.end is not None, (world.membership.phase, world.events[-20:])
+    assert world.end.how == "complete", world.end.text
+    assert {c.step for c in world.commits} == set(range(1, 151))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -315,5 +437,116 @@ def test_an_error_of_its_own_is_told_from_a_loss(
     assert (lost["how"], lost["said"]) == (how, said)
     word = "failed" if how == "failed" else "is lost"
     end = f"; its log ends: {said}" if said else ""
-    why = f"its process ended with status {status}{end}"
+    why = f"its process ended {exit_text(status)}{end}"
     assert shown("lost", lost) == f"m1 {word}: {why}"
+
+
+def exchange_breaks(world: World, between: set[str]) -> None:
+    """While both of these take part, neither hears the other, and each says so."""
+    exchange = world.exchange
+
+    def breaks(generation: int, step: int) -> None:
+        if not between <= set(world.membership.active):
+            exchange(generation, step)
+            return
+        for name, other in (sorted(between), sorted(between, reverse=True)):
+            said = {"generation": world.membership.generation, "name": other}
+            world.members[name].say("suspect", **said, why="its connection ended")
+
+    world.exchange = breaks  # type: ignore[method-assign]
+
+
+def with_one_state(seed: int) -> tuple[World, str, str]:
+    """A run of which one member has the state: it, and the spare that fetches it.
+
+    The first rank was lost, and the spare takes that.
+    """
+    world = World(seed, most=2, spares=2, steps=400)
+    world.begin()
+    world.run(9)
+    first, second = world.membership.active
+    members = world.membership.members.values()
+    spare = next(m.name for m in members if m.status == "ready")
+    world.exit(world.members[first], -9)
+    return world, second, spare
+
+
+def test_members_that_fail_as_they_fetch_cost_who_has_the_state_nothing() -> None:
+    world, holder, _ = with_one_state(14)
+    fails: list[str] = []
+
+    def fail(member: Simulated) -> None:
+        """Its error is told, its connections end, and its process some time later."""
+        member.running, member.phase = -1, FINISHED
+        generation = world.membership.generation
+        member.say("failed", why="the state that was sent is not as it was sent")
+        said = {"generation": generation, "name": member.name, "why": "ended"}
+        world.members[holder].say("suspect", **said)
+        world.later(5.0, lambda: world.exit(member, 1))
+
+    join = Simulated.join
+
+    def joins(member: Simulated) -> None:
+        if member.name != holder and len(fails) < 2:
+            fails.append(member.name)
+            fail(member)
+        else:
+            join(member)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Simulated, "join", joins)
+        world.run(300)
+    assert len(fails) == 2 and holder not in world.names("lost")
+    assert world.end is not None and world.end.status == 0
+    # Each step was committed once: nothing went back to a checkpoint.
+    assert [c.step for c in world.commits] == list(range(1, 401))
+
+
+def test_of_two_that_cannot_reach_each_other_who_has_the_state_stays() -> None:
+    world, holder, spare = with_one_state(15)
+    exchange_breaks(world, {holder, spare})
+    world.members[spare].join = lambda: world.exchange(0, 0)  # type: ignore[method-assign]
+    world.run(300)
+    assert spare in world.names("lost") and holder not in world.names("lost")
+    assert world.end is not None and world.end.status == 0
+    assert [c.step for c in world.commits] == list(range(1, 401))
+
+
+def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -> None:
+    there = World(16, steps=0).membership
+    there.phase, there.generation, there.active = "running", 4, ["m1", "m2", "m3"]
+    for name in there.active:
+        there.started(0.0, name, 0, 7)
+        there.members[name].status = "active"
+        there.members[name].connected = True
+    for at, one, other in ((1.0, "m1", "m2"), (9.0, "m1", "m3"), (19.0, "m2", "m3")):
+        there.phase = "running"
+        said = {"generation": there.generation, "name": other, "why": "ended"}
+        there.heard(at, one, Message(kind="suspect", fields=said))
+        there._check_step(at + 2)
+    assert [m.status for m in there.members.values()] == ["active"] * 3
+
+
+@pytest.mark.parametrize("turn", [0.9, 1.1, 3.0])
+def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> None:
+    there = Membership(SupervisorSettings(least=1, most=1))
+    there.started(0.0, "m1", 0, 7)
+    there.members["m1"].becomes("active", 0.0)
+    turns = 0
+    while there.members["m1"].is_there and turns < 100:
+        turns += 1
+        there.tick(turn * turns)
+    # Its lease of 10 s, of which every other turn may have been a standstill.
+    assert 10.0 < turn * turns < 2 * 10.0 + 3 * turn
+
+
+def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
+    there = Membership(SupervisorSettings(least=1, most=1))
+    fleet = AgentFleet[str](there, lambda link, said: None, lambda link: None, {})
+    there.started(0.0, "m1", 0, 7, agent="a")
+    fleet.expect(0.0)
+    turns = 0
+    while there.members["m1"].is_there and turns < 100:
+        turns += 1
+        fleet.tick(1.1 * turns)
+    assert 1.1 * turns < 60.0

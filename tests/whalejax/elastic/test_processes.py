@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,10 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.runs import ROOT, runs
+from tests.whalejax.elastic.runs import START as SUPERVISE
+from whalejax.distributed.standard_streams import BackgroundLines
+from whalejax.elastic import launching
+from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
 from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
 from whalejax.elastic.supervisor.settings import SupervisorSettings
@@ -159,6 +166,49 @@ def test_a_reader_that_is_gone_ends_no_supervisor(
     tell_user("m1 is lost")
 
 
+def test_who_says_something_does_not_wait_for_a_stream_that_takes_nothing() -> None:
+    """As a terminal after Ctrl-S: what was said comes in order when it takes again."""
+    goes_on, taken = threading.Event(), list[bytes]()
+
+    def write(line: bytes) -> None:
+        assert goes_on.wait(300)
+        taken.append(line)
+
+    lines = BackgroundLines(write)
+    for number in range(1500):
+        lines.put(f"{number}\n")
+    assert not taken and not lines.flush(0.1)
+    goes_on.set()
+    assert lines.flush(300)
+    wanted = [f"{number}\n".encode() for number in range(1000)]
+    assert taken == [*wanted, b"whalejax: 500 lines more were left out\n"]
+    lines.put("more\n")  # As without any of it: it is written when this returns.
+    assert taken[-1] == b"more\n"
+
+
+def test_a_supervisor_goes_on_while_its_terminal_takes_nothing(
+    tmp_path: Path,
+) -> None:
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETFL, os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"." * 4096)
+    fcntl.fcntl(write, fcntl.F_SETFL, 0)
+    command = ["sh", "-c", "sleep 0.5; exit 3"]
+    settings = {"least": 1, "most": 1, "fruitless": 2}
+    given = {"command": command, "folder": str(tmp_path), "settings": settings}
+    there = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, json.dumps(given)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=write,
+    )
+    os.close(write)
+    assert there.wait(300) == 1  # It came to the end of its run, and ended.
+    os.close(read)
+    assert len(events(tmp_path, "lost")) == 2
+
+
 # A run that was, in the same folder.
 
 
@@ -252,6 +302,40 @@ def test_a_signal_waits_until_the_supervisor_can_hear_it(
     ends.child, ends.hears = second, False  # type: ignore[assignment]
     ends.beats()
     assert second.signals == [signal.SIGTERM]
+
+
+def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Members wait for one long enough that another can take its place."""
+    assert 2 * launching._AGAIN_PULSE_SECONDS < SUPERVISOR_SECONDS
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        launching.subprocess,
+        "Popen",
+        lambda command, **more: started(SLEEPS, pass_fds=more["pass_fds"]),
+    )
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
+    status = launching._run_once({"again": True}, _Ends(), 10.0)
+    assert status == -signal.SIGKILL
+
+
+def test_the_third_interrupt_ends_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    ends, child = _Ends(), Child()
+    ends.child, ends.hears = child, True  # type: ignore[assignment]
+    ends._pass_on(signal.SIGTERM, None)
+    assert not capsys.readouterr().err
+    for _ in range(3):
+        assert AT_ONCE not in child.signals
+        ends._pass_on(signal.SIGINT, None)
+    assert child.signals == [signal.SIGTERM] * 4 + [AT_ONCE]
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "the run ends after a step" in first and "third time" in third
+    assert "once more ends all processes at once" in second
 
 
 START = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,28 @@ def test_a_slow_checkpoint_is_not_forgotten(
     monkeypatch.setattr("whalejax.elastic.saving.SAVE_SECONDS", 400.0)
     assert saver.wait() and told[1:] == [("saved", 2)]
     assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_damaged_checkpoints_that_are_passed_over_are_told(
+    programs: ReplicaPrograms, tmp_path: Path
+) -> None:
+    told: list[tuple[str, Any]] = []
+
+    def tell(kind: str, **fields: Any) -> None:
+        told.append((kind, fields.get("why") or (fields["step"], fields["source"])))
+
+    state = programs.newest(tmp_path, tell)
+    assert told == [("recovered", (0, "a new state"))]
+    saver = Saver(programs, tmp_path, every=1, keep=9, tell=lambda kind, **more: None)
+    for step in (1, 2):
+        state = dataclasses.replace(state, step=jax.numpy.asarray(step))
+        saver.save(state, step)
+        saver.wait()
+    for file in (tmp_path / "step_000002").rglob("*"):
+        if file.is_file() and file.stat().st_size > 100:
+            file.write_bytes(bytes(file.stat().st_size))
+    told.clear()
+    assert int(programs.newest(tmp_path, tell).step) == 1
+    (note, why), recovered = told
+    assert note == "note" and recovered == ("recovered", (1, "step_000001"))
+    assert "Going on from step_000001" in why and "step_000002.damaged" in why

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.relaxed_promotion
 
 def register(port: int, mode: str = IN_GENERATIONS) -> Message:
     fields = {
+        "run": "",
         "name": "",
         "machine": "here",
         "pid": port,

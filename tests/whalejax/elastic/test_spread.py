@@ -18,7 +18,9 @@ import whalejax as wh
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import Run
 from tests.whalejax.elastic.test_restarting import Scripts
+from whalejax.elastic.member import Training
 from whalejax.elastic.mesh_sizes import mesh_of
+from whalejax.elastic.spread import SpreadMember
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.membership import AT_STEPS
 from whalejax.elastic.supervisor.run_folder import COMPILED
@@ -364,3 +366,23 @@ def test_a_job_that_has_no_plan_from_the_first_step_on_is_refused() -> None:
     assert there.end.text == (
         "there is no plan for 1 to 2 processes: it compares samples"
     )
+
+
+def test_a_process_that_stopped_ends_where_its_supervisor_does_not_come_back() -> None:
+    class Gone:
+        def post(self, kind: str, **fields: object) -> None:
+            assert kind == "prepared" or kind == "unfit"
+
+        def check(self) -> None:
+            raise WhaleError("the supervisor is gone")
+
+    def none() -> SpreadPrograms:
+        raise PlanError("there is none")
+
+    training = Training(steps=1, save=None, save_every=1, keep=1)
+    member = SpreadMember(none, training, {}, supervised=True)
+    member._control, member._asked = Gone(), 2  # type: ignore[assignment]
+    with pytest.raises(WhaleError, match="the supervisor is gone"):
+        member._stop(None, 0)  # type: ignore[arg-type]
+    with pytest.raises(WhaleError, match="the supervisor is gone"):
+        member._plan()

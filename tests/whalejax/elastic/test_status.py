@@ -11,6 +11,10 @@ import pytest
 
 from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
+from whalejax.elastic.supervisor.history import history
+from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of
@@ -253,3 +257,68 @@ def test_options_that_contradict_each_other_are_refused(
     assert main([*words, str(script)]) == 2
     said = capsys.readouterr().err
     assert "--cpu-quota is 50,50; with MIN:MAX no process has one" in said
+
+
+def test_lines_without_their_fields_end_nothing(tmp_path: Path) -> None:
+    """Each is JSON with an event, and lacks what it should tell or has another kind."""
+    kinds = [*journal._FIELDS, "opened", "restarting", "draining", "unheard"]
+    more: list[dict[str, object]] = [
+        {},
+        {"time": "now"},
+        {"time": 1.0},
+        {"time": 1.0, "name": 3, "members": [[]], "generation": "a", "step": None},
+        {"time": 1.0, "name": "m9", "members": ["m9"], "generation": 1, "after": 1},
+        {"time": 1.0, "status": 0, "how": "oddly"},
+        {"time": 1.0, "steps": "many", "micro-batches": "4", "save": ""},
+    ]
+    home = tmp_path / FOLDER
+    home.mkdir()
+    opened = {"time": 0.0, "event": "opened", "host": "127.0.0.1", "port": 1}
+    for kind in kinds:
+        for fields in more:
+            lines = [opened, {"event": kind, **fields}]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (home / journal.EVENTS).write_text(text)
+            (home / journal.COMMITS).write_text(text)
+            assert status_of(tmp_path)
+            events = journal.read_events(home / journal.EVENTS)
+            commits = journal.read_commits(home / journal.COMMITS)
+            there = Membership(SupervisorSettings(least=1, most=1))
+            there.go_on(0.0, history(events), journal.losses(commits))
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "said"),
+    [
+        (
+            "begun",
+            {"generation": 5, "members": ["m1", "m2"], "step": -1},
+            "generation 5: m1, m2",
+        ),
+        (
+            "begun",
+            {"generation": 5, "members": ["m1"], "step": 7},
+            "generation 5 from step 7: m1",
+        ),
+        (
+            "recovered",
+            {"name": "m1", "step": 51, "source": "copies in memory, of step 51"},
+            "the run goes on from copies in memory, of step 51",
+        ),
+        (
+            "recovered",
+            {"name": "m1", "step": 50, "source": "step_000050"},
+            "the run goes on from step_000050",
+        ),
+        (
+            "recovered",
+            {"name": "m1", "step": 0, "source": "a new state"},
+            "the run begins with a new state",
+        ),
+        ("note", {"name": "m1", "why": "it is damaged"}, "m1: it is damaged"),
+    ],
+)
+def test_from_what_a_run_goes_on_is_said(
+    event: str, fields: dict[str, Any], said: str
+) -> None:
+    assert shown(event, fields) == said

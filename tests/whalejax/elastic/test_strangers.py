@@ -364,7 +364,7 @@ def test_a_listener_that_is_killed_has_not_refused_the_key(tmp_path: Path) -> No
         link.close()
         channel = accept(listening.accept()[0], control.key)
         channel.receive(seconds=SECONDS)
-        welcome = {"name": "x1", "beat_seconds": 1.0}
+        welcome = {"run": "r", "name": "x1", "beat_seconds": 1.0}
         channel.send(Message(kind="welcome", fields=welcome))
         channel.close()
 
@@ -418,7 +418,7 @@ def test_what_is_no_supervisor_is_said(
         thread = threading.Thread(target=serves)
         thread.start()
         control = Control(f"{host}:{port}", str(tmp_path / "key"), register)
-        with pytest.raises(WhaleError, match=f"no supervisor answers at .*{why}"):
+        with pytest.raises(WhaleError, match=why):
             control.open()
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()

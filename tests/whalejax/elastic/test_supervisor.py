@@ -11,14 +11,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whalejax.distributed.launch_env import split_address
-from whalejax.elastic.control import Control
+from whalejax.elastic.control import Control, NoSupervisorError, RunStopped
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
@@ -71,6 +71,7 @@ class Live:
 def register(**changed: Any) -> dict[str, Any]:
     facts = {"jax": "0.10.2", "optimizer": "abc"}
     return {
+        "run": "",
         "name": "",
         "machine": "another",
         "pid": 1,
@@ -96,6 +97,14 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
         found.supervisor._terminated = True
         found.thread.join(60)
         assert not found.thread.is_alive()
+
+
+def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for something that comes soon."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def until(channel: Channel, kind: str) -> Message:
@@ -138,13 +147,30 @@ def test_members_that_differ_are_refused(tmp_path: Path) -> None:
         other.close()
 
 
+def test_a_member_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, welcome = there.join()
+        run = welcome.fields["run"]
+        late = {"name": "m3", "generation": 17, "step": 500}
+        other, answer = there.join(run="of an earlier one", **late)
+        assert answer.kind == "refused"
+        assert "is of an earlier run in the same folder" in answer.fields["why"]
+        assert there.supervisor._membership.generation < 17
+        again, answer = there.join(run=run)  # As after a lost connection.
+        assert answer.kind == "welcome"
+        for channel in (one, other, again):
+            channel.close()
+
+
 def test_a_wrong_key_has_no_effect(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         with pytest.raises(WireError, match="refused the key of this process"):
             dial(there.address, b"x" * 32)
         make_key(tmp_path / "other")
         control = Control(there.where, str(tmp_path / "other"), register)
-        with pytest.raises(WhaleError, match="no supervisor answers at .*the key"):
+        with pytest.raises(
+            WhaleError, match="refused the key of .*: this process and the .*keys"
+        ):
             control.open()
         with pytest.raises(WhaleError, match="WHALEJAX_KEY_FILE is not set"):
             Control(there.where, "", register)
@@ -309,7 +335,7 @@ def test_the_folder_of_a_member_that_is_refused_is_not_held(tmp_path: Path) -> N
 def controlled(there: Live) -> Control:
     """A member's connection, of a thread of its own."""
     fields = register()
-    own = ("name", "machine", "pid", "step", "token")
+    own = ("run", "name", "machine", "pid", "step", "token")
     told = {name: value for name, value in fields.items() if name not in own}
     control = Control(there.where, str(there.folder / FOLDER / KEY), lambda: told)
     control.open()
@@ -348,16 +374,83 @@ def test_reports_are_kept_until_they_are_written(
         control.close()
 
 
+def test_reports_that_are_acknowledged_as_they_are_repeated_end_no_member(
+    tmp_path: Path,
+) -> None:
+    """A connection broke, and the supervisor had taken what came over it."""
+    make_key(tmp_path / "key")
+    control = Control("127.0.0.1:1", str(tmp_path / "key"), register)
+    sent: list[int] = []
+
+    class Repeated:
+        def send(self, message: Message) -> None:
+            if message.kind != "beat":
+                sent.append(message.fields["number"])
+            if sent == [1]:
+                control._acknowledged(300)
+
+    for step in range(300):
+        control.post("saved", step=step, path="")
+    control._channel = Repeated()  # type: ignore[assignment]
+    thread = threading.Thread(target=control._speak)
+    thread.start()
+    eventually(lambda: sent == [1] and not control._reports)
+    for _ in range(2):
+        control.post("ready")
+    eventually(lambda: len(sent) == 3 or not thread.is_alive())
+    assert sent == [1, 301, 302] and thread.is_alive()
+    with control._changed:
+        control._closed = True
+    thread.join(60)
+
+
+def test_a_thread_of_a_connection_that_ends_by_an_error_is_heard_of(
+    tmp_path: Path,
+) -> None:
+    with live(tmp_path) as there:
+        control = controlled(there)
+        control._hear = lambda said: 1 / 0  # type: ignore[method-assign, return-value]
+        control.post("ready")
+        eventually(lambda: control._error is not None)
+        with pytest.raises(WhaleError, match="to the supervisor failed: ZeroDivision"):
+            control.poll()
+        control.close()
+
+
 def test_a_checkpoint_takes_its_name_unless_its_writer_was_given_up(
     tmp_path: Path,
 ) -> None:
     with live(tmp_path, lease_seconds=60.0) as there:
         control = controlled(there)
-        assert control.may_keep(50, seconds=60.0)
+        save = tmp_path / "save"
+        assert there.supervisor._lock_save(str(save)) == ""
+        assert control.may_keep(50, save, seconds=60.0)
         member = there.supervisor._membership.members["x1"]
         member.becomes("gone", 0.0)
-        assert not control.may_keep(100, seconds=0.3)
+        assert not control.may_keep(100, save, seconds=0.3)
+        # An answer that came late is none to the next question about that step.
+        control._kept.add(150)
+        assert not control.may_keep(150, save, seconds=0.3)
         control.close()
+
+
+def test_without_a_supervisor_checkpoints_take_their_names(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    with live(tmp_path / "run") as there:
+        control = controlled(there)
+        held = FolderLock(save)
+        held.__enter__()
+    eventually(lambda: control._channel is None)
+    # Somebody holds the folder: a supervisor that is cut off, or another run.
+    assert not control.may_keep(50, save, seconds=0.3)
+    held.__exit__(None, None, None)
+    assert control.may_keep(50, save, seconds=60.0)
+    control._error = NoSupervisorError("it did not come back")
+    assert control.may_keep(60, save, seconds=60.0)
+    control._error = RunStopped("it was given up")
+    assert not control.may_keep(70, save, seconds=60.0)
+    control.close()
 
 
 def test_events_wait_for_space_in_order(
@@ -402,3 +495,67 @@ def test_a_full_disk_keeps_no_member_out(
     said = capsys.readouterr().err
     assert f"{save / 'elastic.json'} cannot be written (No space" in said
     assert "the run goes on" in said
+
+
+def test_a_key_that_is_there_needs_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    make_key(tmp_path / "key")
+    key = load_key(tmp_path / "key")
+    monkeypatch.setattr(os, "open", full)
+    make_key(tmp_path / "key")
+    monkeypatch.undo()
+    assert load_key(tmp_path / "key") == key
+
+
+def test_a_journal_that_is_removed_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = journal.JournalLines(path, durable=True)
+    lines.write("opened", {"host": "here", "port": 1})
+    lines.write("started", {"name": "m1", "slot": 0, "pid": 7, "began": "1"})
+    path.unlink()
+    assert lines.flush()  # As in every turn of a supervisor.
+    assert [said["event"] for said in journal.read(path)] == ["opened", "started"]
+    path.rename(tmp_path / "elsewhere")
+    lines.write("ready", {"name": "m1"})
+    found = [said["event"] for said in journal.read(path)]
+    assert found == ["opened", "started", "ready"]
+    path.unlink()
+    tmp_path.joinpath("elsewhere").unlink()
+    tmp_path.rename(tmp_path.with_name("gone"))
+    lines.write("left", {"name": "m1", "step": 1})
+    assert lines.problem == "No such file or directory"
+    tmp_path.with_name("gone").rename(tmp_path)
+    assert lines.flush() and len(journal.read(path)) == 4
+    lines.close()
+
+
+def test_a_supervisor_that_was_stopped_hears_what_came_before_it_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Supervised(
+        command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=1)
+    )
+    supervisor, closed = Supervisor(run), Message(kind="it ended", fields={})
+
+    def other_threads(seconds: float) -> None:
+        supervisor._events.put(("closed", object(), closed))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(time, "sleep", other_threads)
+    supervisor._take_all()
+    assert supervisor._events.empty()  # No such turn was taken: nobody is waited for.
+    supervisor._turn_at -= 100.0
+    taken: list[int] = []
+    take_events = supervisor._take_events
+
+    def take() -> None:
+        taken.append(supervisor._events.qsize())
+        take_events()
+
+    supervisor._take_events = take  # type: ignore[method-assign]
+    supervisor._take_all()
+    assert taken == [1]
+    supervisor._held.close()

@@ -238,6 +238,19 @@ def test_whoever_fails_with_several_is_dropped_however_it_answers_the_trainer() 
     assert context.fleet.is_paused(bad) and context.fleet.is_paused(first)
 
 
+def test_who_waited_for_a_peer_that_stood_still_is_not_dropped_for_it() -> None:
+    """It was stopped for longer than others wait, and answers again by now."""
+    context = context_of(2, 2)
+    everybody = {m.name for m in context.fleet.usable()}
+    mate, stopped = context.member("p1.0"), context.member("p0.0")
+    assert mate is not None and stopped is not None
+    context.unreached(mate, stopped, "no answer in 10 s", late=True)
+    assert {m.name for m in context.fleet.usable()} == everybody
+    # Again and again is another matter: their link is too slow.
+    context.unreached(mate, stopped, "no answer in 10 s", late=True)
+    assert {m.name for m in context.fleet.usable()} == everybody - {"p1.0"}
+
+
 def test_a_peer_that_is_gone_is_blamed_and_not_who_reports_it() -> None:
     def ask(*given: Any, **more: Any) -> Message:
         raise Gone("host:1 (ping): no answer", late=True)

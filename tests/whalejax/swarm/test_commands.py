@@ -6,7 +6,9 @@ import contextlib
 import json
 import math
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +18,14 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
-from whalejax.cli.swarm_options import SwarmJoinCommand
+from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
+from whalejax.distributed.launch_env import reached_host
 from whalejax.elastic.wire.connection import listen
+from whalejax.elastic.wire.keys import make_key
 from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import WhaleError
+from whalejax.swarm_runtime.serving import opened
+from whalejax.swarm_runtime.wire.registering import told_address
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -141,6 +147,96 @@ def test_a_process_that_joins_waits_for_a_registry_that_is_started_beside_it(
     assert (address, found) == (("h", 7), b"0" * 32) and tries == 3
     assert terms == {"asked": "terms", "at": ("h", 7)}
     assert capsys.readouterr().err.count("waiting for the registry at h:7") == 1
+
+
+def test_a_process_that_joins_waits_for_a_registry_that_still_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It listens from its start and answers later: patience holds, and no less."""
+    key, begun = tmp_path / "k", time.monotonic()
+    now = [begun]
+    monkeypatch.setattr(swarm, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(swarm.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(swarm.time, "monotonic", lambda: now[0])
+    asked = swarm._asked
+
+    def later(address: Address, given: bytes, what: str) -> dict[str, Any]:
+        now[0] += 20.0
+        return asked(address, given, what)
+
+    monkeypatch.setattr(swarm, "_asked", later)
+    make_key(key)
+    with opened("127.0.0.1", 0) as listening:
+        where = f"127.0.0.1:{listening.getsockname()[1]}"
+        command = SwarmJoinCommand(registry=where, model="m", key=key, patience=100.0)
+        with pytest.raises(swarm._Absent):
+            swarm._terms(command)
+    assert 100.0 <= now[0] - begun < 150.0
+    now[0] = begun  # Where nothing listens, it comes soon or not at all.
+    with pytest.raises(swarm._Absent):
+        swarm._terms(command)
+    assert now[0] - begun < 100.0
+
+
+def test_serve_listens_and_has_a_key_before_it_makes_the_job(
+    tmp_path: Path,
+) -> None:
+    key, found = tmp_path / "k", list[bool]()
+    with opened("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+
+    def find_job(model: str, given: Any) -> Any:
+        with socket.create_connection(("127.0.0.1", port), timeout=60):
+            found.append(key.exists())
+        raise WhaleError("no such job")
+
+    command = SwarmServeCommand(model="m", stages=2, steps=1, key=key, port=port)
+    with pytest.raises(WhaleError, match="no such job"):
+        swarm.serve(command, find_job)
+    assert found == [True]
+    with opened("127.0.0.1", port):
+        pass  # It is let go.
+
+
+def test_who_listens_everywhere_names_an_address_that_others_reach() -> None:
+    assert told_address(("0.0.0.0", 5), ("127.0.0.1", 7)) == ("127.0.0.1", 5)
+    assert told_address(("10.0.0.1", 5), ("127.0.0.1", 7)) == ("10.0.0.1", 5)
+    assert reached_host("0.0.0.0") == socket.gethostname()
+
+
+def test_a_registry_that_does_not_answer_is_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Silent:
+        """Its registry is away for a while, and comes back."""
+
+        failed, over, silences = False, "left", [0.0, 6.0, 7.0, 0.0, 0.0]
+
+        def start(self) -> None: ...
+        def leave(self) -> None: ...
+        def close(self) -> None: ...
+
+        def wait(self, seconds: float) -> bool:
+            self.silences = self.silences[1:]
+            return not self.silences
+
+        @property
+        def silent_seconds(self) -> float:
+            return self.silences[0]
+
+    signals = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        swarm._until_over(Silent(), lambda: "it serves", "leaving")  # type: ignore[arg-type]
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "whalejax: it serves",
+        "whalejax: the registry has not answered for 6 s; waiting for it",
+        "whalejax: the registry answers again",
+        "whalejax: left",
+    ]
 
 
 def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

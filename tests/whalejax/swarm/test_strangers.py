@@ -156,12 +156,49 @@ def test_numbers_that_no_peer_can_make_end_the_run() -> None:
         for stage in range(jobs.STAGES):
             found.join(stage)
         Wrong(found.peers[1], not_finite)
-        with pytest.raises(WhaleError, match=r"stage 1 is not finite wherever.*rate"):
+        with pytest.raises(
+            WhaleError, match=r"stage 1 is not finite at .*rate.*another peer"
+        ):
             found.run()
         # They are told, with the reason, and do not wait for ever.
         for peer in found.peers:
             assert peer.wait(300) and peer.failed
             assert "the run has failed: step 0" in peer.over
+
+
+def test_a_peer_that_alone_serves_its_stage_is_replaced_by_one_that_waits() -> None:
+    """What it makes is not finite, and what another makes there is."""
+    with swarm(steps=3, spare_seconds=0.1, snapshot_every=1) as found:
+        for stage in (0, 1, 2, 0):
+            found.join(stage)
+        bad = found.peers[1]
+        Wrong(bad, not_finite)
+        assert same(found.run(), jobs.losses(3))
+        refused = [told for kind, told in found.told if kind == "refused"]
+        assert [told["peer"] for told in refused] == [bad.name]
+        assert "moved" in [kind for kind, _ in found.told]
+
+
+def test_numbers_that_several_peers_make_alike_end_the_run() -> None:
+    with swarm(steps=3, spare_seconds=0.1) as found:
+        for stage in (0, 1, 2, 1):
+            found.join(stage)
+        for peer in (found.peers[1], found.peers[3]):
+            Wrong(peer, not_finite)
+        with pytest.raises(WhaleError, match=r"is not finite wherever it is computed"):
+            found.run()
+
+
+def test_a_peer_with_a_mate_that_makes_nothing_finite_is_left_alone() -> None:
+    with swarm(steps=30) as found:
+        for stage in (0, 1, 2):
+            found.join(stage)
+        bad = found.join(1)
+        Wrong(bad, not_finite)
+        assert same(found.run(), jobs.losses(30))
+        refused = [told["why"] for kind, told in found.told if kind == "refused"]
+        # Only what it was asked for before the first answer of it was looked at.
+        assert 0 < len(refused) <= found.cut.count
 
 
 def huge(found: Backward) -> Backward:

@@ -6,6 +6,7 @@ into the journal, and holds for those that come later.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -23,11 +24,12 @@ from whalejax.elastic.adding_up.price import (
 )
 from whalejax.elastic.control import (
     FIRST_SECONDS,
-    SUPERVISOR_SECONDS,
+    RunStopped,
     is_hopeless,
     key_of_run,
     unreachable,
 )
+from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.elastic.wire.connection import dial
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.messages import TO_MEMBER, checked
@@ -38,6 +40,8 @@ from whalejax.planner.plan.plan import Plan
 
 _AGAIN_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 30.0
+
+_ANSWERS: Final = {kind: TO_MEMBER[kind] for kind in ("added_up", "refused")}
 
 _CALLER: Final = "the devices of this process were started before wh.train_elastic"
 _PRICING: Final = (
@@ -88,11 +92,16 @@ class Arbiter:
                 left = max(end - time.monotonic(), 0.1)
                 channel = dial(self._address, self._key, seconds=min(left, 10.0))
                 try:
-                    channel.send(Message(kind="adding_up", fields=said))
+                    fields = {"run": os.environ.get(RUN, ""), **said}
+                    channel.send(Message(kind="adding_up", fields=fields))
                     answer = channel.receive(seconds=_ANSWER_SECONDS)
                 finally:
                     channel.close()
-                found = checked(answer, {"added_up": TO_MEMBER["added_up"]})
+                found = checked(answer, _ANSWERS)
+                if found.kind == "refused":
+                    raise RunStopped(
+                        f"the supervisor refused this process: {found.fields['why']}"
+                    )
                 return found.fields
             except WireError as error:
                 if is_hopeless(error) or time.monotonic() > end:

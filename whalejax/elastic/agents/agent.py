@@ -255,6 +255,9 @@ class Agent:
                     "s. Copy the key file of the run, elastic/key in its folder, to "
                     "this machine, or give more --patience"
                 ) from None
+            if self._processes.names and away <= 2 * patience:
+                self._wait()  # Its members give up too, and save before they end.
+                return
             if away > patience:
                 what = "is gone, and" if self._joined else "does not answer; it"
                 raise WhaleError(

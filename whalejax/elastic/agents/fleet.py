@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from whalejax._version import __version__
+from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.supervisor.membership import Membership
+from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.wire.framing import Message
 
 
 RETURN_SECONDS: Final = 2.0
 """An agent whose connections all ended is back by then, or lost."""
-
-_PAUSE_SECONDS: Final = 1.0
-"""Between two ticks: more, and it was the supervisor that stood still."""
 
 _SOON_SECONDS: Final = 0.2
 
@@ -87,7 +86,7 @@ class AgentFleet(Generic[Link]):
         self._membership, self._program = membership, program
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
-        self._ticked_at: float | None = None
+        self._standstill = Standstill(LONGEST_TURN_SECONDS)
         self._ended_for: str | None = None
 
     # What agents say.
@@ -201,11 +200,10 @@ class AgentFleet(Generic[Link]):
 
     def tick(self, now: float) -> None:
         """Time has passed: agents that are silent are lost, with their members."""
-        before, self._ticked_at = self._ticked_at, now
-        if before is not None and now - before > _PAUSE_SECONDS:
-            for record in self._agents.values():
-                record.heard_at = min(record.heard_at + now - before, now)
-                record.gone_at = min(record.gone_at + now - before, now)
+        stood = self._standstill.forgiven(now)
+        for record in self._agents.values():
+            record.heard_at = min(record.heard_at + stood, max(record.heard_at, now))
+            record.gone_at = min(record.gone_at + stood, max(record.gone_at, now))
         lease = self._membership.settings.lease_seconds
         for record in [*self._agents.values()]:
             silent = now - record.heard_at

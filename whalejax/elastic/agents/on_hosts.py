@@ -15,6 +15,7 @@ from typing import Final
 
 from whalejax.distributed.launch_spec import is_here
 from whalejax.elastic.agents.agent import FOLDER
+from whalejax.elastic.supervisor.endings import exit_text
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.elastic.wire.keys import make_key
 
@@ -132,7 +133,7 @@ class HostAgents:
             status = process.wait()
             if status == 0 or self._over.is_set():
                 return
-            why = f"ended with status {status}; {path} says more"
+            why = f"ended {exit_text(status)}; {path} says more"
             tell_user(f"the agent of {host} {why}. It is started again in {hold:.0f} s")
             self._over.wait(hold)
             hold = min(2 * hold, _MOST_HOLD_SECONDS)

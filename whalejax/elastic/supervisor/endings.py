@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import signal
 from collections.abc import Mapping
 from typing import Final
 
@@ -26,6 +27,25 @@ class Ending(enum.StrEnum):
     FAILED = "failed"
     REFUSED = "refused"
     LOST = "lost"
+
+
+def exit_text(status: int | None) -> str:
+    """The status of a process in words.
+
+    Args:
+        status: as ``subprocess`` gives it; None where nobody could ask for it.
+
+    >>> exit_text(1), exit_text(-9), exit_text(None)
+    ('with status 1', 'by SIGKILL', 'with a status that is not known')
+    """
+    if status is None:
+        return "with a status that is not known"
+    if status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
 
 
 STATUS: Final[Mapping[Ending, int]] = {

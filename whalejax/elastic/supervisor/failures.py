@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Final
 
+from whalejax.distributed.launch_env import printable
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 
 
-_MOST_SAID = 4000
+_MOST_SAID: Final = 4000
+_LONGEST_ERROR: Final = 300
+
+_ERROR_LINE: Final = re.compile(
+    r"(?:[\w.]*(?:Error|Exception|Interrupt|Exit|Group)|[A-Za-z_]\w*(?:\.\w+)+)"
+    r"(?:: .*)?$"
+)
+"""The last line of a traceback: the class of an exception, and its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failure of a member.
+
+    Attributes:
+        at: the time.
+        since: when the attempt began that failed: the start of its process, or the
+            generation in which it took part.
+        name: of the member.
+        why: it is given up.
+        error: of its own; empty where it was lost.
+        step: the newest that the run had committed; -1 before the first.
+    """
+
+    at: float
+    since: float
+    name: str
+    why: str
+    error: str = ""
+    step: int = -1
 
 
 class Failures:
     """Counts failures, in all and of each slot.
+
+    Members that fail together count once: only what was begun after a failure, and
+    fails too, shows that trying again is of no use.
 
     Attributes:
         due: when a process is to be started in a slot, by the slot's number.
@@ -25,31 +61,53 @@ class Failures:
         self._settings = settings
         self._times: deque[float] = deque()
         self._of_slot: defaultdict[int, deque[float]] = defaultdict(deque)
-        self._fruitless = 0
         self._furthest = -1
-        self._first = ""
         self._errors: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._attempts, self._failed_at = 0, float("-inf")
+        self._first, self._first_is_error = "", False
+        self._first_of: dict[tuple[str, int], Failure] = {}
+        self._repeated = ""
 
     def said(self, name: str, error: str) -> None:
         """A member told its error before it ends."""
         self._errors.setdefault(name, error)
 
-    def count(self, now: float, name: str, why: str, log: str) -> None:
+    def error_of(self, name: str, log: str) -> str:
+        """The error by which a member ended, in one line.
+
+        Args:
+            name: of the member.
+            log: the end of what it wrote, where it told no error.
+        """
+        text = self._errors.get(name) or error_line(log)
+        return printable(" ".join(text.split()))[:_LONGEST_ERROR]
+
+    def count(self, failure: Failure, log: str = "") -> None:
         """A member failed.
 
         Args:
-            now: the time.
-            name: of the member.
-            why: it is given up.
+            failure: how.
             log: the end of what it wrote.
         """
         self.total += 1
-        self._times.append(now)
-        self._fruitless += 1
-        if self._fruitless == 1 or not self._first:
-            said = self._errors.pop(name, "") or log
-            more = f":\n{said[-_MOST_SAID:].strip()}" if said.strip() else ""
-            self._first = f"{name}: {why}{more}"
+        self._times.append(failure.at)
+        if failure.since > self._failed_at:
+            self._attempts, self._failed_at = self._attempts + 1, failure.at
+        if not self._first or (failure.error and not self._first_is_error):
+            said = self._errors.get(failure.name) or log or failure.error
+            said = said[-_MOST_SAID:].strip() if failure.error else ""
+            more = f":\n{said}" if said else ""
+            self._first = f"{failure.name}: {failure.why}{more}"
+            self._first_is_error = bool(failure.error)
+        self._errors.pop(failure.name, None)
+        if failure.error:
+            key = failure.error, failure.step
+            before = self._first_of.setdefault(key, failure)
+            if failure.since > before.at:
+                self._repeated = f"{before.name} and then {failure.name}"
 
     def progressed(self, step: int | None = None) -> None:
         """What failed before did not fail for good.
@@ -62,21 +120,28 @@ class Failures:
             if step <= self._furthest:
                 return
             self._furthest = step
-        self._fruitless, self._first = 0, ""
+        self._forget()
 
-    def exceeded(self, now: float, where: str = "") -> str:
+    def exceeded(self, now: float, where: str = "", *, passed: bool = False) -> str:
         """Why the run is to be given up, with the first error; or nothing.
 
         Args:
             now: the time.
             where: the newest checkpoint, as a sentence; the error comes behind it.
+            passed: another member has got further than the one that failed now, so
+                that not all would fail there.
         """
         settings = self._settings
         while self._times and now - self._times[0] > settings.window_seconds:
             self._times.popleft()
         first = f"{where}. The first error: {self._first}"
-        if self._fruitless >= settings.fruitless:
-            return f"{self._fruitless} failures without a new step between them{first}"
+        if self._repeated and not passed:
+            return (
+                f"the same error ended {self._repeated}, without a new step between "
+                f"them{first}"
+            )
+        if self._attempts >= settings.fruitless and not passed:
+            return f"{self._attempts} failures without a new step between them{first}"
         if len(self._times) > settings.restarts:
             return (
                 f"{len(self._times)} failures in {settings.window_seconds:.0f} s, more "
@@ -101,3 +166,21 @@ class Failures:
         return min(
             settings.hold_seconds * 2.0 ** (again - 1), settings.most_hold_seconds
         )
+
+
+def error_line(log: str) -> str:
+    """The line of a log that names the error: a traceback's last, else the log's last.
+
+    Args:
+        log: the end of what a process wrote.
+
+    >>> error_line("Traceback (most recent call last):\\nValueError: no\\nDone.\\n")
+    'ValueError: no'
+    """
+    lines = [line for line in log.splitlines() if line.strip()]
+    _, found, after = log.rpartition("Traceback (most recent call last)")
+    if found:
+        for line in after.splitlines()[1:]:
+            if _ERROR_LINE.match(line):
+                return line
+    return lines[-1] if lines else ""

@@ -8,6 +8,7 @@ from typing import Final
 from whalejax.elastic.assignment import dealt, ranks, repaired
 from whalejax.elastic.phases import BETWEEN, FETCHING, RESTORING, SAVING
 from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.history import Phase
 from whalejax.elastic.supervisor.losing import Losing
 from whalejax.elastic.supervisor.member_record import Member
@@ -24,7 +25,7 @@ class Generations(Losing):
 
     def _consider(self, now: float) -> None:
         """Form a generation, or end, where it is time for that."""
-        if self._all_leave():
+        if self._all_leave(now):
             self.terminate(now)
         if self._left_alike(now):
             return
@@ -36,11 +37,16 @@ class Generations(Losing):
             case "running":
                 self._watch(now)
 
-    def _all_leave(self) -> bool:
-        """Everybody who has the state was told to leave, and nobody can take it."""
+    def _all_leave(self, now: float) -> bool:
+        """Everybody who has the state was told to leave, and nobody comes to take it.
+
+        Who is held out for failing again and again is not waited for.
+        """
         there = [m for m in self._taking_part() if m.status == "active"]
         alone = self.restarts and not self.stops
-        if alone or not there or self._candidates():
+        if alone or not there or self._candidates() or self._are_coming():
+            return False
+        if any(due <= now for due in self.failures.due.values()):
             return False
         return all(m.leaving for m in there)
 
@@ -156,7 +162,7 @@ class Generations(Losing):
             return
         found = self._candidates()
         leaves = any(there[name].leaving for name in self.active)
-        if set(found) != set(self.active):
+        if found and set(found) != set(self.active):
             if leaves or len(found) >= self.settings.least:
                 self._change(now, boundary)
 
@@ -185,7 +191,9 @@ class Generations(Losing):
                 if member.is_there:
                     self._lose(now, member, why)
                 else:
-                    self.failures.count(now, name, why, "")
+                    since = member.since
+                    failure = Failure(at=now, since=since, name=name, why=why)
+                    self.failures.count(failure)
                     self._check_budget(now)
             self._change(now, -1)
             return False
@@ -224,6 +232,7 @@ class Generations(Losing):
         self.generation += 1
         self.phase, self._after, self._asked_at = phase, after, now
         self._suspected_at = None
+        self._broken_links.clear()
         self._target, self._well = list(target), set()
         self._record(
             "preparing",
@@ -243,7 +252,7 @@ class Generations(Losing):
             return  # They came to their last step before they heard of it.
         there = {m.name: m for m in self._there()}
         asked = [name for name in self._target if name in there]
-        asked = [name for name in asked if there[name].status != "left"]
+        asked = [n for n in asked if there[n].status not in ("left", "failed")]
         if len(asked) < len(self._target) and self.phase != "draining":
             self._change(now, -1)
             return
@@ -334,6 +343,13 @@ class Generations(Losing):
         self._record("draining", step=self.pace.step)
         self._begin_draining(now)
 
+    def end_at_once(self, now: float) -> None:
+        """The run is to end without waiting for anything; no state is saved."""
+        for member in self._there():
+            member.ends_by_kill = True
+        text = f"the run was ended at once, as it was asked to{self._where()}"
+        self._end(now, Ending.INTERRUPTED, text, saves=False)
+
     def _begin_draining(self, now: float) -> None:
         there = [m for m in self._taking_part() if m.status == "active"]
         # What members that have not come back yet hold is not known.
@@ -348,7 +364,8 @@ class Generations(Losing):
         self._ask(now, [m.name for m in there], self._boundary(), phase="draining")
 
     def _drain(self, now: float) -> None:
-        there = [self.members[n] for n in self._target if self.members[n].is_there]
+        there = [m for m in self._there() if m.name in self._target]
+        there = [m for m in there if m.status != "failed"]
         newest = max((m.step for m in there), default=-1)
         if newest >= 0:
             why = f"the run was told to end, after step {newest}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.member_record import Status
 
 
@@ -64,7 +65,8 @@ class History:
         draining: the run was told to end.
         well: who has done its work, in a generation by collectives.
         over: how it ended; None before.
-        failed: time, name and reason of each failure that counts.
+        failed: each failure that counts, in seconds since the epoch.
+        errors: what members told of their errors, by name.
     """
 
     generation: int = 0
@@ -81,7 +83,8 @@ class History:
     draining: bool = False
     well: set[str] = field(default_factory=set)
     over: Over | None = None
-    failed: list[tuple[float, str, str]] = field(default_factory=list, compare=False)
+    failed: list[Failure] = field(default_factory=list, compare=False)
+    errors: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
@@ -122,12 +125,23 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
             found.generation = max(found.generation, said.get("generation", 0))
         case _ if name not in found.members:
             pass
-        case "ready" | "finished" | "left" as status:
+        case "ready" | "finished" | "left" | "failed" as status:
             found.members[name].status = status
+            if status == "failed":
+                found.errors[name] = said["why"]
         case "lost" | "ended" as event:
             found.members[name].status = "gone"
             if said.get("counts"):
-                found.failed.append((said.get("time", 0.0), name, said["why"]))
+                at = said.get("time", 0.0)
+                failure = Failure(
+                    at=at,
+                    since=at - said.get("seconds", 0.0),
+                    name=name,
+                    why=said["why"],
+                    error=said.get("said", ""),
+                    step=said["step"],
+                )
+                found.failed.append(failure)
             if event == "ended" and said.get("well"):
                 found.well.add(name)
         case "leaving":
@@ -142,10 +156,10 @@ def _take(found: History, said: Mapping[str, Any]) -> None:
         case "preparing":
             found.generation = said["generation"]
             found.phase = said.get("phase", "gathering")
-            found.target, found.after = list(said["members"]), said["after"]
+            found.target, found.after = _known(found, said["members"]), said["after"]
             found.well = set()
         case "begun":
-            found.active, found.step = list(said["members"]), said["step"]
+            found.active, found.step = _known(found, said["members"]), said["step"]
             found.phase, found.formed = "running", True
             found.target, found.after = [], -1
             found.well = set()
@@ -162,6 +176,14 @@ def _take(found: History, said: Mapping[str, Any]) -> None:
             found.draining = True
         case "ending":
             found.phase = "ending"
+            how = str(said.get("how"))
             found.over = Over(
-                how=Ending(said["how"]), text=said["why"], saver=said["saver"]
+                how=Ending(how) if how in [*Ending] else Ending.FAILED,
+                text=said.get("why", ""),
+                saver=said.get("saver", ""),
             )
+
+
+def _known(found: History, names: Iterable[str]) -> list[str]:
+    """Those of members that the journal tells of: a line may be missing."""
+    return [name for name in names if name in found.members]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.distributed.launch_env import printable
+from whalejax.distributed.launch_env import LOSS_SIGNS
 from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.member_record import Kill, Member, Start
+from whalejax.elastic.supervisor.failures import Failure
+from whalejax.elastic.supervisor.member_record import Kill, Member, Start, Status
 from whalejax.elastic.supervisor.roster import Roster
 
 
 _LASTING_SECONDS: Final = 60.0
 """A generation by collectives that lasted so long did something."""
 
-_MOST_SAID: Final = 300
-"""Letters of the last line of a failed process's log, which are told a user."""
+_FURTHER: Final[tuple[Status, ...]] = (
+    "starting",
+    "registered",
+    "ready",
+    "active",
+    "finished",
+    "left",
+)
+"""What members come to, in this order."""
 
 
 class Losing(Roster):
@@ -52,7 +60,8 @@ class Losing(Roster):
         over = self.phase in ("draining", "ending")
         counts = counts and not member.leaving and not over
         member.becomes("gone", now)
-        last = printable(said.strip().rpartition("\n")[2])[:_MOST_SAID]
+        failed = how is Ending.FAILED
+        error = self.failures.error_of(member.name, said) if failed else ""
         self._record(
             "lost",
             name=member.name,
@@ -60,7 +69,8 @@ class Losing(Roster):
             step=self.pace.step,
             counts=counts,
             how=how,
-            said=last if how is Ending.FAILED else "",
+            said=error,
+            seconds=round(now - member.since, 3),
         )
         if member.pid:
             self._effects.append(Kill(name=member.name, pid=member.pid))
@@ -68,17 +78,30 @@ class Losing(Roster):
         if over:
             return
         if counts:
-            self.failures.count(now, member.name, why, said)
-            self._check_budget(now)
+            if self._may_follow(error):
+                error = ""
+            failure = Failure(
+                at=now,
+                since=member.since,
+                name=member.name,
+                why=why,
+                error=error,
+                step=self.pace.step,
+            )
+            self.failures.count(failure, said)
+            self._check_budget(now, member.reached)
         if member.slot is not None:
             self.failures.due[member.slot] = now + self.failures.hold(now, member.slot)
         together = ("running", "preparing") if self.stops else ("running",)
         if self.restarts and self.phase in together and member.name in self.active:
             self._restart_world(now)
 
+    def _well_there(self) -> list[Member]:
+        return [m for m in self._there() if m.status != "failed"]
+
     def _restart_world(self, now: float) -> None:
         """End those that are left of a generation by collectives, to start anew."""
-        if now - self.pace.at > _LASTING_SECONDS:
+        if not self.stops and now - self.pace.at > _LASTING_SECONDS:
             self.failures.progressed()
         self.phase, self._short_since = "gathering", now
         self._record("restarting", members=list(self.active))
@@ -92,8 +115,21 @@ class Losing(Roster):
             if member.slot is not None:
                 self.failures.due.setdefault(member.slot, now)
 
-    def _check_budget(self, now: float) -> None:
-        why = self.failures.exceeded(now, self._where())
+    def _may_follow(self, error: str) -> bool:
+        """Whether an error may come of the loss of another, by collectives."""
+        several = self.restarts and len(self.active) > 1
+        return several and any(sign in error.lower() for sign in LOSS_SIGNS)
+
+    def _check_budget(self, now: float, reached: Status = "active") -> None:
+        """End the run where it fails for good.
+
+        Args:
+            now: the time.
+            reached: how far the member has come that failed.
+        """
+        far = _FURTHER.index(reached)
+        passed = any(_FURTHER.index(m.reached) > far for m in self._well_there())
+        why = self.failures.exceeded(now, self._where(), passed=passed)
         if why:
             self._end(now, Ending.FAILED, why)
 

@@ -12,7 +12,7 @@ from whalejax.elastic.wire.framing import Message
 
 
 Status = Literal[
-    "starting", "registered", "ready", "active", "finished", "left", "gone"
+    "starting", "registered", "ready", "active", "finished", "left", "failed", "gone"
 ]
 
 
@@ -30,8 +30,10 @@ class Member:
         machine: of the process, as ``processes.machine`` names it.
         status: ``"starting"`` until it says something, ``"registered"`` while it
             compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
-            ``"finished"`` behind the last step, ``"left"`` where its loop was left.
-        since: when it came to that status.
+            ``"finished"`` behind the last step, ``"left"`` where its loop was left,
+            ``"failed"`` where it told its error and has not ended yet.
+        reached: its status before it failed or was given up.
+        since: when it came to the status that it reached.
         heard_at: of its last word.
         connected: there is a connection.
         leaving: it asked to leave.
@@ -56,6 +58,7 @@ class Member:
     agent: str = ""
     machine: str = ""
     status: Status = "starting"
+    reached: Status = "starting"
     since: float = 0.0
     heard_at: float = 0.0
     connected: bool = False
@@ -82,7 +85,9 @@ class Member:
 
     def becomes(self, status: Status, now: float) -> None:
         """Come to a status."""
-        self.status, self.since = status, now
+        self.status = status
+        if status not in ("failed", "gone"):
+            self.reached, self.since = status, now
 
 
 # What is to be done; the supervisor's loop does it.

@@ -8,12 +8,15 @@ in a test with a clock of its own.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.elastic.facts import difference, told_facts
 from whalejax.elastic.phases import COMPUTING, STOPPED
-from whalejax.elastic.supervisor.endings import Ending
+from whalejax.elastic.supervisor.endings import Ending, exit_text
+from whalejax.elastic.supervisor.failures import Failure
 from whalejax.elastic.supervisor.generations import Generations
 from whalejax.elastic.supervisor.history import History
 from whalejax.elastic.supervisor.member_record import Member
@@ -34,9 +37,6 @@ _ERROR_SIGNALS: Final = (
     signal.SIGSEGV,
 )
 """Of which a process dies by a fault of its own; others are sent to it."""
-
-_PAUSE_SECONDS: Final = 1.0
-"""Between two ticks: more, and it was this process that stood still."""
 
 
 class Membership(Generations):
@@ -99,10 +99,13 @@ class Membership(Generations):
         member = self.members.get(name)
         if member is None or not member.is_there:
             return
+        self._miss_checkpoint(member, status)
         how = self._how_ended(member, status)
         if how is None:
-            why = f"its process ended with status {status}"
+            why = f"its process ended {exit_text(status)}"
             fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
+            fails = fails and status != ENDS_FOR_ANOTHER
+            fails = fails or member.status == "failed"
             if fails and self.restarts and len(self.active) > 1:
                 why += ", which may follow from the loss of another"
             how = Ending.FAILED if fails else Ending.LOST
@@ -134,8 +137,7 @@ class Membership(Generations):
             why: for a user.
         """
         member = self.members[name]
-        self._record("failed", name=name, why=why)
-        self.failures.said(name, why)
+        self._failed(now, member, why)
         joined = any(m.token for m in self.members.values())
         if joined or self._formed or self.phase != "gathering":
             return
@@ -145,9 +147,9 @@ class Membership(Generations):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        before, self._ticked_at = self._ticked_at, now
-        if before is not None and now - before > _PAUSE_SECONDS:
-            self._stood_still(now, now - before)
+        stood = self._standstill.forgiven(now)
+        if stood:
+            self._stood_still(now, stood)
         for member in [*self.members.values()]:
             why = self._overdue(now, member)
             if why:
@@ -302,21 +304,34 @@ class Membership(Generations):
         waits = all(limits[m.name] is None for m in there)
         if there and waits and now - moved_at > limit:
             self._record("stuck", seconds=limit, members=list(self.active))
-            self.failures.count(now, "all members", "waited for each other", "")
+            self.failures.count(
+                Failure(
+                    at=now,
+                    since=self.pace.at,
+                    name="all members",
+                    why="waited for each other",
+                )
+            )
             self._check_budget(now)
             self._change(now, -1)
 
     def _connect_anew(self, now: float) -> None:
         """Members cannot reach each other, though all reach the supervisor.
 
-        The first time they try again; then who is named most often is given up.
+        The first time they try again. Of those whose link breaks again, one is given
+        up: who has most such links, and of two alike not the one with the newer state.
         """
-        self._reconnected += 1
+        there = {m.name: m for m in self._taking_part()}
+        links = {link for link in self._broken_links if link <= there.keys()}
+        if any(not there[name].connected for link in links for name in link):
+            self._suspected_at = now  # It is coming back, or its lease will tell.
+            return
         self._suspected_at = None
-        there = [m.name for m in self._taking_part()]
-        if self._reconnected > 1 and len(there) > 1:
-            times = self._suspects
-            worst = max(there, key=lambda name: (times[name], there.index(name)))
-            self._suspects.clear()
-            self._lose(now, self.members[worst], "other members cannot reach it")
+        again = links & self._reconnected_links
+        self._reconnected_links |= links
+        if again:
+            ends = Counter(name for link in again for name in link)
+            order = [*there]
+            worst = max(ends, key=lambda n: (ends[n], -there[n].step, order.index(n)))
+            self._lose(now, there[worst], "other members cannot reach it")
         self._change(now, -1)

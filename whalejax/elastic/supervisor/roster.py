@@ -159,8 +159,7 @@ class Roster(RunEnds):
         if step > self.pace.step:
             self.pace.committed(step, now)
             self.failures.progressed(step)
-            self._suspects.clear()
-            self._reconnected = 0
+            self._reconnected_links.clear()
 
     def _compare(
         self, now: float, member: Member, step: int, loss: float, known: float
@@ -184,10 +183,10 @@ class Roster(RunEnds):
     ) -> None:
         self._record("suspect", name=name, by=member.name, why=why)
         known = self.members.get(name)
-        if known is None or known.status in ("left", "gone"):
+        if known is None or known.status in ("left", "failed", "gone"):
             return  # That it cannot be reached is known.
         if generation == self.generation:
-            self._suspects.update((name, member.name))
+            self._broken_links.add(frozenset((name, member.name)))
             if self._suspected_at is None:
                 self._suspected_at = now
 
@@ -238,12 +237,17 @@ class Roster(RunEnds):
 
     def _saved(self, now: float, member: Member, step: int, path: str) -> None:
         self.checkpoint = path
+        self._tell_last(member)
         self._record("saved", name=member.name, step=step, path=path)
 
     def _recovered(self, now: float, member: Member, step: int, source: str) -> None:
         """It took its state from somewhere: copies in memory, a checkpoint, or none."""
         self._record("recovered", name=member.name, step=step, source=source)
         self.pace.begun(step, now)
+
+    def _note(self, now: float, member: Member, why: str) -> None:
+        """Something that a user should know, such as of damaged checkpoints."""
+        self._record("note", name=member.name, why=why)
 
     def _compiled_ahead(
         self, now: float, member: Member, count: int, seconds: float
@@ -254,9 +258,18 @@ class Roster(RunEnds):
     def _not_copied(self, now: float, member: Member, step: int, why: str) -> None:
         self._record("not_copied", name=member.name, step=step, why=why)
 
+    def _tell_last(self, member: Member) -> None:
+        """It has said what came of the last checkpoint, where that is what it wrote."""
+        if self.over is not None and member.name == self.over.saver:
+            self._saver_has_told = True
+
     def _not_saved(self, now: float, member: Member, step: int, why: str) -> None:
+        self._tell_last(member)
         self._record("not_saved", name=member.name, step=step, why=why)
 
     def _failed(self, now: float, member: Member, why: str) -> None:
+        """It ends by an error, and takes no part any more: the others do not wait."""
         self._record("failed", name=member.name, why=why)
         self.failures.said(member.name, why)
+        member.becomes("failed", now)
+        member.released_at = now

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from whalejax.elastic.supervisor.endings import STATUS, Ending
+from whalejax.elastic.phases import BETWEEN, SAVING
+from whalejax.elastic.supervisor.endings import STATUS, Ending, exit_text
 from whalejax.elastic.supervisor.history import Over
 from whalejax.elastic.supervisor.member_record import End, Kill, Member
 from whalejax.elastic.supervisor.run_state import RunState
@@ -46,6 +47,29 @@ class RunEnds(RunState):
         found = [m for m in there if m.step == newest and newest >= 0]
         return min(found, key=lambda m: not m.connected).name if found else ""
 
+    def saves_last(self, now: float, name: str) -> bool:
+        """Whether a member is about to write the last checkpoint, within its time.
+
+        Args:
+            now: the time.
+            name: of the member.
+        """
+        member = self.members.get(name)
+        if self.over is None or member is None or name != self.over.saver:
+            return False
+        if now - member.heard_at > self.settings.lease_seconds:
+            return False
+        limit = self._limit(member) if member.phase in (BETWEEN, SAVING) else None
+        return limit is not None and now - member.moved_at <= limit
+
+    def _miss_checkpoint(self, member: Member, status: int | None) -> None:
+        """Say so where a member ends that should have written the last checkpoint."""
+        if self.over is None or member.name != self.over.saver or self.restarts:
+            return
+        if self._facts.get("save") and not self._saver_has_told:
+            why = f"{member.name} ended {exit_text(status)} before it was written"
+            self._record("not_saved", name=member.name, step=member.step, why=why)
+
     def _dismiss(self, now: float, member: Member) -> None:
         """Tell a member that the run is over; it may be told again."""
         assert self.over is not None
@@ -82,6 +106,8 @@ class RunEnds(RunState):
         if self.restarts and member.status in ("active", "finished"):
             done = status == 0 or (status is None and member.status == "finished")
             return Ending.COMPLETE if done else None
+        if status in _TERMINATED and member.status in ("starting", "registered"):
+            return Ending.DRAINED  # It was told to leave, and could not say so.
         if status not in (0, None):
             return None
         if member.leaving:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
+from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.phases import DEADLINES, STEP
 from whalejax.elastic.supervisor.failures import Failures
 from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Phase
@@ -24,6 +25,9 @@ the generation for all, and they start again from a checkpoint."""
 AT_STEPS = "collectives in generations, stopping at steps"
 """The same of members that stop together behind a step where they are asked to, having
 saved their state."""
+
+LONGEST_TURN_SECONDS: Final = 1.0
+"""Between two turns of the supervisor: more, and it may have been stopped."""
 
 
 class RunState:
@@ -72,6 +76,7 @@ class RunState:
         self._asked_at = 0.0
         self._short_since: float | None = None
         self._well: set[str] = set()
+        self._saver_has_told = False
         self._starting: set[int] = set()
         self._unplaced: set[int] = set()
         self.awaited: set[str] = set()
@@ -79,11 +84,11 @@ class RunState:
         self.placed = False
         self._expected = 0
         self._suspected_at: float | None = None
-        self._suspects: Counter[str] = Counter()
-        self._reconnected = 0
+        self._broken_links: set[frozenset[str]] = set()
+        self._reconnected_links: set[frozenset[str]] = set()
         self._effects: list[Effect] = []
         self._losses: dict[int, tuple[int, float]] = {}
-        self._ticked_at: float | None = None
+        self._standstill = Standstill(LONGEST_TURN_SECONDS)
 
     def effects(self) -> list[Effect]:
         """What is to be done, in this order; each is given once."""
@@ -180,12 +185,13 @@ class RunState:
         self._losses = dict(losses)
         since = [s for s, (g, _) in losses.items() if g >= told.generation]
         self.pace.begun(max([told.step, *since]), now)
-        for at, name, why in told.failed:
-            if at < committed_at:
+        for name, error in told.errors.items():
+            self.failures.said(name, error)
+        for failure in told.failed:
+            at, began = now - wall + failure.at, now - wall + failure.since
+            self.failures.count(replace(failure, at=at, since=began))
+            if failure.at < committed_at:
                 self.failures.progressed()
-            self.failures.count(now - (wall - at), name, why, "")
-        if told.failed and told.failed[-1][0] < committed_at:
-            self.failures.progressed()
         if self.phase not in ("draining", "ending"):
             taken = {m.slot for m in self.members.values() if m.is_there}
             for slot in range(settings.most + settings.spares):
@@ -218,9 +224,9 @@ class RunState:
         return [m for m in self.members.values() if m.is_there]
 
     def _taking_part(self) -> list[Member]:
-        """Members of the generation that are there."""
+        """Members of the generation that are there and have not failed."""
         found = [self.members[name] for name in self.active]
-        return [m for m in found if m.is_there]
+        return [m for m in found if m.status not in ("failed", "gone")]
 
     def _are_coming(self) -> bool:
         """Processes start that may take part."""

@@ -25,9 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.distributed.launch_env import KEY_FILE, is_loopback, joined_address
+from whalejax.distributed.launch_env import (
+    KEY_FILE,
+    is_loopback,
+    joined_address,
+    reached_host,
+)
 from whalejax.elastic.agents.fleet import AgentFleet, program
-from whalejax.elastic.environment import RUN
+from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.member_record import (
@@ -50,6 +55,7 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
+from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
@@ -75,7 +81,6 @@ _SAID: Final = {**TO_SUPERVISOR, **TO_SUPERVISOR_OF_AGENT}
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 2.0
-_ALL_ADDRESSES: Final = ("0.0.0.0", "::")
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Messages that wait for the loop; who sends more waits too."""
@@ -145,10 +150,11 @@ class Supervisor:
         self._gpus = SlotGpus({**os.environ, **(run.environment or {})}, places)
         self._save: Path | None = None
         self._is_full = False
-        self._terminated = False
+        self._terminated = self._at_once = False
         self._end: End | None = None
         self._ends_at = float("inf")
         self._pulse_at = 0.0
+        self._turn_at = time.monotonic()
 
     def run(self) -> int:
         """Supervise until the end.
@@ -186,7 +192,7 @@ class Supervisor:
         self._held.enter_context(FolderLock(self._folder))
         make_key(self._folder / KEY)
         self._key = load_key(self._folder / KEY)
-        events = journal.read(self._folder / journal.EVENTS)
+        events = journal.read_events(self._folder / journal.EVENTS)
         # A number is never used again in a folder, also by a later run in it.
         numbers = [e["generation"] for e in events if e["event"] == "preparing"]
         self._membership.generation = max(numbers, default=0)
@@ -248,13 +254,13 @@ class Supervisor:
             return here and not self._run.command
         if any(m.agent for m in there):
             asked = self._run.host, self._run.port
-            return here and asked == (run[0]["host"], run[0]["port"])
+            return here and asked == (run[0].get("host"), run[0].get("port"))
         return here and any(began_at(m.pid) == m.began for m in there if m.pid)
 
     def _listen(self, before: Mapping[str, Any] | None) -> None:
         host, port = self._run.host, self._run.port
         if before is not None:  # Where its members look for it.
-            host, port = before["host"], before["port"]
+            host, port = before.get("host", host), before.get("port", port)
         try:
             self._listening = listen(host, port)
         except OSError as error:
@@ -280,11 +286,11 @@ class Supervisor:
         """Go on where a supervisor that was killed has left its members."""
         now = time.monotonic()
         self._journal.write("restarted", {})
-        commits = journal.read(self._folder / journal.COMMITS)
+        commits = journal.read_commits(self._folder / journal.COMMITS)
         since = [said for said in commits if said["time"] >= events[0]["time"]]
         told = history(events)
         if told.over is None and told.facts:
-            self._lock_save(told.facts["save"])
+            self._lock_save(told.facts.get("save", ""))
         self._membership.go_on(
             now,
             told,
@@ -303,15 +309,17 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved."""
+        """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved;
+        ``AT_ONCE`` ends it without waiting for that."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def told(number: int, _: object) -> None:
             self._terminated = True
+            self._at_once = self._at_once or number == AT_ONCE
 
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE)
         before = {
             number: signal.signal(number, told)
             for number in numbers
@@ -333,17 +341,31 @@ class Supervisor:
                         self._woken.recv(4096)
                 else:
                     self._ended(key.data)
-            self._take_events()
-            now = time.monotonic()
+            now = self._take_all()
             self._say_refused(now)
             self._beat(now)
             self._write_kept()
-            if self._terminated:
+            if self._at_once:
+                self._membership.end_at_once(now)
+                self._ends_at = 0.0
+            elif self._terminated:
                 self._membership.terminate(now)
             if self._fleet is not None:
                 self._fleet.tick(now)
             self._membership.tick(now)
             self._do_all()
+
+    def _take_all(self) -> float:
+        """Take what has come, before anybody is found silent; the time.
+
+        Behind a turn that took long, this process may have been stopped: what came
+        meanwhile is read by other threads, which need a moment for it.
+        """
+        before, self._turn_at = self._turn_at, time.monotonic()
+        if self._turn_at - before > LONGEST_TURN_SECONDS:
+            time.sleep(_TICK_SECONDS)
+        self._take_events()
+        return time.monotonic()
 
     def _beat(self, now: float) -> None:
         if self._run.pulse is not None and now >= self._pulse_at:
@@ -374,10 +396,10 @@ class Supervisor:
         there, now = self._processes.names, time.monotonic()
         held = [] if self._fleet is None else self._fleet.names
         if now > self._ends_at:
-            for name in there:
-                self._processes.kill(name)
-            for name in held:
-                self._kill_held(name)
+            for name in [*there, *held]:
+                if self._at_once or not self._membership.saves_last(now, name):
+                    self._processes.kill(name)
+                    self._kill_held(name)
         # Agents that are lost take their processes out of the list.
         return not there and not held
 
@@ -467,7 +489,8 @@ class Supervisor:
     def _register(self, now: float, channel: Channel, message: Message) -> None:
         name, slot = self._named(message.fields)
         # Only the folder of a member that is one is held.
-        why = self._membership.refusal(name, message)
+        why = self._other_run(message.fields["run"])
+        why = why or self._membership.refusal(name, message)
         why = why or self._lock_save(message.fields["save"])
         if why:
             self._do(WriteEvent(event="refused", fields={"name": name, "why": why}))
@@ -480,8 +503,14 @@ class Supervisor:
             old.close()
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
-        welcome = {"name": name, "beat_seconds": beats}
+        welcome = {"run": self._name, "name": name, "beat_seconds": beats}
         self._send(channel, Message(kind="welcome", fields=welcome))
+
+    def _other_run(self, run: str) -> str:
+        """Why a member of that run is none of this one, or nothing."""
+        if run in ("", self._name):  # Who was started by hand does not know it.
+            return ""
+        return "this member is of an earlier run in the same folder, which is over"
 
     def _refused(self, now: float, channel: Channel, message: Message) -> None:
         """A process says that it cannot be run, before it joins."""
@@ -547,9 +576,7 @@ class Supervisor:
         self._membership.placed = True
         self._membership.awaited = set(self._run.awaited)
         host, port = self._address
-        # Who listens at all addresses of this machine is reached by its name.
-        named = socket.gethostname() if host in _ALL_ADDRESSES else host
-        where = joined_address(named, port)
+        where = joined_address(reached_host(host), port)
         key = (self._folder / KEY).absolute()
         alone = ", on this machine alone" if is_loopback(host) else ""
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
@@ -557,7 +584,11 @@ class Supervisor:
 
     def _say_adding_up(self, channel: Channel, message: Message) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
-        by, why = self._membership.add_up(**message.fields)
+        fields = dict(message.fields)
+        if other := self._other_run(fields.pop("run")):
+            self._send(channel, Message(kind="refused", fields={"why": other}))
+            return
+        by, why = self._membership.add_up(**fields)
         self._do_all()
         told = {
             "by": by,
@@ -625,7 +656,7 @@ class Supervisor:
                 tell_user(shown(event, fields, quiet=self._run.quiet))
             case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
-                self._commits.write("committed", {**fields, "parts": parts})
+                self._commits.write(journal.COMMITTED, {**fields, "parts": parts})
             case Send(name=name, message=message):
                 channel = self._channels.get(name)
                 if channel is not None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from whalejax.distributed.standard_streams import say_in_background
 from whalejax.elastic.supervisor.endings import Ending
 from whalejax.journals.status import loss_words
 
 
-_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "saved"})
+_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
 """Events of a run that goes well."""
 
 
@@ -39,18 +38,19 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         return ""
     match event:
         case "begun":
-            names = ", ".join(fields["members"])
-            step = fields["step"]
-            whence = (
-                f"step {step}" if step >= 0 else "the newest checkpoint or the start"
-            )
-            return f"generation {fields['generation']} from {whence}: {names}"
+            names, step = ", ".join(fields["members"]), fields["step"]
+            # Where nobody has a state yet, who finds one says so: ``recovered``.
+            whence = f" from step {step}" if step >= 0 else ""
+            return f"generation {fields['generation']}{whence}: {names}"
+        case "recovered":
+            verb = "goes on from" if fields["step"] else "begins with"
+            return f"the run {verb} {fields['source']}"
         case "adding_up":
             return adding_up_words(fields["by"], fields["why"])
         case "lost":
             what = "failed" if fields.get("how") == Ending.FAILED else "is lost"
             return f"{fields['name']} {what}: {loss_words(fields)}"
-        case "refused" | "leaving":
+        case "refused" | "leaving" | "note":
             return f"{fields['name']}: {fields['why']}"
         case "left":
             return f"{fields['name']}: its loop was left at step {fields['step']}"
@@ -73,10 +73,7 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         case "saved":
             return f"checkpoint {fields['path']}"
         case "not_saved":
-            return (
-                f"no checkpoint after step {fields['step']}, and the run goes on: "
-                f"{fields['why']}"
-            )
+            return f"no checkpoint after step {fields['step']}: {fields['why']}"
         case "not_copied":
             return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
@@ -90,7 +87,6 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
 
 
 def tell_user(text: str) -> None:
-    """Print a line, where somebody still reads it."""
+    """Print a line, where somebody still reads it; nothing waits for that."""
     if text:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"whalejax: {text}", file=sys.stderr, flush=True)
+        say_in_background(f"whalejax: {text}")

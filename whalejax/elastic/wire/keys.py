@@ -31,6 +31,8 @@ def make_key(path: Path) -> None:
     Raises:
         WhaleError: it cannot be written.
     """
+    if path.exists():
+        return
     # Written under another name first: whoever sees the file sees the whole key.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:

@@ -113,6 +113,7 @@ _REPORT: Final[Fields] = {"number": _is_int}
 
 TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
     "register": {
+        "run": _is_text,
         "name": _is_text,
         "machine": _is_text,
         "pid": _is_int,
@@ -126,7 +127,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
         "facts": _is_texts,
         "token": _is_text,
     },
-    "adding_up": {"by": _is_way, "why": _is_text},
+    "adding_up": {"run": _is_text, "by": _is_way, "why": _is_text},
     "refusal": {"machine": _is_text, "pid": _is_int, "why": _is_text},
     "beat": {"phase": _is_text, "step": _is_int, "done": _is_int},
     "ready": _REPORT,
@@ -155,6 +156,7 @@ TO_SUPERVISOR: Final[Mapping[str, Fields]] = {
     "unfit": {**_REPORT, "count": _is_int, "why": _is_text},
     "compiled_ahead": {**_REPORT, "count": _is_int, "seconds": _is_seconds},
     "not_copied": {**_REPORT, "step": _is_int, "why": _is_text},
+    "note": {**_REPORT, "why": _is_text},
     "recovered": {**_REPORT, "step": _is_int, "source": _is_text},
 }
 """What members say, with a check of each field."""
@@ -166,7 +168,7 @@ TO_MEMBER: Final[Mapping[str, Fields]] = {
         "processes": _is_count,
         "hosts": _is_count,
     },
-    "welcome": {"name": _is_text, "beat_seconds": _is_seconds},
+    "welcome": {"run": _is_text, "name": _is_text, "beat_seconds": _is_seconds},
     "refused": {"why": _is_text},
     "heard": {"goodput": _is_seconds, "number": _is_int},
     "prepare": {"generation": _is_int, "after": _is_int},

@@ -48,9 +48,10 @@ class Refused(WhaleError):
     Attributes:
         code: why: ``"stale"`` (a generation or step that is over, or not begun),
             ``"missing"`` (what was asked for is not held), ``"source"`` (another peer
-            did not answer), ``"not finite"``, ``"overflow"`` (a sum or a state that is
-            not finite, of numbers that are), ``"shape"`` (another peer sent what cannot
-            be), ``"answer"`` (what was answered is none), ``"failed"``.
+            did not answer), ``"late"`` (it did not in time), ``"not finite"``,
+            ``"overflow"`` (a sum or a state that is not finite, of numbers that are),
+            ``"shape"`` (another peer sent what cannot be), ``"answer"`` (what was
+            answered is none), ``"failed"``.
         blame: name of the peer that is at fault; empty where nobody else is.
     """
 

@@ -33,7 +33,7 @@ from whalejax.swarm_runtime.passage import (
 )
 from whalejax.swarm_runtime.registry import Member, facts_of
 from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_FURTHER_TRAINER
-from whalejax.swarm_runtime.wire.registering import taken_in
+from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 
 
 ASK_SECONDS: Final = 10.0
@@ -128,6 +128,7 @@ class FurtherTrainer:
         self._leaving, self._ended = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(_MOST_AT_ONCE)
         self._thread: threading.Thread | None = None
+        self._heard_at = time.monotonic()
         self.led, self.over, self.failed = 0, "", False
         handlers = {
             "ping": lambda _: Message(kind="pong", fields={"name": self.name}),
@@ -143,6 +144,7 @@ class FurtherTrainer:
                 "free port"
             ) from error
         self._service = Service(listening, key, TO_FURTHER_TRAINER, handlers)
+        self._address = told_address(self._service.address, registry)
 
     def _new_fleet(self) -> Fleet:
         """Nobody has been measured; in seconds of the registry's clock."""
@@ -205,7 +207,7 @@ class FurtherTrainer:
     def _enlist(self) -> None:
         fields = {
             "name": self.name,
-            "address": list(self._service.address),
+            "address": list(self._address),
             "facts": self._facts,
         }
         self._caller.ask(self._registry, "enlist", fields, seconds=ENLIST_SECONDS)
@@ -213,11 +215,11 @@ class FurtherTrainer:
     # Taking.
 
     def _take_all(self) -> None:
-        heard = time.monotonic()
+        self._heard_at = time.monotonic()
         while not self._ended.is_set():
             try:
                 fields = self._take()
-                heard = time.monotonic()
+                self._heard_at = time.monotonic()
                 if not fields["known"]:
                     if self._leaving.is_set():
                         self._end("left", failed=False)
@@ -228,7 +230,7 @@ class FurtherTrainer:
             except Refused as error:
                 self._end(error.why, failed=True)
             except Gone as error:
-                silent = time.monotonic() - heard
+                silent = self.silent_seconds
                 address = f"{self._registry[0]}:{self._registry[1]}"
                 if self._leaving.is_set():
                     self._end(f"left without being let go: {error}", failed=False)
@@ -239,6 +241,11 @@ class FurtherTrainer:
                         failed=True,
                     )
                 self._ended.wait(_BEAT_SECONDS)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the registry last answered."""
+        return time.monotonic() - self._heard_at
 
     def _take(self) -> Mapping[str, Any]:
         with self._lock:
@@ -294,7 +301,7 @@ class FurtherTrainer:
             generation=at[1],
             step=at[2],
             state=state,
-            batch=self._service.address,
+            batch=self._address,
             sum_wire=self._sum_wire,
             call_seconds=self._call_seconds,
             await_peer=_no_peer,

@@ -6,8 +6,24 @@ import threading
 import time
 from collections.abc import Callable
 
-from whalejax.elastic.wire.service import Gone, Refused
+from whalejax.distributed.launch_env import ALL_ADDRESSES, joined_address
+from whalejax.elastic.environment import local_host
+from whalejax.elastic.wire.service import Address, Gone, Refused
 from whalejax.meshes.errors import WhaleError
+
+
+def told_address(listens: Address, registry: Address) -> Address:
+    """Where a process of a swarm says that others reach it.
+
+    Args:
+        listens: where it listens; of all addresses, it is reached at the one from which
+            it reaches the registry.
+        registry: its address.
+    """
+    host, port = listens
+    if host in ALL_ADDRESSES:
+        host = local_host(joined_address(*registry))
+    return host, port
 
 
 def taken_in(

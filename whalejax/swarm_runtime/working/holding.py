@@ -227,7 +227,7 @@ class StageHolder:
             )
         except Gone as error:
             why = f"{name} did not give {kind} to {self.name}: {error}"
-            raise Refused("source", why, blame) from None
+            raise Refused("late" if error.late else "source", why, blame) from None
         except Refused as error:
             why = f"{name} did not give {kind} to {self.name}: {error.why}"
             codes = {"answer": "shape", "overflow": "overflow"}

@@ -23,7 +23,7 @@ from whalejax.elastic import programs
 from whalejax.elastic.adding_up import agreement, price
 from whalejax.elastic.adding_up.agreement import Arbiter, agreed
 from whalejax.elastic.adding_up.price import AddingProcesses
-from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.environment import RUN, SUPERVISOR
 from whalejax.elastic.programs import planned_replica
 from whalejax.elastic.supervisor.history import history
 from whalejax.elastic.supervisor.membership import Membership
@@ -197,6 +197,17 @@ def test_who_wants_it_otherwise_is_told(
             agreed(arbiter(there), None, no_room, **options)
         with pytest.raises(WhaleError, match=late):
             agreed(arbiter(there), ASKED, no_room, **options)
+
+
+def test_a_process_of_an_earlier_run_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live(tmp_path / "run") as there:
+        monkeypatch.setenv(RUN, "of an earlier one")
+        with pytest.raises(WhaleError, match="is of an earlier run in the same folder"):
+            arbiter(there).decide(ASKED)
+        monkeypatch.delenv(RUN)
+        assert not arbiter(there).ask()["by"]
 
 
 def test_nobody_who_answers_is_said(
