@@ -10,6 +10,7 @@ backward pass holds beside it are all read off the same sources of each value.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,6 +104,7 @@ class TensorUses:
         narrow: for every tensor, whether products read it in a narrower type.
         leaving: values that are put together out of chunks.
         homes: the operation where each tensor is at home.
+        regions: numbers of the operations of each checkpointed region.
         spans: of operations, in program order.
         last: of each parameter, the number of its last reader; -1 without one.
         users: of each parameter, all that read it and are no weights' own.
@@ -123,6 +125,7 @@ class TensorUses:
         self.masks: set[int] = set()
         self.data = self._data()
         self.homes = self._homes()
+        self.regions = self._regions()
         self.spans = self._spans()
         self.last, self.users = self._parameters()
 
@@ -148,6 +151,14 @@ class TensorUses:
         for i, op in enumerate(self.graph.ops):
             for t in (*op.results, *op.operands):
                 found.setdefault(t, i)
+        return found
+
+    def _regions(self) -> dict[int, list[int]]:
+        """The operations of each checkpointed region."""
+        found: dict[int, list[int]] = {}
+        for i, op in enumerate(self.graph.ops):
+            if op.remat is not None:
+                found.setdefault(op.remat, []).append(i)
         return found
 
     def _spans(self) -> list[Span]:
@@ -243,7 +254,7 @@ class Timeline:
             self.multiplied |= regathered_operands(graph, weight)
         self.compiler = compiler
         self.halves = compiler.narrow_products
-        uses = uses or TensorUses(graph, weight, compiler)
+        self.uses = uses = uses or TensorUses(graph, weight, compiler)
         self.narrow, self.leaving = uses.narrow, uses.leaving
         self.maker, self.readers, self.reader = uses.maker, uses.readers, uses.reader
         self.masks, self.data = uses.masks, uses.data
@@ -377,8 +388,8 @@ class Timeline:
                 return op.kind in SPREAD
             return op.elementwise and op.kind not in _LONG
 
-        firm = {t for t in kept if not again(t)} | self.hard
         found = {t: first for t, first in kept.items() if not again(t)}
+        firm = {*found}
         for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
             if t in found:
                 continue
@@ -387,7 +398,7 @@ class Timeline:
                 base |= self.sources(operand, region)
             size = self.graph.tensors[t].nbytes
             base = {b for b in base if self.graph.tensors[b].nbytes * SMALL > size}
-            if base <= firm:
+            if all(b in firm or b in self.hard for b in base):
                 for b in base:
                     found[b] = min(found.get(b, first), first)
             else:
@@ -479,6 +490,7 @@ class Timeline:
             found[Entry(t, nbytes, home)] += copies * trips[t]
         return found
 
+    @functools.cached_property
     def _fetched(self) -> dict[int, list[int]]:
         """For each checkpointed region, what comes back from host memory for it."""
         found: dict[int, dict[int, None]] = {}
@@ -660,7 +672,7 @@ class Timeline:
         before: dict[Any, dict[Entry, float]] = {}
         making: dict[Any, dict[Entry, float]] = {}
         inside: dict[int | None, dict[int, int]] = {}
-        slice_of, fetched = self._slice(span), self._fetched()
+        slice_of, fetched = self._slice(span), self._fetched
         for i in range(span.first, span.end):
             op = self.graph.ops[i]
             if op.remat is not None:
@@ -807,9 +819,8 @@ class Timeline:
     def _rebuilt(self, region: int) -> dict[int, int]:
         """What a checkpointed region keeps when it runs again, by first reader."""
         kept: dict[int, int] = {}
-        for i, op in enumerate(self.graph.ops):
-            if op.remat != region:
-                continue
+        for i in self.uses.regions.get(region, ()):
+            op = self.graph.ops[i]
             slots = op.operands + op.results
             for slot in op.saves:
                 for t in self.sources(slots[slot], region):
