@@ -22,6 +22,7 @@ import jax
 import jax.extend
 import jax.extend.backend
 import jax.numpy as jnp
+import numpy as np
 from jax._src import effects, source_info_util
 from jax.core import Tracer
 from jax.interpreters import partial_eval
@@ -564,6 +565,12 @@ def has_explicit_axes(aval: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(atom, jax.extend.core.Literal)
+
+
+def literal_key(literal: Any) -> tuple[Any, ...]:
+    """What two constants have in common that are the same wherever they stand."""
+    aval = literal.aval
+    return aval.dtype, aval.weak_type, np.asarray(literal.val).tobytes()
 
 
 def is_concrete(value: Any) -> bool:

@@ -49,6 +49,7 @@ class Splice:
         self._atoms: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
         self._variables: dict[int, Any] = {}
+        self._folded: dict[tuple[Any, tuple[Any, ...]], Any] = {}
         self._hold(jaxpr)
 
     def program(self) -> Any:
@@ -89,7 +90,7 @@ class Splice:
             a is not b for a, b in zip(operands, equation.invars, strict=True)
         )
         if renamed and all(map(_compat.is_literal, operands)):
-            self._trace_of_literals(equation, operands, scope)
+            self._keep_literals(equation, operands, scope)
             return
         if scope is not None:
             # What is called several times has variables of its own each time.
@@ -102,18 +103,19 @@ class Splice:
             moved = equation
         self.equations.append(moved)
 
-    def _trace_of_literals(
+    def _keep_literals(
         self, equation: Any, operands: Sequence[Any], scope: Scope
     ) -> None:
-        """Put in what only reads numbers of a call's text; JAX may fold it."""
-        values = [atom.val for atom in operands]
-        self.trace(
-            lambda: _compat.bind(equation, values),
-            (),
-            equation.outvars,
-            equation,
-            scope,
-        )
+        """Put in what only reads numbers of a call's text, which JAX may fold."""
+        given = tuple(map(_compat.literal_key, operands))
+        if (equation, given) not in self._folded:
+
+            def run() -> list[Any]:
+                return _compat.bind(equation, [atom.val for atom in operands])
+
+            traced = _compat.trace_within(equation, run, ())
+            self._folded[equation, given] = traced
+        self._put(self._folded[equation, given], (), equation.outvars, equation, scope)
 
     @contextlib.contextmanager
     def call(self, equation: Any, scope: Scope = None) -> Iterator[Scope]:
@@ -149,13 +151,24 @@ class Splice:
             equation: Equation in whose scopes it runs; None for none.
             scope: Scopes of the calls around it.
         """
-        given = [self._read(atom) for atom in inputs]
-        avals = [atom.aval for atom in given]
-        inner = _compat.trace_within(equation, function, avals)
+        avals = [self._read(atom).aval for atom in inputs]
+        traced = _compat.trace_within(equation, function, avals)
+        self._put(traced, inputs, outputs, equation, scope)
+
+    def _put(
+        self,
+        traced: Any,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        equation: Any,
+        scope: Scope,
+    ) -> None:
+        """Put in what was traced; see ``trace``."""
         if equation is not None:
             scope = _compat.scope_inside(equation, scope)
-        self._hold(inner, replaced=False)
-        body, _ = _compat.open_jaxpr(inner)
+        body, _ = _compat.open_jaxpr(traced)
+        given = [self._read(atom) for atom in inputs]
+        self._hold(traced, replaced=False)
         self._atoms.update(zip(body.invars, given, strict=True))
         for one in body.eqns:
             self.keep(one, scope)
