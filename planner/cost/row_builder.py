@@ -20,6 +20,7 @@ from whalejax.planner.model.graph import (
     TRANSCENDENTAL,
     Graph,
     Op,
+    makes_weights,
 )
 from whalejax.planner.model.halo_repeats import repeats
 from whalejax.planner.model.loop_reads import rereads
@@ -479,13 +480,13 @@ class Views:
 
     def _lies(self, tensor: int) -> Fused | None:
         """How a fused parameter lies, where it is read in the form of this tensor."""
-        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
-        if all(op.kind in LOOPS or self._of_weights(op) for op in ops):
+        fused = self.reading.fused.get(tensor)
+        if fused is None:
             return None
-        return self.reading.fused.get(tensor)
-
-    def _of_weights(self, op: Op) -> bool:
-        return bool(op.results) and all(self.weight[t] for t in op.results)
+        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
+        if all(op.kind in LOOPS or makes_weights(op, self.weight) for op in ops):
+            return None
+        return fused
 
     def _again(self, op: Op, tensor: int) -> bool:
         """Whether a reader takes a value anew for its backward pass."""

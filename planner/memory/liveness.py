@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.memory.few_samples import FewSamples
@@ -31,6 +34,7 @@ from whalejax.planner.model.graph import (
     Op,
     Stacked,
 )
+from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.terms import FETCHED
 
 
@@ -197,24 +201,41 @@ class TensorUses:
                     users[leaf].append(i)
         return [max(places, default=-1) for places in users], users
 
-    def used(self, until: Mapping[int, int]) -> list[list[int]]:
+    def used(self, until: Mapping[int, int]) -> np.ndarray:
         """How each span computes with each parameter; see ``Course.used``.
 
         Args:
             until: operations to that for which their result is written, if later.
         """
-        return [
-            [self._used(span, at, until) for at in self.users] for span in self.spans
-        ]
+        found = np.zeros((len(self.spans), len(self.users)), int)
+        ends = [span.end for span in self.spans]
+        for leaf, places in enumerate(self.users):
+            for at in places:
+                first, last = (
+                    bisect_right(ends, at),
+                    bisect_right(ends, until.get(at, at)),
+                )
+                how = 1 if self.graph.ops[at].matmul is None else 2
+                here = found[first : last + 1, leaf]
+                np.maximum(here, how, out=here)
+        return found
 
-    def _used(self, span: Span, places: Sequence[int], until: Mapping[int, int]) -> int:
-        here = [
-            self.graph.ops[at]
-            for at in places
-            if at < span.end and until.get(at, at) >= span.first
-        ]
-        product = any(op.matmul is not None for op in here)
-        return 2 if product else int(bool(here))
+    @functools.cached_property
+    def directly(self) -> np.ndarray:
+        """How each span computes with each parameter in its own operations."""
+        return self.used({})
+
+    @functools.cached_property
+    def reread(self) -> np.ndarray:
+        """See ``Course.reread``."""
+        times, spans = rereads(self.graph, self.weight), self.spans
+        found = np.zeros((len(spans), len(self.users)), bool)
+        ends = [span.end for span in spans]
+        for leaf, places in enumerate(self.users):
+            for at in places:
+                if times[at] > 1 and self.graph.ops[at].matmul is not None:
+                    found[bisect_right(ends, at), leaf] = True
+        return found
 
 
 class Timeline:

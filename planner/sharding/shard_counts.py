@@ -152,8 +152,9 @@ def table_shard_counts(
     major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
     inner = {} if fused is None else dict(fused.inner)
     for axis, size in mesh.items():
+        roles = [r for r in table.get(axis, ()) if r in major or r in inner]
         left = size > 1
-        for role in table.get(axis, ()) if left.any() else ():
+        for role in roles if roles and left.any() else ():
             lends = fused is not None and role in inner
             may = left & (inner[role] % size == 0) if lends else left
             for other in fused.others if fused is not None and lends else (role,):

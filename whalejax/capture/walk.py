@@ -109,7 +109,6 @@ class Walk:
             others are looked into like other calls.
         chunks: into how many the tokens are cut in calls that make logits; if more than
             one, the backward pass computes these again.
-        keeps: find out what scans keep for their backward pass.
         rows: where rows lie in calls that sort them across the batch, by name.
         rules: what was found of equations before, perhaps of other walks.
         tensors: by id; the program's inputs come first.
@@ -129,7 +128,6 @@ class Walk:
     tiled: bool = False
     rings: Callable[[Position], bool] = lambda position: False
     chunks: int = 1
-    keeps: bool = True
     rows: Mapping[str, Rows] = field(default_factory=dict)
     rules: KnownRules = field(default_factory=KnownRules)
     tensors: list[TensorDraft] = field(default_factory=list)
@@ -498,7 +496,7 @@ class Walk:
         context = replace(here.inside(position, 0), trip=here.trip * parts.length)
         produced = self._body(inner, (*consts, *entering), context)
         outermost = here.trip == 1 and here.remat is None
-        if self.keeps and outermost and parts.length > 1:
+        if outermost and parts.length > 1:
             inside = range(entering[0], len(self.tensors))
             self.kept.append(
                 KeptScan(
