@@ -14,7 +14,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,6 +281,7 @@ class Timeline:
         self.masks, self.data = uses.masks, uses.data
         self.homes, self.spans = uses.homes, uses.spans
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
+        self._entries: dict[int, Entry] = {}
         self.multiplied |= self._narrowed_operands() | self._pooled()
         self.hard = self._hard()
         lanes = compiler.lanes
@@ -693,38 +694,39 @@ class Timeline:
         before: dict[Any, dict[Entry, float]] = {}
         making: dict[Any, dict[Entry, float]] = {}
         inside: dict[int | None, dict[int, int]] = {}
-        slice_of, fetched = self._slice(span), self._fetched
+        slice_of, fetched, few = self._slice(span), self._fetched, self.few_samples
         for i in range(span.first, span.end):
             op = self.graph.ops[i]
             if op.remat is not None:
                 if op.remat not in inside:
                     inside[op.remat] = self._rebuilt(op.remat)
-            works = self.few_samples.working(i)
+            works = few.working(i) if few.convolves else None
             chooses = self._scatters(op)
             if op.matmul is None and not chooses and not works:
                 continue
-            held = Counter[Entry](slice_of) + works
-            for t in fetched.get(op.remat, ()) if op.remat is not None else ():
-                held[self._entry(t)] += FETCHED
-            for t, first in inside.get(op.remat, {}).items():
-                if first <= i:
-                    held[self._entry(t)] += 1
+            held: dict[Entry, float] = {**Counter(slice_of)}
+            if works:
+                _hold(held, works.items())
             if op.remat is not None:
-                held += self.few_samples.before(i + 1, op.remat)
+                there = fetched.get(op.remat, ())
+                _hold(held, ((self._entry(t), FETCHED) for t in there))
+                kept = inside[op.remat].items()
+                _hold(held, ((self._entry(t), 1) for t, n in kept if n <= i))
+                if few.kept:
+                    _hold(held, few.before(i + 1, op.remat).items())
             if op.matmul is None:
                 # The gradients of what windows choose from, and of what they give.
-                for t in (*op.operands, *op.results) if chooses else ():
-                    held[self._entry(t)] += 1
-                before[tuple(sorted(held.items()))] = {**held}
+                read = (*op.operands, *op.results) if chooses else ()
+                _hold(held, ((self._entry(t), 1) for t in read))
+                before[frozenset(held.items())] = held
                 continue
             if op.kind == ATTENTION:
-                row: dict[Entry, float] = {**held}
-                for t, count in self._attended(i, span):
-                    row[self._entry(t)] = row.get(self._entry(t), 0.0) + count
-                before[tuple(sorted(row.items()))] = row
+                attended = self._attended(i, span)
+                _hold(held, ((self._entry(t), n) for t, n in attended))
+                before[frozenset(held.items())] = held
                 continue
-            for t, times in self._masked(op):
-                held[self._entry(t)] += int(times)
+            masked = self._masked(op)
+            _hold(held, ((self._entry(t), int(n)) for t, n in masked))
             for t in op.results:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
@@ -805,8 +807,11 @@ class Timeline:
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
     def _entry(self, tensor: int) -> Entry:
-        home = self.homes.get(tensor, NOWHERE)
-        return Entry(tensor, self._nbytes(tensor), home)
+        found = self._entries.get(tensor)
+        if found is None:
+            home = self.homes.get(tensor, NOWHERE)
+            found = self._entries[tensor] = Entry(tensor, self._nbytes(tensor), home)
+        return found
 
     def _nbytes(self, tensor: int) -> int:
         made = self.maker.get(tensor)
@@ -882,7 +887,13 @@ def _add(
 ) -> None:
     """One more row: what is held, and an entry so many times more."""
     row = {**held, entry: held.get(entry, 0.0) + times}
-    rows[tuple(sorted(row.items()))] = row
+    rows[frozenset(row.items())] = row
+
+
+def _hold(held: dict[Entry, float], more: Iterable[tuple[Entry, float]]) -> None:
+    """Count more of what is held."""
+    for entry, times in more:
+        held[entry] = held.get(entry, 0) + times
 
 
 def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:

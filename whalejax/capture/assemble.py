@@ -121,6 +121,8 @@ def _multiplied(walk: Walk, given: set[int], small: set[int]) -> set[int]:
             scales and zero points. What is made of them and of constants alone is
             neither a weight nor a value of the batch.
     """
+    if not given:
+        return set()
     params = {t for t, tensor in enumerate(walk.tensors) if tensor.kind == "param"}
     weight = params | given
     fixed = small | {t for t, v in enumerate(walk.tensors) if v.kind == "const"}
