@@ -485,6 +485,11 @@ def scope_text(equation: Any) -> str:
     return str(equation.source_info.name_stack)
 
 
+def scope_key(equation: Any) -> int:
+    """A number that equations of one program share only if their scopes are equal."""
+    return id(equation.source_info.name_stack)
+
+
 NO_LINE: Final = "a line that is not known"
 """What stands for the user's line of an equation that has none."""
 
@@ -562,9 +567,12 @@ def has_explicit_axes(aval: Any) -> bool:
     return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
 
 
+_LITERAL: Final = jax.extend.core.Literal
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the equation."""
-    return isinstance(atom, jax.extend.core.Literal)
+    return isinstance(atom, _LITERAL)
 
 
 def literal_key(literal: Any) -> tuple[Any, ...]:

@@ -105,6 +105,8 @@ class TensorUses:
         reader: the last of them.
         masks: what is drawn at random and kept.
         data: for every tensor, whether it depends on the batch, or on such masks.
+        value: for every tensor, whether it is computed from data: no leaf of the
+            program and no weight.
         narrow: for every tensor, whether products read it in a narrower type.
         leaving: values that are put together out of chunks.
         homes: the operation where each tensor is at home.
@@ -128,6 +130,10 @@ class TensorUses:
         self.leaving = graph.leaving()
         self.masks: set[int] = set()
         self.data = self._data()
+        self.value = [
+            t.kind == "value" and data and not own
+            for t, data, own in zip(graph.tensors, self.data, weight, strict=True)
+        ]
         self.homes = self._homes()
         self.regions = self._regions()
         self.spans = self._spans()
@@ -330,8 +336,7 @@ class Timeline:
 
     def _value(self, tensor: int) -> bool:
         """It is computed from data, not a leaf of the program or a weight."""
-        kind = self.graph.tensors[tensor].kind
-        return kind == "value" and self.data[tensor] and not self.weight[tensor]
+        return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
         """The tensors from which fusions rebuild a value; itself if none can.
@@ -501,6 +506,8 @@ class Timeline:
     def waits(self) -> Counter[Entry]:
         """What waits in host memory when the forward pass is done."""
         found: Counter[Entry] = Counter()
+        if not self.waiting:
+            return found
         trips = {
             t: op.trip
             for op in self.graph.ops
@@ -523,22 +530,25 @@ class Timeline:
                 found.setdefault(op.remat, {}).update(dict.fromkeys(here))
         return {region: [*tensors] for region, tensors in found.items()}
 
+    @functools.cached_property
+    def _kept(self) -> list[tuple[int, int, Entry]]:
+        """First reader, maker and entry of what is kept."""
+        return [
+            (
+                first,
+                first if copy else self.maker.get(tensor, 0),
+                Entry(tensor, nbytes, home),
+            )
+            for (tensor, copy), (first, nbytes, home) in self.saved.items()
+        ]
+
     def saved_before(self, end: int) -> Counter[Entry]:
         """What is still kept while the backward pass is before an operation."""
-        found: Counter[Entry] = Counter()
-        for (tensor, _), (first, nbytes, home) in self.saved.items():
-            if first < end:
-                found[Entry(tensor, nbytes, home)] += 1
-        return found
+        return Counter([entry for first, _, entry in self._kept if first < end])
 
     def made_before(self, end: int) -> Counter[Entry]:
         """What is kept already while the forward pass is before an operation."""
-        found: Counter[Entry] = Counter()
-        for (tensor, copy), (first, nbytes, home) in self.saved.items():
-            made = first if copy else self.maker.get(tensor, 0)
-            if made < end:
-                found[Entry(tensor, nbytes, home)] += 1
-        return found
+        return Counter([entry for _, made, entry in self._kept if made < end])
 
     def gradients_before(self, span: Span) -> Counter[Entry]:
         """Gradients that wait while the backward pass is in a span.

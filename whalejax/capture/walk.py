@@ -243,13 +243,17 @@ class Walk:
         for var, value in zip(body.constvars, constants, strict=True):
             env[var] = self._constant(value, var.aval)
         scopes: dict[str, Context] = {}
+        stacks: dict[int, Context] = {}
         if self.tiled:
             self._tiles.update(tiles(body.eqns))
         for index, equation in enumerate(body.eqns):
-            text = _compat.scope_text(equation)
-            here = scopes.get(text)
+            stack = _compat.scope_key(equation)
+            here = stacks.get(stack)
             if here is None:
-                here = scopes[text] = context.under(text)
+                text = _compat.scope_text(equation)
+                if text not in scopes:
+                    scopes[text] = context.under(text)
+                here = stacks[stack] = scopes[text]
             operands = tuple(self._read(atom, env) for atom in equation.invars)
             position = (*context.prefix, index)
             results = self._equation(equation, position, operands, here)
