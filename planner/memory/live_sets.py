@@ -120,14 +120,7 @@ class Course:
         self._layout_of: dict[int, int] = {}
         self._number_of: dict[Entry, int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
-        self.slid = {
-            role
-            for op in graph.ops
-            for factor in op.factors
-            if factor.kind == "halo"
-            for slot, dim in factor.members
-            for role in dims.layouts[slots_of(op)[slot]][dim]
-        }
+        self.slid = _slid_roles(graph, dims)
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
@@ -179,6 +172,18 @@ class Course:
             layout = self.layouts.setdefault(pair, len(self.layouts))
             self._layout_of[tensor] = layout
         return self.entries.setdefault((layout, nbytes, at, few), len(self.entries))
+
+
+def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
+    """Roles along which windows slide."""
+    return {
+        role
+        for op in graph.ops
+        for factor in op.factors
+        if factor.kind == "halo"
+        for slot, dim in factor.members
+        for role in dims.layouts[slots_of(op)[slot]][dim]
+    }
 
 
 def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
