@@ -1,4 +1,6 @@
-"""How large the product is, and how it hangs together: counted, nothing is run.
+"""How large the product is, how it hangs together, and what of it a plan enters.
+
+All but the last is counted in its text, and nothing of it is run.
 
     python scripts/bench_house.py [--options remat,zero,loss_chunks]
 
@@ -6,6 +8,7 @@ The last line is one JSON object:
 
     lines            of product code in whalejax, planner, meshes and models, without
                      blank lines, comments and docstrings
+    planner_lines    of them in planner
     modules          how many there are
     largest_folder   modules in the folder that holds most, without its __init__.py
     cycles           modules that import each other in a ring, imports inside functions
@@ -15,6 +18,13 @@ The last line is one JSON object:
     option_files     for each option of wh.plan that is asked for, product files in
                      which it occurs
     twice            public class names that more than one module defines
+    evaluators       modules in which a step's time is computed: those that make its
+                     terms of numbers
+    plan_modules     modules of whalejax, planner and meshes that ``wh.plan`` enters for
+                     two layers on eight devices
+    plan_functions   functions of theirs that it enters, each once; what stands inside
+                     an expression is none
+    frames_deep      the most of their frames that stand on each other then
 """
 
 from __future__ import annotations
@@ -23,16 +33,23 @@ import argparse
 import ast
 import io
 import json
+import os
 import re
 import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import jax
+import optax
 
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import whalejax as wh  # noqa: E402
 from tests.house.imports import (  # noqa: E402
     ORDERS,
     module_imports,
@@ -95,6 +112,79 @@ def modules_on_rings(graph: dict[str, set[str]]) -> int:
         graph = {n: out - loose for n, out in graph.items() if n not in loose}
 
 
+def makes_time_terms(source: str) -> bool:
+    """Whether a module computes terms of a step's time, which it does not define."""
+    nodes = [*ast.walk(ast.parse(source))]
+    made = any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "TimeTerms"
+        for node in nodes
+    )
+    classes = (node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return made and "TimeTerms" not in classes
+
+
+class Entered:
+    """The product's functions that are entered while a profile function is set.
+
+    Attributes:
+        functions: file and qualified name of each.
+        deepest: the most frames of theirs on each other.
+    """
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.deepest = 0
+        self._depth = 0
+        self._inside = tuple(
+            f"{ROOT / room}{os.sep}" for room in ("whalejax", "planner", "meshes")
+        )
+
+    def profile(self, frame: FrameType, event: str, _: object) -> None:
+        """Count one call or return; as ``sys.setprofile`` takes it."""
+        code = frame.f_code
+        if event not in ("call", "return") or not self._counts(code):
+            return
+        if event == "return":
+            self._depth -= 1
+            return
+        self._depth += 1
+        self.deepest = max(self.deepest, self._depth)
+        self.functions.add((code.co_filename, code.co_qualname))
+
+    def _counts(self, code: CodeType) -> bool:
+        return not code.co_name.startswith("<") and code.co_filename.startswith(
+            self._inside
+        )
+
+
+def entered_by_plan() -> Entered:
+    """What planning two layers enters, of the product."""
+
+    def plan(width: int) -> None:
+        params = {
+            name: jax.ShapeDtypeStruct((width, width), "float32")
+            for name in ("first", "second")
+        }
+        batch = jax.ShapeDtypeStruct((64, width), "float32")
+
+        def loss(net: Any, x: Any) -> Any:
+            return (jax.nn.relu(x @ net["first"]) @ net["second"]).mean()
+
+        wh.plan(loss, params, batch, optimizer=optax.sgd(0.1), cluster="h100:8")
+
+    plan(256)  # Imports what it needs; of another width, so that nothing is known.
+    found = Entered()
+    before = sys.getprofile()
+    sys.setprofile(found.profile)
+    try:
+        plan(512)
+    finally:
+        sys.setprofile(before)
+    return found
+
+
 def main() -> None:
     """Count, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -103,11 +193,16 @@ def main() -> None:
     files, graph = product_files(), module_imports()
     texts = {path: path.read_text() for path in files}
     folders = Counter(path.parent for path in files if path.name != "__init__.py")
-    classes = public_classes(files)
+    classes, entered = public_classes(files), entered_by_plan()
     print(
         json.dumps(
             {
                 "lines": sum(map(code_lines, texts.values())),
+                "planner_lines": sum(
+                    code_lines(text)
+                    for path, text in texts.items()
+                    if path.is_relative_to(ROOT / "planner")
+                ),
                 "modules": len(files),
                 "largest_folder": max(folders.values()),
                 "cycles": modules_on_rings(graph),
@@ -121,6 +216,10 @@ def main() -> None:
                 },
                 "twice": sum(count > 1 for count in classes.values()),
                 "names_twice": sorted(n for n, c in classes.items() if c > 1),
+                "evaluators": sum(map(makes_time_terms, texts.values())),
+                "plan_modules": len({path for path, _ in entered.functions}),
+                "plan_functions": len(entered.functions),
+                "frames_deep": entered.deepest,
             }
         )
     )

@@ -23,6 +23,7 @@ import jax
 import jax.extend
 import jax.extend.backend
 import jax.numpy as jnp
+import numpy as np
 from jax._src import effects, source_info_util
 from jax.core import Tracer
 from jax.interpreters import partial_eval
@@ -485,6 +486,11 @@ def scope_text(equation: Any) -> str:
     return str(equation.source_info.name_stack)
 
 
+def scope_key(equation: Any) -> int:
+    """A number that equations of one program share only if their scopes are equal."""
+    return id(equation.source_info.name_stack)
+
+
 NO_LINE: Final = "a line that is not known"
 """What stands for the user's line of an equation that has none."""
 
@@ -562,9 +568,18 @@ def has_explicit_axes(aval: Any) -> bool:
     return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
 
 
+_LITERAL: Final = jax.extend.core.Literal
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the equation."""
-    return isinstance(atom, jax.extend.core.Literal)
+    return isinstance(atom, _LITERAL)
+
+
+def literal_key(literal: Any) -> tuple[Any, ...]:
+    """What two constants have in common that are the same wherever they stand."""
+    aval = literal.aval
+    return aval.dtype, aval.weak_type, np.asarray(literal.val).tobytes()
 
 
 def is_concrete(value: Any) -> bool:
@@ -711,14 +726,149 @@ def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
-    """Open the scopes that several equations are in; gives how many there are."""
+Scope = source_info_util.SourceInfo
+"""Name stack and source line that what is put into a program stands in."""
+
+
+def scope_inside(equation: Any, around: Scope | None = None) -> Scope:
+    """The scope of what stands inside a call.
+
+    Args:
+        equation: the call.
+        around: the scope of the call itself; None outside of all calls.
+    """
+    info = equation.source_info
+    if around is None:
+        return Scope(info.traceback, info.name_stack)
+    line = around.traceback if info.traceback is None else info.traceback
+    return Scope(line, around.name_stack + info.name_stack)
+
+
+def moved_equation(
+    equation: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    scope: Scope | None = None,
+) -> Any:
+    """An equation with other operands and results, inside a scope."""
+    info = equation.source_info if scope is None else scope_inside(equation, scope)
+    return equation.replace(
+        invars=list(operands), outvars=list(results), source_info=info
+    )
+
+
+def checkpoint_equation(policy: Any, *, prevent_cse: bool) -> Any:
+    """An equation of ``jax.checkpoint``, around nothing.
+
+    Args:
+        policy: what it keeps; None keeps nothing.
+        prevent_cse: the compiler must not take what it keeps from the first pass.
+    """
+    region = jax.checkpoint(lambda x: x, prevent_cse=prevent_cse, policy=policy)
+    body, _ = open_jaxpr(trace(region, [abstract((), jnp.float32)]))
+    return body.eqns[0]
+
+
+def checkpointed(
+    equations: Sequence[Any], given: Sequence[Any], taken: Sequence[Any], like: Any
+) -> Any:
+    """One equation of ``jax.checkpoint`` around several.
+
+    A scope around all of them stays around it.
+
+    Args:
+        equations: in an order in which they can run.
+        given: variables that they read and do not make.
+        taken: variables that they make and others read.
+        like: from ``checkpoint_equation``.
+    """
     stacks = [equation.source_info.name_stack for equation in equations]
+    depth = _common_depth(stacks)
+    names: dict[Any, Any] = {v: variable_like(v) for v in given}
+    inside = []
+    for equation in equations:
+        operands = [a if is_literal(a) else names[a] for a in equation.invars]
+        names.update((v, variable_like(v)) for v in equation.outvars)
+        info = equation.source_info
+        info = info.replace(name_stack=info.name_stack[depth:])
+        results = [names[v] for v in equation.outvars]
+        inside.append(
+            equation.replace(invars=operands, outvars=results, source_info=info)
+        )
+    happens = set[Any]().union(*(equation.effects for equation in equations))
+    body, _ = open_jaxpr(inner_jaxprs(like)[0])
+    body = body.replace(
+        invars=[names[v] for v in given],
+        outvars=[names[v] for v in taken],
+        eqns=inside,
+        effects=happens,
+    )
+    info = equations[0].source_info.replace(name_stack=stacks[0][:depth])
+    return with_inner(like, body).replace(
+        invars=list(given), outvars=list(taken), effects=happens, source_info=info
+    )
+
+
+def with_inner(equation: Any, jaxpr: Any) -> Any:
+    """A call with another jaxpr inside, of the same inputs and results."""
+    name = next(n for n in ("jaxpr", "call_jaxpr", "call") if n in equation.params)
+    return equation.replace(params={**equation.params, name: jaxpr})
+
+
+def variable_like(variable: Any) -> Any:
+    """Another variable of the same type."""
+    return type(variable)(variable.aval)
+
+
+def with_equations(
+    jaxpr: Any,
+    equations: Sequence[Any],
+    results: Sequence[Any],
+    constants: Mapping[Any, Any],
+) -> Any:
+    """A closed jaxpr with the inputs of another.
+
+    Args:
+        jaxpr: the other, of which the effects are those of the equations.
+        equations: of the new one.
+        results: atoms that it gives, as many as the other.
+        constants: values of its ``constvars``.
+    """
+    body, _ = open_jaxpr(jaxpr)
+    changed = {
+        "constvars": list(constants),
+        "eqns": list(equations),
+        "outvars": list(results),
+        "debug_info": body.debug_info,
+    }
+    closed: Any = jax.extend.core.ClosedJaxpr(
+        body.replace(**changed), list(constants.values())
+    )
+    return closed
+
+
+def trace_within(equation: Any, function: Any, arguments: Sequence[Any]) -> Any:
+    """``trace``, with an equation's source line on all of it; None for no equation."""
+    if equation is None:
+        return trace(function, arguments)
+    with equation_context(equation):
+        return trace(function, arguments)
+
+
+def _common_depth(stacks: Sequence[Any]) -> int:
+    """How many scopes, outermost first, several name stacks have in common."""
     shortest = min(len(stack.stack) for stack in stacks)
     depth = 0
     while depth < shortest and len({stack.stack[depth] for stack in stacks}) == 1:
         depth += 1
+    return depth
+
+
+@contextlib.contextmanager
+def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
+    """Open the scopes that several equations are in; gives how many there are."""
+    stacks = [equation.source_info.name_stack for equation in equations]
+    depth = _common_depth(stacks)
     stack = source_info_util.current_name_stack() + stacks[0][:depth]
     traceback = equations[0].source_info.traceback
     with source_info_util.user_context(traceback, name_stack=stack):

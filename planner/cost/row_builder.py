@@ -20,6 +20,7 @@ from whalejax.planner.model.graph import (
     TRANSCENDENTAL,
     Graph,
     Op,
+    makes_weights,
 )
 from whalejax.planner.model.halo_repeats import repeats
 from whalejax.planner.model.loop_reads import rereads
@@ -93,6 +94,7 @@ class Views:
         self.multiplied = graph.only_multiplied()
         self.fusing = [self._fuses(op) for op in graph.ops]
         self._read()
+        self.places = [{index for index, _ in several} for several in self.readers]
         self.own_kernels = [op.kernel for op in graph.ops]
         self.kernels = self.own_kernels
         if fuses:
@@ -348,28 +350,24 @@ class Views:
         kernels: Sequence[int | None],
     ) -> tuple[int, ...]:
         """Operands that come from memory: not those fused in from a neighbour."""
-        return tuple(
-            slot
-            for slot, tensor in enumerate(op.operands)
-            if in_memory[tensor] and self._reads_first(index, tensor, kernels)
-        )
-
-    def _reads_first(
-        self, index: int, tensor: int, kernels: Sequence[int | None]
-    ) -> bool:
-        """Whether no earlier operation of its kernel has read the value."""
+        found = [slot for slot, t in enumerate(op.operands) if in_memory[t]]
         kernel = kernels[index]
-        return kernel is None or index == next(
-            i for i, _ in self.readers[tensor] if kernels[i] == kernel
-        )
+        if kernel is None:
+            return tuple(found)
+
+        def reads_first(tensor: int) -> bool:
+            """Whether no earlier operation of its kernel has read the value."""
+            here = (i for i, _ in self.readers[tensor] if kernels[i] == kernel)
+            return index == next(here)
+
+        return tuple(slot for slot in found if reads_first(op.operands[slot]))
 
     def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
         """Whether a value is ever written: it stays on chip between fused neighbours.
 
         A fusion has one result, so a value with several readers is written for them.
         """
-        maker = self.maker[tensor]
-        readers = {index for index, _ in self.readers[tensor]}
+        maker, readers = self.maker[tensor], self.places[tensor]
         if maker is None or not readers:
             return True
         op, kernel = self.graph.ops[maker], kernels[maker]
@@ -409,21 +407,23 @@ class Views:
         present, reduced = frozenset[int](), frozenset[int]()
         if maker is not None:
             present, reduced = self.present[maker]
+        numbers, slots, roles = self._use_numbers, self.slots_of, self.present
         uses: list[tuple[int, int | None]] = [
-            (self._use(self.slots_of[index][slot], self.present[index][0]), index)
+            (_number((slots[index][slot], roles[index][0]), numbers), index)
             for index, slot in readers
         ]
         home = self.home[tensor]
         if tensor in self.whole:
             empty = tuple(() for _ in self.dims.layouts[tensor])
-            uses.append((self._use(self._slot(tensor, empty), frozenset()), home))
-        around = [ops[index] for index, _ in readers]
-        if maker is not None:
-            around.insert(0, ops[maker])
+            use = _number((self._slot(tensor, empty), frozenset[int]()), numbers)
+            uses.append((use, home))
+        first = readers[0][0] if maker is None and readers else maker
         source, fused = self._source(tensor), self._lies(tensor)
         parameter = maker is not None and self.weight[tensor]
         remat = maker is not None and self.again[maker]
-        read_remat = any(self._again(ops[index], tensor) for index, _ in readers)
+        read_remat = any(
+            self._again(ops[index], tensor) for index in self.places[tensor]
+        )
         different = tuple(dict.fromkeys(use for use, _ in uses))
         key = (
             (source, present, reduced, parameter, different, fused),
@@ -454,7 +454,7 @@ class Views:
             uses=tuple(uses),
             calm=calm,
             trip=self._moves(maker, readers),
-            scope=around[0].scope if around else "",
+            scope="" if first is None else ops[first].scope,
         )
 
     def _source(self, tensor: int) -> int:
@@ -467,9 +467,6 @@ class Views:
                 return self._slot(tensor, self.dims.seen[place])
         return self.slots[tensor]
 
-    def _use(self, view: int, present: frozenset[int]) -> int:
-        return _number((view, present), self._use_numbers)
-
     def _uses(self, numbers: Sequence[int]) -> tuple[Use, ...]:
         kinds = [*self._use_numbers]
         return tuple(
@@ -479,13 +476,13 @@ class Views:
 
     def _lies(self, tensor: int) -> Fused | None:
         """How a fused parameter lies, where it is read in the form of this tensor."""
-        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
-        if all(op.kind in LOOPS or self._of_weights(op) for op in ops):
+        fused = self.reading.fused.get(tensor)
+        if fused is None:
             return None
-        return self.reading.fused.get(tensor)
-
-    def _of_weights(self, op: Op) -> bool:
-        return bool(op.results) and all(self.weight[t] for t in op.results)
+        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
+        if all(op.kind in LOOPS or makes_weights(op, self.weight) for op in ops):
+            return None
+        return fused
 
     def _again(self, op: Op, tensor: int) -> bool:
         """Whether a reader takes a value anew for its backward pass."""

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory.liveness import Span, TensorUses, Timeline, Works
+from whalejax.planner.memory.liveness import TensorUses, Timeline, Works
 from whalejax.planner.memory.saved_tensors import Entry, Kept
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
-from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.reshape_factors import slots_of
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 
@@ -82,8 +80,9 @@ class Course:
         uses: of the tensors, where that is known.
 
     Attributes:
-        entries: the different tensors, with the operation whose TaskGraph lays each
-            out, in order of appearance.
+        entries: the different tensors by layout, bytes, the operation whose TaskGraph
+            lays it out and least samples, in order of appearance.
+        layouts: the different layouts, with the sizes of their atoms, by number.
         saved: for each span, forward and then backward, how many of each are kept.
         postponed: for each, how many more are kept where products of weights'
             gradients are put off.
@@ -116,16 +115,12 @@ class Course:
         )
         spans = timeline.spans
         self.dims = dims
-        self.entries: dict[tuple[Any, ...], int] = {}
+        self.entries: dict[tuple[int, int, int, int], int] = {}
+        self.layouts: dict[tuple[Layout, Layout], int] = {}
+        self._layout_of: dict[int, int] = {}
+        self._number_of: dict[Entry, int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
-        self.slid = {
-            role
-            for op in graph.ops
-            for factor in op.factors
-            if factor.kind == "halo"
-            for slot, dim in factor.members
-            for role in dims.layouts[slots_of(op)[slot]][dim]
-        }
+        self.slid = _slid_roles(graph, dims)
         # Convolutions decide the layouts: batch or channels lie in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
@@ -149,12 +144,11 @@ class Course:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        self.used = np.array(uses.used({}))
-        self.ahead = np.array(uses.used(timeline.written_until()))
-        self.waited = np.array(
-            [[at >= span.first for at in uses.last] for span in spans]
-        )
-        self.reread = _reread(graph, weight, spans, uses.users)
+        self.used = uses.directly
+        self.ahead = uses.used(timeline.written_until())
+        firsts = np.array([span.first for span in spans])
+        self.waited = np.array(uses.last, int) >= firsts[:, None]
+        self.reread = uses.reread
         self.given = np.array(
             [any(graph.ops[at].remat is not None for at in u) for u in uses.users],
             bool,
@@ -163,32 +157,33 @@ class Course:
     def _numbered(self, row: Mapping[Entry, float]) -> Counts:
         """A row by numbers of its entries."""
         found: dict[int, float] = {}
-        for (tensor, nbytes, at, few), times in row.items():
-            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, at, few
-            number = self.entries.setdefault(key, len(self.entries))
+        for entry, times in row.items():
+            number = self._number_of.get(entry)
+            if number is None:
+                number = self._number_of[entry] = self._number(entry)
             found[number] = found.get(number, 0.0) + times
         return found
 
+    def _number(self, entry: Entry) -> int:
+        tensor, nbytes, at, few = entry
+        layout = self._layout_of.get(tensor)
+        if layout is None:
+            pair = self.dims.layouts[tensor], self.dims.sizes[tensor]
+            layout = self.layouts.setdefault(pair, len(self.layouts))
+            self._layout_of[tensor] = layout
+        return self.entries.setdefault((layout, nbytes, at, few), len(self.entries))
 
-def _reread(
-    graph: Graph,
-    weight: Sequence[bool],
-    spans: Sequence[Span],
-    users: Sequence[Sequence[int]],
-) -> np.ndarray:
-    """See ``Course.reread``."""
-    times = rereads(graph, weight)
-    again = [
-        [i for i in here if times[i] > 1 and graph.ops[i].matmul is not None]
-        for here in users
-    ]
-    return np.array(
-        [
-            [any(span.first <= i < span.end for i in here) for here in again]
-            for span in spans
-        ],
-        bool,
-    )
+
+def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
+    """Roles along which windows slide."""
+    return {
+        role
+        for op in graph.ops
+        for factor in op.factors
+        if factor.kind == "halo"
+        for slot, dim in factor.members
+        for role in dims.layouts[slots_of(op)[slot]][dim]
+    }
 
 
 def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
@@ -224,7 +219,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
         reread=np.concatenate([course.reread @ groups, course.reread @ groups]),
         turns=turns,
         cast=(course.given | looped) @ groups,
-        waiting=kinds.full(course.waits),
+        waiting=np.array(kinds.full(course.waits)),
     )
 
 
@@ -247,11 +242,12 @@ class _Kinds:
 
     def __init__(self, graph: Graph, course: Course) -> None:
         homes = [*(op.task_graph for op in graph.ops), 0]
-        places: dict[tuple[Any, ...], int] = {}
+        places: dict[tuple[int, int, int, int], int] = {}
         self.kind_of = [
-            places.setdefault((layout, sizes, nbytes, homes[at], few), len(places))
-            for layout, sizes, nbytes, at, few in course.entries
+            places.setdefault((layout, nbytes, homes[at], few), len(places))
+            for layout, nbytes, at, few in course.entries
         ]
+        pairs = [*course.layouts]
         self.kinds = [
             Kept(
                 layout=layout,
@@ -263,16 +259,18 @@ class _Kinds:
                 last=_joined_at_the_end(layout, course.joined, course.slid),
                 least_samples=few,
             )
-            for layout, sizes, nbytes, home, few in places
+            for number, nbytes, home, few in places
+            for layout, sizes in [pairs[number]]
         ]
 
-    def full(self, row: Counts) -> np.ndarray:
+    def full(self, row: Counts) -> list[float]:
         """How many of each kind."""
         found = [0.0] * len(self.kinds)
         for entry, times in row.items():
             found[self.kind_of[entry]] += times
-        return np.array(found)
+        return found
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
-        """The same of several rows."""
-        return np.array([self.full(row) for row in rows] or [self.full({})])
+        """The same of several rows, equal ones once."""
+        found = dict.fromkeys(tuple(self.full(row)) for row in rows)
+        return np.array([*found] or [(0.0,) * len(self.kinds)])

@@ -10,11 +10,15 @@ backward pass holds beside it are all read off the same sources of each value.
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.memory.few_samples import FewSamples
@@ -30,6 +34,7 @@ from whalejax.planner.model.graph import (
     Op,
     Stacked,
 )
+from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.terms import FETCHED
 
 
@@ -100,9 +105,12 @@ class TensorUses:
         reader: the last of them.
         masks: what is drawn at random and kept.
         data: for every tensor, whether it depends on the batch, or on such masks.
+        value: for every tensor, whether it is computed from data: no leaf of the
+            program and no weight.
         narrow: for every tensor, whether products read it in a narrower type.
         leaving: values that are put together out of chunks.
         homes: the operation where each tensor is at home.
+        regions: numbers of the operations of each checkpointed region.
         spans: of operations, in program order.
         last: of each parameter, the number of its last reader; -1 without one.
         users: of each parameter, all that read it and are no weights' own.
@@ -122,7 +130,12 @@ class TensorUses:
         self.leaving = graph.leaving()
         self.masks: set[int] = set()
         self.data = self._data()
+        self.value = [
+            t.kind == "value" and data and not own
+            for t, data, own in zip(graph.tensors, self.data, weight, strict=True)
+        ]
         self.homes = self._homes()
+        self.regions = self._regions()
         self.spans = self._spans()
         self.last, self.users = self._parameters()
 
@@ -148,6 +161,14 @@ class TensorUses:
         for i, op in enumerate(self.graph.ops):
             for t in (*op.results, *op.operands):
                 found.setdefault(t, i)
+        return found
+
+    def _regions(self) -> dict[int, list[int]]:
+        """The operations of each checkpointed region."""
+        found: dict[int, list[int]] = {}
+        for i, op in enumerate(self.graph.ops):
+            if op.remat is not None:
+                found.setdefault(op.remat, []).append(i)
         return found
 
     def _spans(self) -> list[Span]:
@@ -186,24 +207,41 @@ class TensorUses:
                     users[leaf].append(i)
         return [max(places, default=-1) for places in users], users
 
-    def used(self, until: Mapping[int, int]) -> list[list[int]]:
+    def used(self, until: Mapping[int, int]) -> np.ndarray:
         """How each span computes with each parameter; see ``Course.used``.
 
         Args:
             until: operations to that for which their result is written, if later.
         """
-        return [
-            [self._used(span, at, until) for at in self.users] for span in self.spans
-        ]
+        found = np.zeros((len(self.spans), len(self.users)), int)
+        ends = [span.end for span in self.spans]
+        for leaf, places in enumerate(self.users):
+            for at in places:
+                first, last = (
+                    bisect_right(ends, at),
+                    bisect_right(ends, until.get(at, at)),
+                )
+                how = 1 if self.graph.ops[at].matmul is None else 2
+                here = found[first : last + 1, leaf]
+                np.maximum(here, how, out=here)
+        return found
 
-    def _used(self, span: Span, places: Sequence[int], until: Mapping[int, int]) -> int:
-        here = [
-            self.graph.ops[at]
-            for at in places
-            if at < span.end and until.get(at, at) >= span.first
-        ]
-        product = any(op.matmul is not None for op in here)
-        return 2 if product else int(bool(here))
+    @functools.cached_property
+    def directly(self) -> np.ndarray:
+        """How each span computes with each parameter in its own operations."""
+        return self.used({})
+
+    @functools.cached_property
+    def reread(self) -> np.ndarray:
+        """See ``Course.reread``."""
+        times, spans = rereads(self.graph, self.weight), self.spans
+        found = np.zeros((len(spans), len(self.users)), bool)
+        ends = [span.end for span in spans]
+        for leaf, places in enumerate(self.users):
+            for at in places:
+                if times[at] > 1 and self.graph.ops[at].matmul is not None:
+                    found[bisect_right(ends, at), leaf] = True
+        return found
 
 
 class Timeline:
@@ -243,12 +281,13 @@ class Timeline:
             self.multiplied |= regathered_operands(graph, weight)
         self.compiler = compiler
         self.halves = compiler.narrow_products
-        uses = uses or TensorUses(graph, weight, compiler)
+        self.uses = uses = uses or TensorUses(graph, weight, compiler)
         self.narrow, self.leaving = uses.narrow, uses.leaving
         self.maker, self.readers, self.reader = uses.maker, uses.readers, uses.reader
         self.masks, self.data = uses.masks, uses.data
         self.homes, self.spans = uses.homes, uses.spans
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
+        self._entries: dict[int, Entry] = {}
         self.multiplied |= self._narrowed_operands() | self._pooled()
         self.hard = self._hard()
         lanes = compiler.lanes
@@ -297,8 +336,7 @@ class Timeline:
 
     def _value(self, tensor: int) -> bool:
         """It is computed from data, not a leaf of the program or a weight."""
-        kind = self.graph.tensors[tensor].kind
-        return kind == "value" and self.data[tensor] and not self.weight[tensor]
+        return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
         """The tensors from which fusions rebuild a value; itself if none can.
@@ -377,8 +415,8 @@ class Timeline:
                 return op.kind in SPREAD
             return op.elementwise and op.kind not in _LONG
 
-        firm = {t for t in kept if not again(t)} | self.hard
         found = {t: first for t, first in kept.items() if not again(t)}
+        firm = {*found}
         for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
             if t in found:
                 continue
@@ -387,7 +425,7 @@ class Timeline:
                 base |= self.sources(operand, region)
             size = self.graph.tensors[t].nbytes
             base = {b for b in base if self.graph.tensors[b].nbytes * SMALL > size}
-            if base <= firm:
+            if all(b in firm or b in self.hard for b in base):
                 for b in base:
                     found[b] = min(found.get(b, first), first)
             else:
@@ -468,6 +506,8 @@ class Timeline:
     def waits(self) -> Counter[Entry]:
         """What waits in host memory when the forward pass is done."""
         found: Counter[Entry] = Counter()
+        if not self.waiting:
+            return found
         trips = {
             t: op.trip
             for op in self.graph.ops
@@ -479,6 +519,7 @@ class Timeline:
             found[Entry(t, nbytes, home)] += copies * trips[t]
         return found
 
+    @functools.cached_property
     def _fetched(self) -> dict[int, list[int]]:
         """For each checkpointed region, what comes back from host memory for it."""
         found: dict[int, dict[int, None]] = {}
@@ -489,22 +530,25 @@ class Timeline:
                 found.setdefault(op.remat, {}).update(dict.fromkeys(here))
         return {region: [*tensors] for region, tensors in found.items()}
 
+    @functools.cached_property
+    def _kept(self) -> list[tuple[int, int, Entry]]:
+        """First reader, maker and entry of what is kept."""
+        return [
+            (
+                first,
+                first if copy else self.maker.get(tensor, 0),
+                Entry(tensor, nbytes, home),
+            )
+            for (tensor, copy), (first, nbytes, home) in self.saved.items()
+        ]
+
     def saved_before(self, end: int) -> Counter[Entry]:
         """What is still kept while the backward pass is before an operation."""
-        found: Counter[Entry] = Counter()
-        for (tensor, _), (first, nbytes, home) in self.saved.items():
-            if first < end:
-                found[Entry(tensor, nbytes, home)] += 1
-        return found
+        return Counter([entry for first, _, entry in self._kept if first < end])
 
     def made_before(self, end: int) -> Counter[Entry]:
         """What is kept already while the forward pass is before an operation."""
-        found: Counter[Entry] = Counter()
-        for (tensor, copy), (first, nbytes, home) in self.saved.items():
-            made = first if copy else self.maker.get(tensor, 0)
-            if made < end:
-                found[Entry(tensor, nbytes, home)] += 1
-        return found
+        return Counter([entry for _, made, entry in self._kept if made < end])
 
     def gradients_before(self, span: Span) -> Counter[Entry]:
         """Gradients that wait while the backward pass is in a span.
@@ -660,38 +704,39 @@ class Timeline:
         before: dict[Any, dict[Entry, float]] = {}
         making: dict[Any, dict[Entry, float]] = {}
         inside: dict[int | None, dict[int, int]] = {}
-        slice_of, fetched = self._slice(span), self._fetched()
+        slice_of, fetched, few = self._slice(span), self._fetched, self.few_samples
         for i in range(span.first, span.end):
             op = self.graph.ops[i]
             if op.remat is not None:
                 if op.remat not in inside:
                     inside[op.remat] = self._rebuilt(op.remat)
-            works = self.few_samples.working(i)
+            works = few.working(i) if few.convolves else None
             chooses = self._scatters(op)
             if op.matmul is None and not chooses and not works:
                 continue
-            held = Counter[Entry](slice_of) + works
-            for t in fetched.get(op.remat, ()) if op.remat is not None else ():
-                held[self._entry(t)] += FETCHED
-            for t, first in inside.get(op.remat, {}).items():
-                if first <= i:
-                    held[self._entry(t)] += 1
+            held: dict[Entry, float] = {**Counter(slice_of)}
+            if works:
+                _hold(held, works.items())
             if op.remat is not None:
-                held += self.few_samples.before(i + 1, op.remat)
+                there = fetched.get(op.remat, ())
+                _hold(held, ((self._entry(t), FETCHED) for t in there))
+                kept = inside[op.remat].items()
+                _hold(held, ((self._entry(t), 1) for t, n in kept if n <= i))
+                if few.kept:
+                    _hold(held, few.before(i + 1, op.remat).items())
             if op.matmul is None:
                 # The gradients of what windows choose from, and of what they give.
-                for t in (*op.operands, *op.results) if chooses else ():
-                    held[self._entry(t)] += 1
-                before[tuple(sorted(held.items()))] = {**held}
+                read = (*op.operands, *op.results) if chooses else ()
+                _hold(held, ((self._entry(t), 1) for t in read))
+                before[frozenset(held.items())] = held
                 continue
             if op.kind == ATTENTION:
-                row: dict[Entry, float] = {**held}
-                for t, count in self._attended(i, span):
-                    row[self._entry(t)] = row.get(self._entry(t), 0.0) + count
-                before[tuple(sorted(row.items()))] = row
+                attended = self._attended(i, span)
+                _hold(held, ((self._entry(t), n) for t, n in attended))
+                before[frozenset(held.items())] = held
                 continue
-            for t, times in self._masked(op):
-                held[self._entry(t)] += int(times)
+            masked = self._masked(op)
+            _hold(held, ((self._entry(t), int(n)) for t, n in masked))
             for t in op.results:
                 if self._value(t):
                     # Logits of a chunk are there again, beside both gradients.
@@ -772,8 +817,11 @@ class Timeline:
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
     def _entry(self, tensor: int) -> Entry:
-        home = self.homes.get(tensor, NOWHERE)
-        return Entry(tensor, self._nbytes(tensor), home)
+        found = self._entries.get(tensor)
+        if found is None:
+            home = self.homes.get(tensor, NOWHERE)
+            found = self._entries[tensor] = Entry(tensor, self._nbytes(tensor), home)
+        return found
 
     def _nbytes(self, tensor: int) -> int:
         made = self.maker.get(tensor)
@@ -807,9 +855,8 @@ class Timeline:
     def _rebuilt(self, region: int) -> dict[int, int]:
         """What a checkpointed region keeps when it runs again, by first reader."""
         kept: dict[int, int] = {}
-        for i, op in enumerate(self.graph.ops):
-            if op.remat != region:
-                continue
+        for i in self.uses.regions.get(region, ()):
+            op = self.graph.ops[i]
             slots = op.operands + op.results
             for slot in op.saves:
                 for t in self.sources(slots[slot], region):
@@ -850,7 +897,13 @@ def _add(
 ) -> None:
     """One more row: what is held, and an entry so many times more."""
     row = {**held, entry: held.get(entry, 0.0) + times}
-    rows[tuple(sorted(row.items()))] = row
+    rows[frozenset(row.items())] = row
+
+
+def _hold(held: dict[Entry, float], more: Iterable[tuple[Entry, float]]) -> None:
+    """Count more of what is held."""
+    for entry, times in more:
+        held[entry] = held.get(entry, 0) + times
 
 
 def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions, roles_of
-from whalejax.planner.model.graph import Graph, Op, TaskGraph
+from whalejax.planner.model.graph import Graph, Op, TaskGraph, makes_weights
 from whalejax.planner.terms import ALL
 
 
@@ -125,7 +125,7 @@ def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
     """
     homes: dict[int, int] = {}
     for op in reversed(graph.ops):
-        passed = bool(op.results) and all(weight[t] for t in op.results)
+        passed = makes_weights(op, weight)
         for t in op.operands:
             if weight[t]:
                 home = homes.get(op.results[0]) if passed else None

@@ -12,6 +12,7 @@ collectives, FLOPs and memory all follow from the factors.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -242,6 +243,17 @@ class Op:
         )
 
 
+def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
+    """Whether an operation gives something, and nothing that depends on data.
+
+    Args:
+        op: the operation.
+        weight: for every tensor, whether it depends on parameters alone.
+    """
+    found = op.results
+    return bool(found) and weight[found[0]] and all(weight[t] for t in found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
     """A region of the forward loss that one strategy applies to.
@@ -439,7 +451,8 @@ class Graph:
         """For every tensor: it depends on parameters and on nothing else."""
         weight = [t.kind == "param" for t in self.tensors]
         for op in self.ops:
-            if op.operands and all(weight[t] for t in op.operands):
+            given = op.operands
+            if given and weight[given[0]] and all(weight[t] for t in given):
                 for t in op.results:
                     weight[t] = True
         return tuple(weight)

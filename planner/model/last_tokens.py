@@ -21,19 +21,22 @@ def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
     Args:
         graph: the captured loss.
     """
-    slices = [_cuts(op) and op.trip == 1 for op in graph.ops]
-    if not any(slices):
+    slices = {
+        index: op.position
+        for index, op in enumerate(graph.ops)
+        if _cuts(op) and op.trip == 1 and _cuts_few(graph, op)
+    }
+    if not slices:
         return frozenset()
-    dims, found = analyse(graph), set[tuple[int, ...]]()
-    for index, slot in dims.whole:
-        op = graph.ops[index]
-        if not slices[index] or slot:
-            continue
-        before, after = (graph.tensors[t] for t in slots_of(op))
-        few = after.size >= (1 - MOST_CUT) * before.size
-        if few and before.differentiable and before.kind == "value":
-            found.add(op.position)
-    return frozenset(found)
+    whole = analyse(graph).whole
+    return frozenset(at for index, at in slices.items() if (index, 0) in whole)
+
+
+def _cuts_few(graph: Graph, op: Op) -> bool:
+    """Little is cut off a value with a gradient."""
+    before, after = (graph.tensors[t] for t in slots_of(op))
+    few = after.size >= (1 - MOST_CUT) * before.size
+    return few and before.differentiable and before.kind == "value"
 
 
 def _cuts(op: Op) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.model.dimensions import Dimensions, op_roles
-from whalejax.planner.model.graph import LOOPS, Graph, TaskGraph
+from whalejax.planner.model.graph import LOOPS, Graph, TaskGraph, makes_weights
 from whalejax.planner.model.repeated_layers import Layers
 
 
@@ -94,12 +94,12 @@ class Chain:
         sliced: set[int] = set()
         for op, layer in zip(self.graph.ops, self.layer_of, strict=True):
             sources = {p for t in op.operands for p in behind.get(t, ())}
-            if op.results and all(weight[t] for t in op.results):
+            if makes_weights(op, weight):
                 for t in op.results:
                     behind.setdefault(t, set()).update(sources)
             if op.kind in LOOPS:
                 sliced |= sources
-            if op.kind in LOOPS or (op.results and all(weight[t] for t in op.results)):
+            if op.kind in LOOPS or makes_weights(op, weight):
                 continue
             for parameter in sources:
                 reads[parameter].add(layer)
@@ -200,7 +200,7 @@ def _weights_follow(graph: Graph, weight: Sequence[bool], spots: list[Spot]) -> 
     reader: dict[int, int] = {}
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
-        if op.results and all(weight[t] for t in op.results):
+        if makes_weights(op, weight):
             places = [reader[t] for t in op.results if t in reader]
             if places:
                 spots[index] = spots[places[0]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from whalejax.planner.model.graph import LOOPS, Graph, Op
+from whalejax.planner.model.graph import LOOPS, Graph, Op, makes_weights
 
 
 def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
     found = []
     for op in graph.ops:
         known = [slices.get(t, 1) for t in op.operands if weight[t]]
-        if op.results and all(weight[t] for t in op.results):
+        if makes_weights(op, weight):
             times = _slice_count(graph, op)
             for t in op.results:
                 slices[t] = times * max(known, default=1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whalejax.planner.entries import starred
-from whalejax.planner.model.graph import LOOPS, Graph, Op, Tensor
+from whalejax.planner.model.graph import LOOPS, Graph, Op, Tensor, makes_weights
 
 
 _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")
@@ -203,11 +203,7 @@ def _shifted(found: Layers, weight: Sequence[bool]) -> Iterator[tuple[int, ...]]
     layer says where it ends, as nothing of a next layer follows it.
     """
     graph = found.graph
-    computed = [
-        i
-        for i, op in enumerate(graph.ops)
-        if not (op.results and all(weight[t] for t in op.results))
-    ]
+    computed = [i for i, op in enumerate(graph.ops) if not makes_weights(op, weight)]
     at = [found.layer_of[i] for i in computed]
     starts = [at.index(layer) for layer in range(found.count)]
     size = starts[2] - starts[1]
@@ -271,7 +267,7 @@ def _written_once(
     members: dict[int, list[int]] = defaultdict(list)
     homes = list(found.layer_of)
     for index, op in enumerate(graph.ops):
-        if op.results and all(weight[t] for t in op.results):
+        if makes_weights(op, weight):
             homes[index] = of_tensor.get(op.operands[0], -1) if op.operands else -1
         if 0 <= homes[index] < found.count:
             members[homes[index]].append(index)

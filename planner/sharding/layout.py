@@ -94,11 +94,22 @@ def axis_roles(
     """
     found: dict[str, int] = {}
     for axis, size in mesh.items():
-        if size > 1:
-            role = next((r for r in table.get(axis, ()) if r in present), None)
-            if role is not None:
+        for role in table.get(axis, ()) if size > 1 else ():
+            if role in present:
                 found[axis] = role
+                break
     return found
+
+
+@functools.lru_cache(maxsize=2**12)
+def major_dims(layout: Layout) -> Mapping[int, int]:
+    """The dimension whose major atom each role is, the first where there are several.
+
+    Args:
+        layout: roles of each dimension, major atom first.
+    """
+    places = reversed(list(enumerate(layout)))
+    return {atoms[0]: dim for dim, atoms in places if atoms}
 
 
 def spec_of(
@@ -116,7 +127,7 @@ def spec_of(
         mesh: sizes of the mesh axes, outermost first.
     """
     spec: list[tuple[str, ...]] = [()] * len(layout)
-    major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
+    major = major_dims(layout)
     for axis, size in mesh.items():
         if size == 1:
             continue

@@ -30,6 +30,7 @@ from whalejax.planner.model.graph import (
     LOOPS,
     Graph,
     Tensor,
+    makes_weights,
 )
 from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms, lying
@@ -372,7 +373,7 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
     found: Counter[int] = Counter()
     shared: dict[tuple[int, int | None], bool] = {}
     for op in reversed(graph.ops):
-        if op.results and all(weight[t] for t in op.results):
+        if makes_weights(op, weight):
             for t in {t for t in op.operands if weight[t]}:
                 found[t] += sum(found[r] for r in op.results)
             continue
@@ -399,7 +400,7 @@ def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
     for op in reversed(graph.ops):
         if op.chunks > 1 and op.matmul is not None:
             found.update(t for t in op.operands if weight[t])
-        elif found.intersection(op.results) and all(weight[t] for t in op.results):
+        elif found.intersection(op.results) and makes_weights(op, weight):
             found.update(t for t in op.operands if weight[t])
     return found
 
@@ -416,7 +417,7 @@ def _readers(
     for op in reversed(graph.ops):
         if op.kind in LOOPS:
             continue
-        made = bool(op.results) and all(weight[t] for t in op.results)
+        made = makes_weights(op, weight)
         for t in {t for t in op.operands if weight[t]}:
             size = max(1, graph.tensors[t].size)
             if not made:

@@ -13,7 +13,7 @@ from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.expert_regions import check_task_graphs
-from whalejax.planner.model.graph import LOOPS, Graph, Tensor
+from whalejax.planner.model.graph import LOOPS, Graph, Tensor, makes_weights
 from whalejax.planner.terms import ALL, Chosen
 
 
@@ -67,7 +67,7 @@ def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
     for op in reversed(graph.ops):
         if op.kind in LOOPS and not op.results:
             continue  # It ties dimensions and reads nothing.
-        passed = bool(op.results) and all(weight[t] for t in op.results)
+        passed = makes_weights(op, weight)
         for t in {t for t in op.operands if weight[t]}:
             own = _itemsize(graph.tensors[t])
             if passed:

@@ -218,9 +218,9 @@ class _Level:
         A mark may be inside a region or around it; one that begins inside and goes on
         behind would be two.
         """
-        marks = [self._marked(index) for index in range(first, end)]
-        opens = marks[0] and marks[0] == self._marked(first - 1)
-        goes_on = marks[-1] and marks[-1] == self._marked(end)
+        before, *marks, behind = self._marked(first - 1, end + 1)
+        opens = marks[0] and marks[0] == before
+        goes_on = marks[-1] and marks[-1] == behind
         if len(set(marks)) == 1 or not (opens or goes_on):
             yield first, end
             return
@@ -230,12 +230,18 @@ class _Level:
             yield at, at + size
             at += size
 
-    def _marked(self, index: int) -> int:
-        """The marked TaskGraph that an equation is in, or that before it; else 0."""
-        while index not in self.ops and index >= min(self.ops):
+    def _marked(self, first: int, end: int) -> list[int]:
+        """The marked TaskGraph that each equation is in, or that before it; else 0."""
+        index, least = first, min(self.ops)
+        while index not in self.ops and index >= least:
             index -= 1
-        graph = self.ops[index][0].task_graph if index in self.ops else 0
-        return graph if self.graph.task_graphs[graph].marks else 0
+        found: list[int] = []
+        graph = 0
+        for at in range(min(index, first), end):
+            if at in self.ops:
+                graph = self.ops[at][0].task_graph
+            found.append(graph if self.graph.task_graphs[graph].marks else 0)
+        return found[first - end :]
 
     def saves(self, region: Region) -> bool:
         """The backward pass reads something of it."""

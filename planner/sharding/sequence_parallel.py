@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.model.dimensions import Dimensions, op_roles
-from whalejax.planner.model.graph import Graph, Op, TaskGraph
+from whalejax.planner.model.graph import Graph, Op, TaskGraph, makes_weights
 from whalejax.planner.sharding.layout import Table
 
 
@@ -81,6 +81,9 @@ def splits_between(
         graph, dims: as there.
         several: the sets.
     """
+    several = [*several]
+    if not several:
+        return
     batch = frozenset(r.index for r in dims.batch)
     roles = [op_roles(index, op, dims) for index, op in enumerate(graph.ops)]
     follows = _followed(graph)
@@ -127,7 +130,7 @@ def _followed(graph: Graph) -> list[tuple[int, int]]:
     found = []
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
-        if op.results and all(weight[t] for t in op.results):
+        if makes_weights(op, weight):
             if op.results[0] in reader:
                 found.append((index, reader[op.results[0]]))
         for t in op.operands:

@@ -17,7 +17,7 @@ import numpy as np
 
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.sharding.fused_parameters import Fused
-from whalejax.planner.sharding.layout import Spec, Table
+from whalejax.planner.sharding.layout import Spec, Table, major_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,12 @@ def table_shard_counts(
         fused: Storage rule of a fused parameter; None for any other tensor.
     """
     found = _ShardCountsBuilder((1,) * len(layout), {})
-    major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
+    major = major_dims(layout)
     inner = {} if fused is None else dict(fused.inner)
     for axis, size in mesh.items():
+        roles = [r for r in table.get(axis, ()) if r in major or r in inner]
         left = size > 1
-        for role in table.get(axis, ()) if left.any() else ():
+        for role in roles if roles and left.any() else ():
             lends = fused is not None and role in inner
             may = left & (inner[role] % size == 0) if lends else left
             for other in fused.others if fused is not None and lends else (role,):

@@ -121,6 +121,8 @@ def _multiplied(walk: Walk, given: set[int], small: set[int]) -> set[int]:
             scales and zero points. What is made of them and of constants alone is
             neither a weight nor a value of the batch.
     """
+    if not given:
+        return set()
     params = {t for t, tensor in enumerate(walk.tensors) if tensor.kind == "param"}
     weight = params | given
     fixed = small | {t for t, v in enumerate(walk.tensors) if v.kind == "const"}
@@ -169,6 +171,8 @@ def graph_of(
 ) -> Graph:
     """The graph of a walked program whose inputs have been named.
 
+    It lacks what loops keep, which takes a derivative of each: see ``with_stacked``.
+
     Args:
         walk: the program.
         loss: id of the loss's total.
@@ -205,9 +209,19 @@ def graph_of(
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
         whole=tuple(dict.fromkeys(v for v in others if v is not None)),
-        stacked=walk.stacked(flows),
     )
     return replace(graph, model_hash=model_hash(graph, leaves))
+
+
+def with_stacked(graph: Graph, walk: Walk) -> Graph:
+    """A graph with what loops keep for the backward pass.
+
+    Args:
+        graph: from ``graph_of``.
+        walk: the program that it is of.
+    """
+    flows = [tensor.differentiable for tensor in graph.tensors]
+    return replace(graph, stacked=walk.stacked(flows)) if walk.kept else graph
 
 
 def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:

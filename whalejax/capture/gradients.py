@@ -31,9 +31,10 @@ def differentiable(walk: Walk, loss: int) -> list[bool]:
 
 def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
     """The slots of an operation that its backward pass reads."""
-    if not any(flows[t] for t in op.results):
+    saves = op.behaviour.saves
+    if not saves or not any(flows[t] for t in op.results):
         return ()
-    slots = (slot for slot, wrt in op.behaviour.saves if flows[op.operands[wrt]])
+    slots = (slot for slot, wrt in saves if flows[op.operands[wrt]])
     return tuple(sorted(set(slots)))
 
 

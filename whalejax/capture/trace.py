@@ -22,7 +22,7 @@ import jax
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
-from whalejax.capture.assemble import graph_of, loss_id, name_inputs
+from whalejax.capture.assemble import graph_of, loss_id, name_inputs, with_stacked
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.batch_independent_state import Steady, held_back, left_alone
 from whalejax.capture.counters import advances
@@ -281,7 +281,7 @@ class Captured:
             self,
             reader=reader,
             # It is the same model: a plan for it is one for this.
-            graph=replace(graph, model_hash=self.graph.model_hash),
+            graph=replace(with_stacked(graph, walk), model_hash=self.graph.model_hash),
             jaxpr=program,
             outputs=walk.outputs,
             given=walk.given,
@@ -342,7 +342,6 @@ class _Reader:
             walk = Walk(
                 tiled=tiled,
                 chunks=chunks,
-                keeps=not tiled,
                 rows=self.rows,
                 rules=self.rules,
             )
@@ -465,7 +464,7 @@ def capture(
         read = reader.read(jaxpr)
     jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
-        graph=graph,
+        graph=with_stacked(graph, walk),
         jaxpr=jaxpr,
         adapter=adapter,
         batch_tree=batch_tree,

@@ -32,7 +32,7 @@ from whalejax.capture.drafts import (
 )
 from whalejax.capture.patterns.calls import is_attention, keeping, makes_logits
 from whalejax.capture.rules.attention import attention_behaviour
-from whalejax.capture.rules.behaviour import Behaviour, Equation, of_each
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
 from whalejax.capture.rules.table import behaviour
 from whalejax.jaxpr.fewer_rows import Rows
 from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
@@ -68,15 +68,46 @@ class SortedRows:
     tensors: set[int]
 
 
+@dataclass(slots=True)
+class _Seen:
+    """An equation, and how it treats dimensions where that is known."""
+
+    view: Equation
+    rule: Behaviour | None = None
+
+
 class KnownRules:
     """How equations treat dimensions, found once for those of equal layers."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Behaviour] = {}
+        self._seen: dict[Hashable, _Seen] = {}
+        self._attention: dict[int, tuple[Any, Behaviour]] = {}
         self._without: dict[Hashable, tuple[Behaviour, Behaviour]] = {}
 
-    def of(self, view: Equation) -> Behaviour:
+    def seen(
+        self, equation: Any, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
+    ) -> _Seen:
+        """An equation as rules see it; the same for one that was seen before.
+
+        Programs of one loss hold equations whose parameters are one object.
+        """
+        name, params = equation.primitive.name, equation.params
+        key = id(params), inputs, outputs
+        known = self._seen.get(key)
+        if known is None:
+            view = Equation(name=name, params=params, inputs=inputs, outputs=outputs)
+            # It keeps the parameters, so that no others have their id.
+            known = self._seen[key] = _Seen(view)
+        return known
+
+    def of(self, seen: _Seen) -> Behaviour:
         """How an equation treats dimensions."""
+        if seen.rule is None:
+            seen.rule = self._of(seen.view)
+        return seen.rule
+
+    def _of(self, view: Equation) -> Behaviour:
         key = view.name, view.inputs, view.outputs, tuple(view.params.items())
         try:
             known = self._known.get(key)
@@ -85,6 +116,14 @@ class KnownRules:
         if known is None:
             known = self._known[key] = behaviour(view)
         return known
+
+    def of_attention(self, jaxpr: Any) -> Behaviour:
+        """How a call that is attention treats dimensions; ``jaxpr`` is its body."""
+        key = id(jaxpr)
+        if key not in self._attention:
+            # The body is kept, so that no other has its id.
+            self._attention[key] = jaxpr, attention_behaviour(jaxpr)
+        return self._attention[key][1]
 
     def without_literals(
         self, rule: Behaviour, operands: Sequence[Value], num_results: int
@@ -109,7 +148,6 @@ class Walk:
             others are looked into like other calls.
         chunks: into how many the tokens are cut in calls that make logits; if more than
             one, the backward pass computes these again.
-        keeps: find out what scans keep for their backward pass.
         rows: where rows lie in calls that sort them across the batch, by name.
         rules: what was found of equations before, perhaps of other walks.
         tensors: by id; the program's inputs come first.
@@ -129,7 +167,6 @@ class Walk:
     tiled: bool = False
     rings: Callable[[Position], bool] = lambda position: False
     chunks: int = 1
-    keeps: bool = True
     rows: Mapping[str, Rows] = field(default_factory=dict)
     rules: KnownRules = field(default_factory=KnownRules)
     tensors: list[TensorDraft] = field(default_factory=list)
@@ -206,13 +243,17 @@ class Walk:
         for var, value in zip(body.constvars, constants, strict=True):
             env[var] = self._constant(value, var.aval)
         scopes: dict[str, Context] = {}
+        stacks: dict[int, Context] = {}
         if self.tiled:
             self._tiles.update(tiles(body.eqns))
         for index, equation in enumerate(body.eqns):
-            text = _compat.scope_text(equation)
-            here = scopes.get(text)
+            stack = _compat.scope_key(equation)
+            here = stacks.get(stack)
             if here is None:
-                here = scopes[text] = context.under(text)
+                text = _compat.scope_text(equation)
+                if text not in scopes:
+                    scopes[text] = context.under(text)
+                here = stacks[stack] = scopes[text]
             operands = tuple(self._read(atom, env) for atom in equation.invars)
             position = (*context.prefix, index)
             results = self._equation(equation, position, operands, here)
@@ -254,16 +295,14 @@ class Walk:
         operands: tuple[Value, ...],
         here: Context,
     ) -> tuple[Value, ...]:
-        view = Equation(
-            name=equation.primitive.name,
-            params=equation.params,
-            inputs=tuple(tuple(_shape(atom)) for atom in equation.invars),
-            outputs=tuple(tuple(_shape(var)) for var in equation.outvars),
-        )
+        inputs = tuple([_shape(atom) for atom in equation.invars])
+        outputs = tuple([_shape(var) for var in equation.outvars])
+        seen = self.rules.seen(equation, inputs, outputs)
+        view = seen.view
         if here.sorted_rows is not None:
             return self._on_rows(view, equation, position, operands, here)
         parts = self._tiles.get(equation.outvars[0]) if equation.outvars else None
-        rule = self.rules.of(view) if parts is None else Behaviour(parts=parts)
+        rule = self.rules.of(seen) if parts is None else Behaviour(parts=parts)
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
         if rule.parts is not None:
             self._equal_parts(rule.parts, view, position, operands, results, here)
@@ -284,7 +323,7 @@ class Walk:
     ) -> tuple[Value, ...]:
         self._ringed.add(id(equation))
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
-        rule = attention_behaviour(inner_jaxprs(equation)[0])
+        rule = self.rules.of_attention(inner_jaxprs(equation)[0])
         self._emit(ATTENTION, position, operands, results, rule, here)
         return results
 
@@ -498,7 +537,7 @@ class Walk:
         context = replace(here.inside(position, 0), trip=here.trip * parts.length)
         produced = self._body(inner, (*consts, *entering), context)
         outermost = here.trip == 1 and here.remat is None
-        if self.keeps and outermost and parts.length > 1:
+        if outermost and parts.length > 1:
             inside = range(entering[0], len(self.tensors))
             self.kept.append(
                 KeptScan(

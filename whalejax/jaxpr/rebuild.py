@@ -119,10 +119,16 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
     made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
     made_by.update((v, call) for call in calls for v in call.outputs)
 
+    known: dict[int, list[Any]] = {}
+
     def read(item: Any) -> list[Any]:
-        atoms = item.inputs if isinstance(item, Call) else item.invars
-        variables = (a for a in atoms if not _compat.is_literal(a))
-        return [made_by[v] for v in variables if v in made_by]
+        found = known.get(id(item))
+        if found is None:
+            atoms = item.inputs if isinstance(item, Call) else item.invars
+            variables = [a for a in atoms if not _compat.is_literal(a)]
+            found = [made_by[v] for v in variables if v in made_by]
+            known[id(item)] = found
+        return found
 
     ends = (v for v in jaxpr.outvars if not _compat.is_literal(v))
     wanted = [made_by[v] for v in ends if v in made_by]
@@ -133,7 +139,7 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
         if id(item) not in live:
             live.add(id(item))
             wanted += read(item)
-    found: list[Any] = []
+    order: list[Any] = []
     done: dict[int, bool] = {}
 
     def add(item: Any) -> None:
@@ -143,13 +149,13 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
                     raise ValueError("calls need what each other give")
                 add(other)
             done[id(item)] = True
-            found.append(item)
+            order.append(item)
 
     for equation in jaxpr.eqns:
         for item in [made_by[v] for v in equation.outvars] or [equation]:
             if id(item) in live:
                 add(item)
-    return found
+    return order
 
 
 def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:

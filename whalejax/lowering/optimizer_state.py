@@ -221,7 +221,7 @@ def followed(
         shape: its shape.
         params: dotted path to shape of every parameter.
     """
-    if set(params) == {WHOLE}:  # the model is one bare array
+    if len(params) == 1 and WHOLE in params:  # the model is one bare array
         name = WHOLE if shape else None
     else:
         name = named_by(path, params)

@@ -7,6 +7,8 @@ nothing that it does not know from models that do this themselves.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,7 +17,7 @@ import jax
 from whalejax import _compat
 from whalejax.capture.patterns.calls import makes_logits
 from whalejax.capture.sorted_rows import sorts_rows
-from whalejax.jaxpr import rebuild
+from whalejax.jaxpr.splice import Scope, Splice
 from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.sharding.remat import Region, named_in
 
@@ -100,18 +102,14 @@ def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
         jaxpr: closed, as captured.
         regions: equations of it, in program order.
     """
-    names = checkpoint_names(jaxpr)
-    builder = _Builder({(r.prefix, r.first): r for r in regions}, names)
-    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
-
-    def program(*leaves: Any) -> list[Any]:
-        return builder.run(jaxpr, leaves, (), looped=False)
-
-    return _compat.trace(program, avals)
+    builder = _Builder(
+        {(r.prefix, r.first): r for r in regions}, checkpoint_names(jaxpr)
+    )
+    return builder.program(jaxpr, (), looped=False)
 
 
 class _Builder:
-    """Runs a program anew, with checkpoints.
+    """Puts a program together, with checkpoints.
 
     Args:
         regions: by the prefix and number of their first equation.
@@ -124,75 +122,68 @@ class _Builder:
         self.regions = regions
         self.names = names
         self.inside = {r.prefix[:n] for r in regions.values() for n in _lengths(r)}
+        self.checkpoint = functools.cache(self._checkpoint)
 
-    def run(
-        self, jaxpr: Any, values: Sequence[Any], prefix: Position, *, looped: bool
-    ) -> list[Any]:
+    def program(self, jaxpr: Any, prefix: Position, *, looped: bool) -> Any:
         """One jaxpr at a position; ``looped`` if it is the body of a loop."""
-        body, constants = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
-        env.update(zip(body.invars, values, strict=True))
+        splice = Splice(jaxpr)
+        body, _ = _compat.open_jaxpr(jaxpr)
+        self._put(splice, body, prefix, None, looped=looped)
+        return splice.program()
+
+    def _put(
+        self, splice: Splice, body: Any, prefix: Position, scope: Scope, *, looped: bool
+    ) -> None:
+        """The equations of a jaxpr at a position."""
+        last = _last_readers(body)
         index = 0
         while index < len(body.eqns):
             region = self.regions.get((prefix, index))
             if region is None:
-                self._equation(body.eqns[index], env, (*prefix, index), looped=looped)
+                equation, at = body.eqns[index], (*prefix, index)
+                self._equation(splice, equation, at, scope, looped=looped)
                 index += 1
             else:
-                self._region(body, region, env, looped=looped)
+                equations = body.eqns[region.first : region.end]
+                made = dict.fromkeys(v for e in equations for v in e.outvars)
+                read = dict.fromkeys(_variables(e.invars for e in equations))
+                checkpoint = _compat.checkpointed(
+                    equations,
+                    [v for v in read if v not in made],
+                    [v for v in made if last.get(v, -1) >= region.end],
+                    # In a loop nothing takes the first pass's value for the second's.
+                    self.checkpoint(region.policy, prevent_cse=not looped),
+                )
+                splice.keep(checkpoint, scope)
                 index = region.end
-        return [_read(atom, env) for atom in body.outvars]
 
     def _equation(
-        self, equation: Any, env: dict[Any, Any], position: Position, *, looped: bool
+        self,
+        splice: Splice,
+        equation: Any,
+        position: Position,
+        scope: Scope,
+        *,
+        looped: bool,
     ) -> None:
-        values = [_read(atom, env) for atom in equation.invars]
         kind = _compat.recursion(equation) if position in self.inside else None
-        with _compat.equation_context(equation):
-            if kind == "inline":
-                inner = _compat.inner_jaxprs(equation)[0]
-                results = self.run(inner, values, (*position, 0), looped=looped)
-            elif kind == "scan":
-                inner = _compat.inner_jaxprs(equation)[0]
-                results = rebuild.scan(
-                    equation,
-                    values,
-                    lambda turn: self.run(inner, turn, (*position, 0), looped=True),
-                )
-            else:
-                results = _compat.bind(equation, values)
-        env.update(zip(equation.outvars, results, strict=True))
+        at = (*position, 0)
+        if kind == "inline":
+            (inner,) = map(_compat.open_jaxpr, _compat.inner_jaxprs(equation))
+            with splice.call(equation, scope) as within:
+                self._put(splice, inner[0], at, within, looped=looped)
+        elif kind == "scan":
+            (turn,) = _compat.inner_jaxprs(equation)
+            inside = self.program(turn, at, looped=True)
+            splice.keep(_compat.with_inner(equation, inside), scope)
+        else:
+            splice.keep(equation, scope)
 
-    def _region(
-        self, body: Any, region: Region, env: dict[Any, Any], *, looped: bool
-    ) -> None:
-        equations = body.eqns[region.first : region.end]
-        made = {v for e in equations for v in e.outvars}
-        read = dict.fromkeys(_variables(e.invars for e in equations))
-        given = [v for v in read if v not in made]
-        later = [e.invars for e in body.eqns[region.end :]]
-        wanted = {*_variables(later), *_variables([body.outvars])}
-        taken = [v for e in equations for v in e.outvars if v in wanted]
-
-        def inside(*values: Any) -> list[Any]:
-            local = dict(zip(given, values, strict=True))
-            for equation in equations:
-                operands = [_read(atom, local) for atom in equation.invars]
-                with _compat.equation_context(equation, skip=depth):
-                    results = _compat.bind(equation, operands)
-                local.update(zip(equation.outvars, results, strict=True))
-            return [local[v] for v in taken]
-
-        again = jax.checkpoint(
-            inside,
-            # In a loop nothing can take the first pass's value for the second's.
-            prevent_cse=not looped,
-            policy=policy_of(region.policy, self.names),
+    def _checkpoint(self, policy: str, *, prevent_cse: bool) -> Any:
+        """An equation of a checkpoint with a policy."""
+        return _compat.checkpoint_equation(
+            policy_of(policy, self.names), prevent_cse=prevent_cse
         )
-        # A mark around all of it stays around it, one instance for all regions.
-        with _compat.scopes_context(equations) as depth:
-            results = again(*(env[v] for v in given))
-        env.update(zip(taken, results, strict=True))
 
 
 def _lengths(region: Region) -> range:
@@ -200,9 +191,15 @@ def _lengths(region: Region) -> range:
     return range(1, len(region.prefix), 2)
 
 
+def _last_readers(body: Any) -> dict[Any, int]:
+    """Number of the last equation that reads each variable; of results, past them."""
+    found = {
+        atom: index
+        for index, equation in enumerate(body.eqns)
+        for atom in _variables([equation.invars])
+    }
+    return found | dict.fromkeys(_variables([body.outvars]), sys.maxsize)
+
+
 def _variables(several: Any) -> list[Any]:
     return [a for atoms in several for a in atoms if not _compat.is_literal(a)]
-
-
-def _read(atom: Any, env: dict[Any, Any]) -> Any:
-    return atom.val if _compat.is_literal(atom) else env[atom]

@@ -28,6 +28,7 @@ from whalejax.capture.patterns.outer_masks import with_inner_masks
 from whalejax.capture.patterns.row_scales import holds_rescaled, rescaled
 from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
+from whalejax.jaxpr.splice import spliced
 
 
 CALL: Final = "whalejax_attention"
@@ -124,15 +125,14 @@ def most_tokens(jaxpr: Any) -> int:
 def _rebuilt(
     jaxpr: Any, trained: Sequence[bool], find: Found
 ) -> tuple[Any, tuple[str, ...]]:
-    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
     flat = _flattened(jaxpr)
     if find is _attentions and holds_rescaled(flat):
         scaling = _Builder(flat, trained, lambda body, _: (rescaled(body), []))
-        flat = scaling.program(avals)
+        flat = scaling.program()
     if find is _attentions:
         flat = with_inner_masks(flat, trained)
     builder = _Builder(flat, trained, find)
-    return builder.program(avals), tuple(dict.fromkeys(builder.reasons))
+    return builder.program(), tuple(dict.fromkeys(builder.reasons))
 
 
 @functools.lru_cache(maxsize=2)
@@ -144,8 +144,18 @@ def _flattened(jaxpr: Any) -> Any:
     """
     if _is_flat(jaxpr):
         return jaxpr
-    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
-    return _compat.trace(lambda *xs: _inlined(jaxpr, xs), avals)
+    return spliced(jaxpr, _instead_of_calls, constant=_count)
+
+
+def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
+    """What stands for an equation of a program without calls."""
+    kind = _opened(equation)
+    if kind is None or kind == "inline":
+        return kind
+    (inner,) = _compat.inner_jaxprs(equation)
+    if _is_flat(inner):
+        return None
+    return lambda *xs: rebuild.around(equation, xs, lambda ys: _inlined(inner, ys))
 
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
@@ -173,7 +183,7 @@ def _opened(equation: Any) -> str | None:
 def _is_flat(jaxpr: Any) -> bool:
     """Whether a program has no calls to inline, and no positions to count."""
     body, constants = _compat.open_jaxpr(jaxpr)
-    if any(_counted(value) is not value for value in constants):
+    if any(_count(value) is not None for value in constants):
         return False
     kinds = [(equation, _opened(equation)) for equation in body.eqns]
     return all(
@@ -184,13 +194,19 @@ def _is_flat(jaxpr: Any) -> bool:
 
 def _counted(value: Any) -> Any:
     """Positions that a program holds as an array, counted instead."""
+    count = _count(value)
+    return value if count is None else count()
+
+
+def _count(value: Any) -> Callable[[], Any] | None:
+    """What counts the positions that a program holds as an array, if it holds any."""
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
     known = _compat.is_concrete(value) or isinstance(value, np.ndarray)
     if not known or len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
-        return value
+        return None
     same = np.array_equal(np.asarray(value), np.arange(shape[0]))
-    return jax.lax.iota(dtype, shape[0]) if same else value
+    return (lambda: jax.lax.iota(dtype, shape[0])) if same else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +217,13 @@ class _Arranged:
         items: equations and calls, in an order in which they can run.
         inside: the same of loops and checkpointed regions, by the id of the equation.
         calls: some call stands in it, or in these.
+        same: there are all of its equations, and of these, and nothing else.
     """
 
     items: list[Any]
     inside: dict[int, _Arranged]
     calls: bool
+    same: bool
 
 
 class _Builder:
@@ -223,11 +241,21 @@ class _Builder:
         self.reasons: list[str] = []
         self.arranged = self._arranged(flat, trained)
 
-    def program(self, avals: Sequence[Any]) -> Any:
+    def program(self) -> Any:
         """The program itself where there are no calls."""
         if not self.arranged.calls:
             return self.flat
-        return _compat.trace(lambda *xs: _run(self.flat, xs, self.arranged), avals)
+        return spliced(self.flat, self._changed, items=self.arranged.items)
+
+    def _changed(self, equation: Any) -> Callable[..., list[Any]] | None:
+        """What stands for a loop or a checkpointed region in which there are calls."""
+        within = self.arranged.inside.get(id(equation))
+        if within is None or within.same:
+            return None
+        (inner,) = _compat.inner_jaxprs(equation)
+        return lambda *xs: rebuild.around(
+            equation, xs, lambda ys: _run(inner, ys, within)
+        )
 
     def _arranged(self, jaxpr: Any, trained: Sequence[bool]) -> _Arranged:
         """One jaxpr, of whose inputs some have gradients."""
@@ -250,7 +278,12 @@ class _Builder:
                     flags = trained_in_scan(equation, flags)
                 inside[id(equation)] = self._arranged(inner, flags)
         some = bool(calls) or any(one.calls for one in inside.values())
-        return _Arranged(items, inside, some)
+        same = (
+            not calls
+            and len(items) == len(body.eqns)
+            and all(one.same for one in inside.values())
+        )
+        return _Arranged(items, inside, some, same)
 
 
 def _run(jaxpr: Any, values: Sequence[Any], arranged: _Arranged) -> list[Any]:

@@ -506,7 +506,7 @@ def followers(
     state: bool,
     params: Collection[int],
     small: bool = False,
-    program: Any = None,
+    program: UpdateProgram | None = None,
 ) -> list[Follower]:
     """Parameters of which something lies in host memory and is updated in pieces.
 
@@ -523,12 +523,10 @@ def followers(
     Returns:
         Each with its state, by the numbers of ``stepping``; layouts are left open.
     """
-    abstract = _abstract_params(adapter)
-    count = len(abstract)
-    structure: Any = jax.tree.structure(adapter.params)
-    states = jax.eval_shape(optimizer.init, structure.unflatten(abstract))
-    shapes = [x.shape for x in abstract]
-    owners = owners_of(states, [*zip(adapter.param_paths, shapes, strict=True)])
+    program = program or update_program(optimizer, adapter)
+    shapes = [x.shape for x in jax.tree.leaves(adapter.params)]
+    count = len(shapes)
+    owners = owners_of(program.state, [*zip(adapter.param_paths, shapes, strict=True)])
     held: dict[int, list[tuple[int, int]]] = {i: [] for i in params}
     for place, owner in enumerate(owners):
         if owner is None:
@@ -545,32 +543,42 @@ def followers(
         )
         for owner, pairs in held.items()
     ]
-    return streamable(program or update_program(optimizer, adapter), found)
+    return streamable(program.jaxpr, found)
 
 
-def _abstract_params(adapter: Adapter) -> list[Any]:
-    return [
-        _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
-        for x in jax.tree.leaves(adapter.params)
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateProgram:
+    """An optimizer's step, traced.
+
+    Attributes:
+        state: Abstract state of the optimizer.
+        jaxpr: Program of ``stepping``, without calls.
+    """
+
+    state: Any
+    jaxpr: Any
 
 
 def update_program(
     optimizer: optax.GradientTransformationExtraArgs, adapter: Adapter
-) -> Any:
-    """The program of ``stepping``, without calls.
+) -> UpdateProgram:
+    """Trace an optimizer's step.
 
     Args:
         optimizer: the optimizer.
         adapter: the model, with abstract parameters.
     """
-    params = _abstract_params(adapter)
+    params = [
+        _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        for x in jax.tree.leaves(adapter.params)
+    ]
     structure: Any = jax.tree.structure(adapter.params)
     states = jax.eval_shape(optimizer.init, structure.unflatten(params))
     state_tree: Any = jax.tree.structure(states)
     step = stepping(optimizer, structure, state_tree, skips=False)
     scalars = [_compat.abstract((), jnp.float32), _compat.abstract((), jnp.bool_)]
-    return flattened(step, [*params, *params, *jax.tree.leaves(states), *scalars])
+    given = [*params, *params, *jax.tree.leaves(states), *scalars]
+    return UpdateProgram(state=states, jaxpr=flattened(step, given))
 
 
 def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
@@ -582,9 +590,9 @@ def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
     """
     extended = optax.with_extra_args_support(optimizer)
     paths = adapter.param_paths
-    state = jax.tree.leaves(jax.eval_shape(extended.init, adapter.params))
     first = 2 * len(paths)
     program = update_program(extended, adapter)
+    state = jax.tree.leaves(program.state)
     # Parameters may lie there with their state, or alone.
     of_state, alone, beside = (
         followers(extended, adapter, state=state, params=params, program=program)

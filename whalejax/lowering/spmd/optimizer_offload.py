@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from whalejax import _compat
 from whalejax.capture.rules.elementwise import SAME_SHAPE
-from whalejax.jaxpr import rebuild
+from whalejax.jaxpr.splice import spliced
 from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.sharding.layout import Spec
 
@@ -95,18 +95,12 @@ def flattened(update: Update, values: Sequence[Any]) -> Any:
     """
     avals = [_compat.abstract(x.shape, x.dtype) for x in values]
     program = _compat.trace(lambda *xs: list(update(xs)), avals)
-    return _compat.trace(lambda *xs: _inlined(program, xs), avals)
+    return spliced(program, _inlined)
 
 
-def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
-    """Run a program without its calls, so that every equation stands for itself."""
-
-    def each(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        if _compat.recursion(equation) == "inline":
-            return _inlined(_compat.inner_jaxprs(equation)[0], operands)
-        return _compat.bind(equation, operands)
-
-    return rebuild.run(program, values, each)
+def _inlined(equation: Any) -> str | None:
+    """Calls are inlined, so that every equation stands for itself."""
+    return "inline" if _compat.recursion(equation) == "inline" else None
 
 
 def _read(atom: Any, env: Mapping[Any, Any]) -> Any:

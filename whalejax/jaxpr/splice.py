@@ -1,0 +1,226 @@
+"""A program put together from the equations of another, which are not traced anew.
+
+To run a traced program equation by equation, only to trace it again, takes about as
+long as the first trace did. Here equations are taken as they are, and only what
+computes otherwise is traced and put in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from whalejax import _compat
+from whalejax.jaxpr.rebuild import Call
+
+
+Scope = _compat.Scope | None
+"""Scopes of the calls around an equation; None outside of all calls."""
+
+
+Each = Callable[[Any, Scope], None]
+"""Puts one equation of a program, or what stands for it, into a splice."""
+
+
+Constant = Callable[[Any], Callable[[], Any] | None]
+"""What makes a value that stands for an array which a program holds, if anything."""
+
+
+def _itself(value: Any) -> None:
+    return None
+
+
+class Splice:
+    """A program while it is put together.
+
+    Args:
+        jaxpr: Program whose inputs and results the new one has, open or closed.
+        constant: What stands for an array that a program holds.
+
+    Attributes:
+        equations: Equations so far.
+    """
+
+    def __init__(self, jaxpr: Any, constant: Constant = _itself) -> None:
+        self.equations: list[Any] = []
+        self._jaxpr = jaxpr
+        self._constant = constant
+        self._atoms: dict[Any, Any] = {}
+        self._values: dict[Any, Any] = {}
+        self._variables: dict[int, Any] = {}
+        self._folded: dict[tuple[Any, tuple[Any, ...]], Any] = {}
+        self._hold(jaxpr)
+
+    def program(self) -> Any:
+        """The program; it holds the arrays that it reads, in order of first use."""
+        body, _ = _compat.open_jaxpr(self._jaxpr)
+        results = [self._read(atom) for atom in body.outvars]
+        held: dict[Any, Any] = {}
+        for atoms in (*(e.invars for e in self.equations), results):
+            for atom in atoms if self._values else ():
+                if not _compat.is_literal(atom) and atom in self._values:
+                    held[atom] = self._values[atom]
+        return _compat.with_equations(self._jaxpr, self.equations, results, held)
+
+    def run(self, items: Sequence[Any], each: Each, scope: Scope = None) -> None:
+        """Put equations and ``Call``s in, one after the other.
+
+        Args:
+            items: Equations and calls in an order in which they can run.
+            each: Puts an equation in.
+            scope: Scopes of the calls around them.
+        """
+        for item in items:
+            if isinstance(item, Call):
+                within = item.equation
+                self.trace(item.function, item.inputs, item.outputs, within, scope)
+            else:
+                each(item, scope)
+
+    def keep(self, equation: Any, scope: Scope = None) -> None:
+        """Put an equation in as it was traced.
+
+        Args:
+            equation: The equation.
+            scope: Scopes of the calls around it.
+        """
+        operands = [self._read(atom) for atom in equation.invars]
+        renamed = any(
+            a is not b for a, b in zip(operands, equation.invars, strict=True)
+        )
+        if renamed and all(map(_compat.is_literal, operands)):
+            self._keep_literals(equation, operands, scope)
+            return
+        if scope is not None:
+            # What is called several times has variables of its own each time.
+            fresh = [_compat.variable_like(v) for v in equation.outvars]
+            self._atoms.update(zip(equation.outvars, fresh, strict=True))
+            moved = _compat.moved_equation(equation, operands, fresh, scope)
+        elif renamed:
+            moved = _compat.moved_equation(equation, operands, equation.outvars)
+        else:
+            moved = equation
+        self.equations.append(moved)
+
+    def _keep_literals(
+        self, equation: Any, operands: Sequence[Any], scope: Scope
+    ) -> None:
+        """Put in what only reads numbers of a call's text, which JAX may fold."""
+        given = tuple(map(_compat.literal_key, operands))
+        if (equation, given) not in self._folded:
+
+            def run() -> list[Any]:
+                return _compat.bind(equation, [atom.val for atom in operands])
+
+            traced = _compat.trace_within(equation, run, ())
+            self._folded[equation, given] = traced
+        self._put(self._folded[equation, given], (), equation.outvars, equation, scope)
+
+    @contextlib.contextmanager
+    def call(self, equation: Any, scope: Scope = None) -> Iterator[Scope]:
+        """Stand in a call, whose equations are put in meanwhile; gives their scope.
+
+        Args:
+            equation: The call.
+            scope: Scopes of the calls around the call.
+        """
+        (inner,) = _compat.inner_jaxprs(equation)
+        operands = [self._read(atom) for atom in equation.invars]
+        self._hold(inner)
+        body, _ = _compat.open_jaxpr(inner)
+        self._atoms.update(zip(body.invars, operands, strict=True))
+        yield _compat.scope_inside(equation, scope)
+        results = [self._read(atom) for atom in body.outvars]
+        self._atoms.update(zip(equation.outvars, results, strict=True))
+
+    def trace(
+        self,
+        function: Callable[..., Sequence[Any]],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        equation: Any = None,
+        scope: Scope = None,
+    ) -> None:
+        """Put in what a function computes.
+
+        Args:
+            function: From values of the inputs to values of the outputs.
+            inputs: Atoms of the programs that are put in.
+            outputs: Variables that it stands for.
+            equation: Equation in whose scopes it runs; None for none.
+            scope: Scopes of the calls around it.
+        """
+        avals = [self._read(atom).aval for atom in inputs]
+        traced = _compat.trace_within(equation, function, avals)
+        self._put(traced, inputs, outputs, equation, scope)
+
+    def _put(
+        self,
+        traced: Any,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        equation: Any,
+        scope: Scope,
+    ) -> None:
+        """Put in what was traced; see ``trace``."""
+        if equation is not None:
+            scope = _compat.scope_inside(equation, scope)
+        body, _ = _compat.open_jaxpr(traced)
+        given = [self._read(atom) for atom in inputs]
+        self._hold(traced, replaced=False)
+        self._atoms.update(zip(body.invars, given, strict=True))
+        for one in body.eqns:
+            self.keep(one, scope)
+        results = [self._read(atom) for atom in body.outvars]
+        self._atoms.update(zip(outputs, results, strict=True))
+
+    def _hold(self, jaxpr: Any, *, replaced: bool = True) -> None:
+        """Take up the arrays that a program holds, each once."""
+        body, constants = _compat.open_jaxpr(jaxpr)
+        for variable, value in zip(body.constvars, constants, strict=True):
+            make = self._constant(value) if replaced else None
+            if make is not None:
+                self.trace(lambda make=make: [make()], (), (variable,))
+                continue
+            held = self._variables.setdefault(id(value), variable)
+            self._values[held] = value
+            self._atoms[variable] = held
+
+    def _read(self, atom: Any) -> Any:
+        return atom if _compat.is_literal(atom) else self._atoms.get(atom, atom)
+
+
+def spliced(
+    jaxpr: Any,
+    change: Callable[[Any], Callable[..., Sequence[Any]] | str | None],
+    *,
+    items: Sequence[Any] | None = None,
+    constant: Constant = _itself,
+) -> Any:
+    """A program some of whose equations are others.
+
+    Args:
+        jaxpr: The program.
+        change: Of an equation, ``"inline"`` for a call whose equations stand in its
+            place, what computes its results from its operands instead, or None where it
+            stays.
+        items: Equations and ``Call``s, in order, that stand for all equations.
+        constant: What stands for an array that the program holds.
+    """
+    splice = Splice(jaxpr, constant)
+
+    def each(equation: Any, scope: Scope) -> None:
+        other = change(equation)
+        if other is None:
+            splice.keep(equation, scope)
+        elif isinstance(other, str):
+            (inner,) = map(_compat.open_jaxpr, _compat.inner_jaxprs(equation))
+            with splice.call(equation, scope) as within:
+                splice.run(inner[0].eqns, each, within)
+        else:
+            splice.trace(other, equation.invars, equation.outvars, equation, scope)
+
+    body, _ = _compat.open_jaxpr(jaxpr)
+    splice.run(body.eqns if items is None else items, each)
+    return splice.program()
