@@ -724,9 +724,9 @@ class Search:
             left = self._near_in_host_memory(layouts, times, left, others)
             others = others if len(left) else []
             if len(others) > 1 and not self.cluster.compiler.reduces_at_end:
-                # Where memory does not hold a case with most of it there, what lies
-                # between is not looked at.
-                hopeful = self._fits_in_corner(layouts, times, left, others[-1][0])
+                # Where memory holds a case with neither the fewest micro-batches nor
+                # the most, what lies between is not looked at.
+                hopeful = self._fits_in_corner(layouts, times, left, others)
                 self._score_group(layouts, times, left[~hopeful], others[-1])
                 left = left[hopeful]
             for group in others:
@@ -889,20 +889,28 @@ class Search:
         return zero_levels(self.request, levels)
 
     def _fits_in_corner(
-        self, layouts: _Layouts, times: TimeColumns, rows: np.ndarray, most: Offload
+        self,
+        layouts: _Layouts,
+        times: TimeColumns,
+        rows: np.ndarray,
+        groups: Sequence[Sequence[Offload]],
     ) -> np.ndarray:
-        """Whether devices hold cases with most in host memory, or with all of it but
-        parameters.
+        """Whether devices hold cases with the fewest or the most micro-batches.
+
+        State of the optimizer takes no room of its own while it lies in host memory, as
+        parameters and activations do that pass through the device: sets without it are
+        not looked at where there are sets with it.
         """
         found = np.zeros(len(rows), dtype=bool)
-        # Parameters that lie there pass through the device; several micro-batches need
-        # sums of gradients.
-        for offload in (most, tuple(name for name in most if name != "params")):
+        every = [offload for group in groups for offload in group]
+        for offload in [one for one in every if "optimizer" in one] or every:
             for place in (0, -1):
-                cases = layouts.at(rows, place)
-                memory = self._memory(layouts, times, rows, cases, offload)
-                serves = self.evaluator.serves(cases, offload)
-                found |= self.evaluator.fits(memory) & serves
+                left = np.flatnonzero(~found)
+                if len(left):
+                    cases = layouts.at(rows[left], place)
+                    memory = self._memory(layouts, times, rows[left], cases, offload)
+                    serves = self.evaluator.serves(cases, offload)
+                    found[left] = self.evaluator.fits(memory) & serves
         return found
 
     def _in_host_memory(
