@@ -692,6 +692,40 @@ class Search:
                 return False
         return bool(waiting)
 
+    def fits_without_state(self, times: float) -> bool:
+        """Whether some layout fits so many times the memory without optimizer's state.
+
+        Activations are where they take least of the device; what it would take to keep
+        the state in host memory is not asked, which takes long for many parameters.
+
+        Args:
+            times: what memory there is, over that of a device.
+        """
+        room = times * self.cluster.memory_bytes
+        sets: list[Offload] = [
+            (),
+            *([("activations",)] if self.program.waiting else []),
+        ]
+        for layouts, known, rows in (*self._postponed, *self._lacking):
+            for place, offload in itertools.product((0, -1), sets if len(rows) else ()):
+                cases = layouts.at(rows, place)
+                memory = self._memory(layouts, known, rows, cases, offload)
+                if (memory.total - memory.terms["optimizer"] <= room).any():
+                    return True
+        return any(one.fits for one in self.scored)
+
+    def keep_nearest(self) -> None:
+        """Keep the nearest of layouts that lack memory, with as little as may be in
+        host memory.
+        """
+        for layouts, times, rows in (*self._postponed, *self._lacking):
+            least = self.evaluator.least_memory(layouts.cases.take(rows), ())
+            some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
+            for offload in next(self.hosting.options()) if len(some) else ():
+                self.scored += self._with_offload(layouts, times, some, offload)[0]
+        if self._nearest is not None:
+            self.scored.append(self._nearest)
+
     def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
         """Tables with a tensor axis that lack memory with as little as may be in host
         memory, and seconds of their fastest step, the fastest first.

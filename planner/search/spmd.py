@@ -314,6 +314,12 @@ class _Searches:
             if self.search(remat, attention, parts):
                 break
         lean = [search for _, search in self.found[before:]]
+        if not any(
+            s.program.sliced or s.fits_without_state(1 + HOPELESS) for s in lean
+        ):
+            for search in lean:
+                search.keep_nearest()
+            return bool(lean)
         for search in lean:
             search.use_host_memory(math.inf)
         scored = [(search, s) for search in lean for s in search.scored]
