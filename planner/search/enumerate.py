@@ -718,7 +718,9 @@ class Search:
         """Keep the nearest of layouts that lack memory, with as little as may be in
         host memory.
         """
-        for layouts, times, rows in (*self._postponed, *self._lacking):
+        # Of few meshes those that lack memory are kept already.
+        waiting = (*self._postponed, *(self._lacking if self.follows else ()))
+        for layouts, times, rows in waiting:
             least = self.evaluator.least_memory(layouts.cases.take(rows), ())
             some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
             for offload in next(self.hosting.options()) if len(some) else ():
@@ -933,18 +935,24 @@ class Search:
 
         State of the optimizer takes no room of its own while it lies in host memory, as
         parameters and activations do that pass through the device: sets without it are
-        not looked at where there are sets with it.
+        looked at where there are none with it, or hosts are short.
         """
         found = np.zeros(len(rows), dtype=bool)
+        hosts = np.zeros(len(rows), dtype=bool)
         every = [offload for group in groups for offload in group]
-        for offload in [one for one in every if "optimizer" in one] or every:
+        with_state = [one for one in every if "optimizer" in one]
+        others = [one for one in every if "optimizer" not in one]
+        for offload in (*with_state, *others):
             for place in (0, -1):
-                left = np.flatnonzero(~found)
+                stateless = offload in others and bool(with_state)
+                left = np.flatnonzero(~found & (hosts | (not stateless)))
                 if len(left):
                     cases = layouts.at(rows[left], place)
                     memory = self._memory(layouts, times, rows[left], cases, offload)
+                    device, host = self.evaluator.lacks(memory)
                     serves = self.evaluator.serves(cases, offload)
-                    found[left] = self.evaluator.fits(memory) & serves
+                    found[left] = (device == 0) & (host == 0) & serves
+                    hosts[left] |= host > 0
         return found
 
     def _in_host_memory(

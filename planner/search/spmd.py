@@ -149,16 +149,18 @@ def _without_needless(fits: Sequence[Scored]) -> list[Scored]:
         layout = tuple(one.mesh.items()), id(one.tables), one.zero
         key = id(one.details), layout, one.num_micro_batches
         alike.setdefault(key, []).append(one)
-    return [
-        one
-        for several in alike.values()
-        for one in several
-        if not any(
-            {*other.offload} < {*one.offload}
-            and other.time.step_seconds <= one.time.step_seconds * (1 + TIE)
-            for other in several
-        )
-    ]
+    found = []
+    for several in alike.values():
+        kept: list[Scored] = []
+        for one in sorted(several, key=lambda one: len(one.offload)):
+            if not any(
+                {*other.offload} < {*one.offload}
+                and other.time.step_seconds <= one.time.step_seconds * (1 + TIE)
+                for other in kept
+            ):
+                kept.append(one)
+        found += kept
+    return found
 
 
 def searches(
@@ -238,13 +240,17 @@ class _Searches:
         if request.loss_chunks is None and self.again is not None:
             if any(self.gains(search) for _, search in self.found):
                 self.policies(self.best_attention(), LOSS_CHUNKS)
-        self.use_host_memory()
+        self.use_host_memory([*self.found])
         return self.found
 
-    def use_host_memory(self) -> None:
-        """Put more in host memory, where with enough memory a plan may be the best."""
-        plain = [pair for pair in self.found if pair[1].split is None]
-        others = [pair for pair in self.found if pair[1].split is not None]
+    def use_host_memory(self, pairs: Sequence[tuple[Analysed, Search]]) -> None:
+        """Put more in host memory, where with enough memory a plan may be the best.
+
+        Args:
+            pairs: searches that have looked at their layouts.
+        """
+        plain = [pair for pair in pairs if pair[1].split is None]
+        others = [pair for pair in pairs if pair[1].split is not None]
         for _, search in others:
             search.use_host_memory(self.best_seconds())
         for analysed, search in plain:
@@ -313,17 +319,18 @@ class _Searches:
         ):
             if self.search(remat, attention, parts):
                 break
-        lean = [search for _, search in self.found[before:]]
+        pairs = self.found[before:]
+        lean = [search for _, search in pairs]
         if not any(
             s.program.sliced or s.fits_without_state(1 + HOPELESS) for s in lean
         ):
             for search in lean:
-                search.keep_nearest()
-            return bool(lean)
-        for search in lean:
-            search.use_host_memory(math.inf)
-        scored = [(search, s) for search in lean for s in search.scored]
-        lacking = (sum(search.lacks(s.memory)) for search, s in scored)
+                if search.split is not None or not request.sequence_parallel:
+                    search.keep_nearest()
+            return any(search.scored for search in lean)
+        self.use_host_memory(pairs)
+        scored = [(s, one) for _, s in self.found[before:] for one in s.scored]
+        lacking = (sum(s.lacks(one.memory)) for s, one in scored)
         return min(lacking, default=0) > HOPELESS * self.cluster.memory_bytes
 
     def search(

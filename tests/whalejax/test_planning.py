@@ -671,3 +671,20 @@ def test_a_model_of_many_layers_is_described_without_a_search_of_its_equations(
     with pytest.raises(AttributeError, match="traced array"):
         jax.eval_shape(lambda x: x.sharding, 1.0)
     assert searched
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3, 0.5])
+def test_where_memory_is_short_what_was_asked_for_is_kept(share: float) -> None:
+    """No plan without sequence parallelism takes the place of those with it."""
+    job = {"layers": 8, "embed": 256, "heads": 4, "scan_layers": True}
+    options: dict[str, Any] = {"mesh": {"tensor": 2}, "sequence_parallel": True}
+    roomy = planned("gpt-test", job=job, cluster="h100:2", **options)
+    assert roomy.sequence_parallel
+    room = int(share * roomy.memory.total_bytes / 0.85)
+    machine = wh.cluster("h100:2").with_memory(room)
+    try:
+        plan = planned("gpt-test", job=job, cluster=machine, **options)
+    except PlanError as error:
+        assert "sequence parallel" in str(error)
+    else:
+        assert plan.sequence_parallel
