@@ -624,10 +624,8 @@ def short_sharding_errors() -> Iterator[None]:
     NNX module asks so for each random stream that it draws from: the time to trace a
     model of many layers grows with their square.
     """
-    full: Any = Tracer.sharding
-    if full is not _quick_sharding:
-        _full_sharding.append(full)
-        Tracer.sharding = _quick_sharding  # type: ignore[assignment]
+    if isinstance(_FULL_SHARDING, property):
+        Tracer.sharding = _QUICK_SHARDING  # type: ignore[assignment]
     token = _short_errors.set(True)
     try:
         yield
@@ -635,16 +633,14 @@ def short_sharding_errors() -> Iterator[None]:
         _short_errors.reset(token)
 
 
-_full_sharding: Final[list[Any]] = []
-
-
 def _sharding(tracer: Any) -> Any:
     if _short_errors.get():
         raise AttributeError("a traced value has no attribute 'sharding'")
-    return _full_sharding[-1].fget(tracer)
+    return _FULL_SHARDING.fget(tracer)
 
 
-_quick_sharding: Final = property(_sharding)
+_FULL_SHARDING: Final[Any] = vars(Tracer).get("sharding")
+_QUICK_SHARDING: Final = property(_sharding)
 
 
 def trace(function: Any, arguments: Sequence[Any]) -> Any:

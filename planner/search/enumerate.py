@@ -702,31 +702,17 @@ class Search:
             times: what memory there is, over that of a device.
         """
         room = times * self.cluster.memory_bytes
-        sets: list[Offload] = [
-            (),
-            *([("activations",)] if self.program.waiting else []),
-        ]
-        for layouts, known, rows in (*self._postponed, *self._lacking):
-            for place, offload in itertools.product((0, -1), sets if len(rows) else ()):
+        sets: list[Offload] = [()]
+        if self.program.waiting:
+            sets.append(("activations",))
+        waiting = [one for one in (*self._postponed, *self._lacking) if len(one[-1])]
+        for layouts, known, rows in waiting:
+            for place, offload in itertools.product((0, -1), sets):
                 cases = layouts.at(rows, place)
                 memory = self._memory(layouts, known, rows, cases, offload)
                 if (memory.total - memory.terms["optimizer"] <= room).any():
                     return True
         return any(one.fits for one in self.scored)
-
-    def keep_nearest(self) -> None:
-        """Keep the nearest of layouts that lack memory, with as little as may be in
-        host memory.
-        """
-        # Of few meshes those that lack memory are kept already.
-        waiting = (*self._postponed, *(self._lacking if self.follows else ()))
-        for layouts, times, rows in waiting:
-            least = self.evaluator.least_memory(layouts.cases.take(rows), ())
-            some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
-            for offload in next(self.hosting.options()) if len(some) else ():
-                self.scored += self._with_offload(layouts, times, some, offload)[0]
-        if self._nearest is not None:
-            self.scored.append(self._nearest)
 
     def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
         """Tables with a tensor axis that lack memory with as little as may be in host
@@ -768,7 +754,12 @@ class Search:
             for group in others:
                 left = self._score_group(layouts, times, left, group)
         if self.follows and self.weighed and not self._has_fit:
-            self._keep_nearest()
+            if self._nearest is None:
+                # Devices hold the parameters of none: what needs least is evaluated.
+                *_, group = self.hosting.options()
+                self.keep_nearest(group[-1])
+            else:
+                self.scored.append(self._nearest)
         self._lacking = []
 
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
@@ -782,16 +773,21 @@ class Search:
         found: np.ndarray = least <= self.cluster.memory_bytes + ROUNDED
         return found
 
-    def _keep_nearest(self) -> None:
-        """Keep the layout that lacks least, where none of very many fits."""
-        *_, group = self.hosting.options() if self._nearest is None else [[]]
-        for layouts, times, lacking in self._lacking if group else ():
-            # Devices hold the parameters of none: what needs least is evaluated.
-            if len(lacking):
-                cases = layouts.cases.take(lacking)
-                least = self.evaluator.least_memory(cases, group[-1])
-                rows = lacking[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
-                self._with_offload(layouts, times, rows, group[-1])
+    def keep_nearest(self, offload: Offload = ()) -> None:
+        """Keep the layout that lacks least, where nothing fits.
+
+        Of few meshes all that lack memory are kept already.
+
+        Args:
+            offload: what is in host memory in those that are evaluated for it.
+        """
+        waiting = (*self._postponed, *(self._lacking if self.follows else ()))
+        for layouts, times, rows in waiting:
+            if len(rows):
+                cases = layouts.cases.take(rows)
+                least = self.evaluator.least_memory(cases, offload)
+                some = rows[np.argsort(least, kind="stable")[:FIRST_BLOCK]]
+                self.scored += self._with_offload(layouts, times, some, offload)[0]
         if self._nearest is not None:
             self.scored.append(self._nearest)
 

@@ -326,7 +326,7 @@ class _Searches:
         ):
             for search in lean:
                 if search.split is not None or not request.sequence_parallel:
-                    search.keep_nearest()
+                    search.keep_nearest(request.offload or ())
             return any(search.scored for search in lean)
         self.use_host_memory(pairs)
         scored = [(s, one) for _, s in self.found[before:] for one in s.scored]

@@ -70,8 +70,13 @@ def test_serving_shows_steps_and_saves(
     ],
 )
 def test_wrong_options_are_named(
-    words: str, said: list[str], capsys: pytest.CaptureFixture[str]
+    words: str,
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # A key is written before the job is made.
     assert main.main(["swarm", *words.split()]) == 2
     found = " ".join(capsys.readouterr().err.split())
     assert all(text in found for text in said), found
