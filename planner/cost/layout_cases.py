@@ -178,6 +178,12 @@ class LayoutCases:
         """Array of sizes of each mesh axis, outermost axis first."""
         return {axis: sizes[self.row] for axis, sizes in self.grid.mesh.items()}
 
+    @functools.cached_property
+    def devices(self) -> np.ndarray:
+        """Number of devices of the mesh, by case."""
+        sizes = self.mesh.values()
+        return functools.reduce(np.multiply, sizes, np.ones(len(self), dtype=np.int64))
+
     def tables_at(self, index: int) -> Mapping[int, Table]:
         """Compute tables of one case."""
         return self.grid.tables[int(self.table[index])]

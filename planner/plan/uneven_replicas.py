@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.measured_speed import (
     corrections,
     timing_note,
@@ -34,13 +33,17 @@ from whalejax.planner.entries import Candidate, Collective
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.batched.likely_replicas import Likely, likely_replicas
+from whalejax.planner.search.likely_replicas import (
+    LikelyReplicas,
+    likely_replicas,
+)
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Known, check_marks, unlike
+from whalejax.planner.search.spmd import Known, check_marks
 from whalejax.planner.search.uneven_replicas import (
     Replicas,
     SharesCase,
     device_kinds,
+    devices_of_kind,
     nothing_fits,
 )
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
@@ -63,9 +66,9 @@ MOST_COUNTS = 5
 
 MANY_DEVICES, MANY_CASES = 8, 8
 """Of more devices, and sizes of replicas with numbers of micro-batches, only those
-that the wide search finds promising are weighed."""
+that are estimated to be near the fastest are weighed."""
 
-LEAST_TRIES, MOST_TRIES = 5, 12
+LEAST_TRIES, MOST_TRIES = 2, 12
 """Promising replicas that are weighed."""
 
 
@@ -107,12 +110,11 @@ def decide_shares(
         for size, least in ranks.items()
     }
 
-    def weigh(case: SharesCase, likely: Likely | None) -> Replicas:
-        one = request if likely is None else likely.of(request)
+    def weigh(case: SharesCase) -> Replicas:
         shared = asked
         if even:
             shared = even_shares(case.count, ranks[case.size])
-        return _weigh(graph, cluster, one, case, shared, decide, options)
+        return _weigh(graph, cluster, request, case, shared, decide, options)
 
     # Of others, some have no micro-batch at all.
     busy = [size for size, least in ranks.items() if every[size][-1] >= least]
@@ -120,8 +122,9 @@ def decide_shares(
     several = {size: every[size][:MOST_COUNTS] for size in busy or every}
     cases = sum(map(len, several.values()))
     if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
-        graphs = unlike(graph, request, options.get("again"))
-        tries.add_likely(likely_replicas(graphs, cluster, request, several))
+        programs = {name: options.get(name) for name in ("again", "known")}
+        likely = likely_replicas(graph, cluster, request, several, **programs)
+        tries.add_likely(likely)
         marks = (r.strategy.kind for r in graph.task_graphs if r.strategy)
         if 1 in several and "split" in (request.default, *marks):
             tries.add(1, several[1][::-1])  # One device has nothing to split.
@@ -168,7 +171,7 @@ class _Tries:
     def __init__(
         self,
         request: Request,
-        weigh: Callable[[SharesCase, Likely | None], Replicas],
+        weigh: Callable[[SharesCase], Replicas],
     ) -> None:
         self.request = request
         self.weigh = weigh
@@ -218,32 +221,29 @@ class _Tries:
             middle = (low + high) // 2
             low, high = (low, middle) if fits(middle) else (middle + 1, high)
 
-    def add_likely(self, likely: Iterable[Likely]) -> None:
+    def add_likely(self, likely: Iterable[LikelyReplicas]) -> None:
         """Weigh the promising, the best first, while they may be faster than others.
 
-        The wide search has all of a step but for what replicas wait for each other;
-        what it leaves out of the rest takes a like part of everyone's.
+        What an estimate leaves out takes a like part of everyone's step.
         """
         ratio, tries = 1.0, 0
         for one in likely:
             far = tries >= LEAST_TRIES and one.seconds * ratio >= self.best_seconds
             if far or tries == MOST_TRIES:
                 break
-            case = SharesCase(size=one.size, count=one.count, zero=one.zero)
-            whole = dataclasses.replace(case, zero=0)
+            whole = dataclasses.replace(one.case, zero=0)
             known = any(other.fits and other.case == whole for other in self.found)
-            if known and one.zero:
+            if known and one.case.zero:
                 continue  # Slices were no faster, or they would have come before.
             tries, before = tries + 1, len(self.found)
-            self._lacks(case, one)
+            self._lacks(one.case)
             for shared in self.found[before:]:
-                own = (shared.pace + shared.after) / one.seconds
-                ratio = own if before == 0 else min(ratio, own)
+                ratio = min(ratio, shared.step_seconds / one.seconds)
 
-    def _lacks(self, case: SharesCase, likely: Likely | None = None) -> bool:
+    def _lacks(self, case: SharesCase) -> bool:
         """Weigh a case; whether memory is too small for any plan of it."""
         try:
-            self.found.append(self.weigh(case, likely))
+            self.found.append(self.weigh(case))
         except NothingFits as error:
             self.problems.append(error)
             return True
@@ -397,7 +397,7 @@ def _weigh(
         alone = with_slices(alone, replicas)
     names = {node.kind.name: node.kind for node in cluster.nodes}
     kinds = sorted(names.values(), key=lambda kind: kind.memory_bytes)
-    part = {kind.name: _of_kind(cluster, kind, size) for kind in kinds}
+    part = {kind.name: devices_of_kind(cluster, kind, size) for kind in kinds}
     first = decide(graph, part[kinds[0].name], alone, **options)
     same = _pinned(alone, first)
     plans = {
@@ -426,12 +426,6 @@ def _weigh(
     enough = sum(found.most) >= count
     dealt_out = shares(count, seconds, found.most if enough else None)
     return dataclasses.replace(found, shares=dealt_out)
-
-
-def _of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
-    """So many devices of one kind."""
-    first = sorted(cluster.nodes, key=lambda node: node.kind.name != kind.name)
-    return dataclasses.replace(cluster, nodes=tuple(first)).part(size)
 
 
 def _pinned(request: Request, plan: Plan) -> Request:

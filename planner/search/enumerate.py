@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -345,13 +345,40 @@ class Search:
         Where many lack memory, and nothing is known of how fast a plan must be, most
         of them wait for ``resume`` or ``use_host_memory``.
         """
-        fixed = (self.request.mesh or {}).get("context")
-        sizes = [fixed or 1]
-        if fixed is None and self.options.sequence:
-            sizes += [n for n in divisors(self.request.num_devices) if n > 1]
-        self._score_meshes([m for context in sizes for m in self.meshes(context)])
+        self._score_meshes(self._every_mesh())
         if self._wants_space():
             self._share_space()
+
+    def _every_mesh(self, devices: int | None = None) -> list[dict[str, int]]:
+        """Every mesh without spatial axes but those that the user fixed.
+
+        Args:
+            devices: Number of devices of a mesh; all if left out.
+        """
+        fixed = (self.request.mesh or {}).get("context")
+        sizes = [fixed or 1]
+        devices = devices or self.request.num_devices
+        if fixed is None and self.options.sequence:
+            sizes += [n for n in divisors(devices) if n > 1]
+        return [m for context in sizes for m in self.meshes(context, devices=devices)]
+
+    def at_every_count(self, allowed: Mapping[int, Collection[int]]) -> LayoutCases:
+        """Every layout with every number of micro-batches; nothing is evaluated.
+
+        Args:
+            allowed: Numbers of micro-batches, by devices of a mesh.
+        """
+        layouts = self._layouts([m for n in allowed for m in self._every_mesh(n)])
+        layouts = layouts.take(self._allowed(layouts.cases))
+        every = np.arange(len(layouts.cases))
+        devices = layouts.cases.devices.tolist()
+        counts = [
+            [n for n in several if n in allowed[size]]
+            for several, size in zip(layouts.counts_of(every), devices, strict=True)
+        ]
+        each = np.repeat(every, [len(several) for several in counts])
+        count = np.array([n for several in counts for n in several], dtype=np.int64)
+        return layouts.cases.take(each).with_count(count)
 
     def _share_space(self) -> None:
         """Evaluate every mesh on which devices share the space of samples.
@@ -412,7 +439,10 @@ class Search:
         return [one for one in found if count % math.prod(one.values()) == 0]
 
     def meshes(
-        self, context: int | None = None, space: Mapping[str, int] | None = None
+        self,
+        context: int | None = None,
+        space: Mapping[str, int] | None = None,
+        devices: int | None = None,
     ) -> list[dict[str, int]]:
         """The meshes that obey what the user fixed, by ``mesh``, marks and metadata.
 
@@ -422,14 +452,13 @@ class Search:
         Args:
             context: the size of that axis; None for the one that the user fixed.
             space: sizes of the spatial axes; None for those that the user fixed.
+            devices: number of devices of a mesh; all if left out.
         """
-        fixed, among = self.request.mesh or {}, self.request.among
-        if space is not None or fixed_space(fixed):
-            among = None  # What is promising was found without them.
-        every = [
+        fixed = self.request.mesh or {}
+        found = [
             mesh
             for mesh in meshes(
-                self.request.num_devices,
+                devices or self.request.num_devices,
                 context or fixed.get("context", 1),
                 fixed_space(fixed) if space is None else space,
             )
@@ -437,7 +466,6 @@ class Search:
             and replicas(mesh) % self.request.copies == 0
             and may_combine(self.request, mesh, self.cluster)
         ]
-        found = [m for m in every if among is None or tuple(m.values()) in among]
 
         def obeyed(mesh: Mapping[str, int]) -> int:
             return sum(mesh.get(axis, 1) > 1 for axis in self.named_axes)
@@ -817,9 +845,8 @@ class Search:
             found, enough = self._in_host_memory(layouts, times, some, group)
             self.scored += found
             best = min((s.time.step_seconds for s in found if s.fits), default=math.inf)
-            if self.follows or self.request.among is not None:
-                slack = min(self.slack, NEAR) if self.follows else self.slack
-                self.bound = min(self.bound, best * slack)
+            if self.follows:
+                self.bound = min(self.bound, best * min(self.slack, NEAR))
             lacking.append(some[~enough])
             left, size = left[~np.isin(left, some)], BLOCK
         every = np.concatenate([*lacking, left])

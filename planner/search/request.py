@@ -55,7 +55,6 @@ class Request(FixedOptions):
             so that each replica can keep a slice; asked for where it matters.
         in_flight: micro-batches whose activations are kept at once, as in a stage of a
             pipeline.
-        among: sizes of the planned axes of meshes to look at, or None for all meshes.
         copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
             × ``context`` is a multiple of it.
         is_part: devices are those of a stage or a replica, which hold more than a
@@ -76,7 +75,6 @@ class Request(FixedOptions):
     hosted: Callable[[], Hosted] | None = None
     sliced: Callable[[], frozenset[str]] | None = None
     in_flight: float = 1.0
-    among: frozenset[tuple[int, ...]] | None = None
     copies: int = 1
     is_part: bool = False
 

@@ -199,6 +199,51 @@ def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, 
     return found
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramAnalyses:
+    """Programs of one loss, analysed for the devices of a cluster.
+
+    Attributes:
+        graph: Captured loss.
+        cluster: Devices and their compiler.
+        again: Traces other programs of the loss; None where there are none.
+        known: Programs that were analysed before.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    again: Again | None
+    known: Known
+
+    def of(
+        self, remat: Remat, attention: Chosen, chunks: int
+    ) -> tuple[Analysed, AnalysedProgram] | None:
+        """One program, or None where there is none such."""
+        key = remat, attention, chunks, self.cluster.compiler
+        if key not in self.known:
+            graph = self._graph(remat, attention, chunks)
+            self.known[key] = None if graph is None else self._analysed(graph)
+        return self.known[key]
+
+    def _analysed(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
+        found = analyse_graph(graph)
+        return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
+
+    def _graph(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
+        """A graph that is traced for it, or None where there is none such."""
+        if self.again is None or not (remat or attention or chunks > 1):
+            return self.graph
+        graph = self.graph
+        # Where nothing runs in blocks or chunks, none of it has to be computed again.
+        for policy in dict.fromkeys(((), remat)):
+            graph = self.again(policy, attention, chunks)
+            rings = any(op.kind == ATTENTION for op in graph.ops)
+            cut = any(op.chunks > 1 for op in graph.ops)
+            if (attention and not rings) or (chunks > 1 and not cut):
+                return None
+        return None if graph is self.graph else graph
+
+
 class _Searches:
     """Searches of programs of one loss; each is bounded by the best before it."""
 
@@ -211,7 +256,9 @@ class _Searches:
         known: Known,
     ) -> None:
         self.known = known
-        self.graph = graph
+        self.program = ProgramAnalyses(
+            graph=graph, cluster=cluster, again=again, known=known
+        ).of
         self.cluster = cluster
         self.request = request
         self.again = again
@@ -399,34 +446,6 @@ class _Searches:
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
             found.append(apart)
         return found
-
-    def program(
-        self, remat: Remat, attention: Chosen, chunks: int
-    ) -> tuple[Analysed, AnalysedProgram] | None:
-        """One program, or None where there is none such."""
-        key = remat, attention, chunks, self.cluster.compiler
-        if key not in self.known:
-            graph = self._program(remat, attention, chunks)
-            self.known[key] = None if graph is None else self._analysed(graph)
-        return self.known[key]
-
-    def _analysed(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
-        found = analyse_graph(graph)
-        return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
-
-    def _program(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
-        """A graph that is traced for it, or None where there is none such."""
-        if self.again is None or not (remat or attention or chunks > 1):
-            return self.graph
-        graph = self.graph
-        # Where nothing runs in blocks or chunks, none of it has to be computed again.
-        for policy in dict.fromkeys(((), remat)):
-            graph = self.again(policy, attention, chunks)
-            rings = any(op.kind == ATTENTION for op in graph.ops)
-            cut = any(op.chunks > 1 for op in graph.ops)
-            if (attention and not rings) or (chunks > 1 and not cut):
-                return None
-        return None if graph is self.graph else graph
 
 
 HOPELESS = 0.1

@@ -193,6 +193,18 @@ def device_kinds(cluster: Cluster) -> list[DeviceKind]:
     return [node.kind for node in cluster.nodes for _ in range(node.count)]
 
 
+def devices_of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
+    """So many devices of one kind.
+
+    Args:
+        cluster: Devices of several kinds.
+        kind: One of them.
+        size: Number of devices.
+    """
+    first = sorted(cluster.nodes, key=lambda node: node.kind.name != kind.name)
+    return dataclasses.replace(cluster, nodes=tuple(first)).part(size)
+
+
 def most_shares(plan: PlanData) -> tuple[int, ...]:
     """Micro-batches that the memory of each replica of a plan holds.
 

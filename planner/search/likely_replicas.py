@@ -1,0 +1,244 @@
+"""The replicas of unlike devices that are weighed first: an estimate of each.
+
+Layouts of replicas of all sizes are evaluated as arrays, at all numbers of
+micro-batches: all replicas have the fastest that the kind with the least memory holds.
+What an estimate leaves out is sequence parallelism and host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.planner.balance.shares import makespan, shares
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.layout_cases import LayoutCases
+from whalejax.planner.entries import CollectiveKind
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import Again, Known, ProgramAnalyses
+from whalejax.planner.search.uneven_replicas import (
+    SharesCase,
+    device_kinds,
+    devices_of_kind,
+)
+from whalejax.planner.search.user_shares import DATA
+from whalejax.planner.search.zero1_slices import sliceable
+from whalejax.planner.step_options import ProgramOptions
+from whalejax.planner.terms import ALL, Remat
+
+
+SLACK: Final = 0.1
+"""How much slower than the fastest estimate replicas may be that are weighed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LikelyReplicas:
+    """Replicas that may be among the fastest.
+
+    Attributes:
+        case: Devices of a replica, micro-batches and the ZeRO level.
+        seconds: Estimated seconds of a step.
+    """
+
+    case: SharesCase
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The fastest layout of one case that the kind with the least memory holds.
+
+    Attributes:
+        program: Program of the loss.
+        place: Index of the layout among the program's.
+        gradients: Bytes of gradients on a device.
+    """
+
+    program: ProgramOptions
+    place: int
+    gradients: int
+
+
+def likely_replicas(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    allowed: Mapping[int, Collection[int]],
+    *,
+    again: Again | None = None,
+    known: Known | None = None,
+) -> list[LikelyReplicas]:
+    """Estimate replicas of each size with each number of micro-batches.
+
+    Args:
+        graph: Captured loss.
+        cluster: Devices of several kinds.
+        request: What is asked of all replicas.
+        allowed: By devices of a replica, numbers of micro-batches of all replicas.
+        again: Traces other programs of the loss.
+        known: Programs that were analysed before.
+
+    Returns:
+        Those within ``SLACK`` of the fastest, the fastest first.
+    """
+    analyses = ProgramAnalyses(
+        graph=graph,
+        cluster=cluster,
+        again=again,
+        known=Known() if known is None else known,
+    )
+    estimates = _Estimates(analyses, cluster, request, allowed)
+    found = [
+        LikelyReplicas(case=case, seconds=seconds)
+        for case, seconds in estimates.step_seconds().items()
+    ]
+    limit = min((one.seconds for one in found), default=math.inf) * (1 + SLACK)
+    kept = [one for one in found if one.seconds <= limit]
+    return sorted(kept, key=lambda one: (one.seconds, *dataclasses.astuple(one.case)))
+
+
+class _Estimates:
+    """Layouts of replicas of all sizes, evaluated on each kind of device.
+
+    Args:
+        analyses: Programs of the loss.
+        cluster: Devices of several kinds.
+        request: What is asked of all replicas.
+        allowed: By devices of a replica, numbers of micro-batches of all replicas.
+    """
+
+    def __init__(
+        self,
+        analyses: ProgramAnalyses,
+        cluster: Cluster,
+        request: Request,
+        allowed: Mapping[int, Collection[int]],
+    ) -> None:
+        self.analyses, self.cluster = analyses, cluster
+        self.request, self.allowed = request, allowed
+        self.devices = device_kinds(cluster)
+        kinds = dict.fromkeys(self.devices)
+        self.kinds = sorted(kinds, key=lambda kind: kind.memory_bytes)
+        self._cases: dict[ProgramOptions, LayoutCases] = {}
+
+    def step_seconds(self) -> dict[SharesCase, float]:
+        """Seconds of a step, of the replicas that every kind of device holds."""
+        layouts = self._layouts()
+        paces: dict[tuple[SharesCase, DeviceKind], tuple[float, float]] = {}
+        for program, cases in self._cases.items():
+            some = [case for case, one in layouts.items() if one.program == program]
+            rows = np.array([layouts[case].place for case in some], dtype=np.int64)
+            for kind in self.kinds if some else ():
+                search = self._search(kind, program)
+                assert search is not None  # else the program would have no cases
+                times = search.evaluator.times(cases.take(rows))
+                update = times.terms["update"]
+                pace = (times.step - update) / cases.count[rows]
+                for place, case in enumerate(some):
+                    paces[case, kind] = float(pace[place]), float(update[place])
+        found = {}
+        for case, layout in layouts.items():
+            each = [paces[case, kind] for kind in self.devices[:: case.size]]
+            seconds, updates = zip(*each, strict=True)
+            exchanged = self._exchange_seconds(case, layout.gradients)
+            computed = makespan(shares(case.count, seconds), seconds)
+            found[case] = computed + exchanged + max(updates)
+        return found
+
+    def _exchange_seconds(self, case: SharesCase, nbytes: int) -> float:
+        """Seconds in which replicas reduce gradients, and gather parameters."""
+        mesh = {DATA: len(self.devices) // case.size, "replica": case.size}
+        parts = axis_parts((DATA,), mesh, self.cluster)
+        kinds: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
+        several = kinds if case.zero else kinds[:1]
+        return sum(float(collective_seconds(one, nbytes, parts)) for one in several)
+
+    def _layouts(self) -> dict[SharesCase, _Layout]:
+        """Layouts of the programs that compute least again of those that fit."""
+        request, ring = self.request, ((ALL, "ring"),)
+        remats: Sequence[Remat] = [
+            ((ALL, policy),) if policy != "none" else () for policy in request.policies
+        ]
+        if request.remat is not None:
+            remats = [request.remat]
+        ways = [(), ring] if request.attention is None else [request.attention]
+        levels = [0, 1] if request.zero is None else [request.zero]
+        if request.offload or not sliceable(request):
+            levels = [zero for zero in levels if not zero] or levels
+        wanted = {
+            SharesCase(size=size, count=count, zero=zero)
+            for size, counts in self.allowed.items()
+            for count, zero in itertools.product(counts, levels)
+        }
+        found: dict[SharesCase, _Layout] = {}
+        for remat in remats:
+            here: dict[SharesCase, tuple[float, _Layout]] = {}
+            for attention in ways if len(found) < len(wanted) else ():
+                program = ProgramOptions(remat, attention, request.loss_chunks or 1)
+                for case, pair in self._fastest(program, levels).items():
+                    if case not in here or pair[0] < here[case][0]:
+                        here[case] = pair
+            found = {case: layout for case, (_, layout) in here.items()} | found
+        return {case: layout for case, layout in found.items() if case in wanted}
+
+    def _search(self, kind: DeviceKind, program: ProgramOptions) -> Search | None:
+        """Search of one replica of as many devices as any has."""
+        analysed = self.analyses.of(*program)
+        if analysed is None:
+            return None
+        most = max(self.allowed)
+        asked = dataclasses.replace(
+            self.request,
+            num_devices=most,
+            num_micro_batches=None,
+            mesh={**(self.request.mesh or {}), DATA: 1},
+            zero=None,
+            batch_bytes=(),
+            is_part=True,
+        )
+        part = devices_of_kind(self.cluster, kind, most)
+        graph, dims = analysed[0].graph, analysed[0].dims
+        grids = self.analyses.known.grids
+        return Search(graph, dims, part, asked, program=analysed[1], grids=grids)
+
+    def _fastest(
+        self, program: ProgramOptions, levels: Sequence[int]
+    ) -> dict[SharesCase, tuple[float, _Layout]]:
+        """Layouts that the kind with the least memory holds, and their pace there."""
+        search = self._search(self.kinds[0], program)
+        cases = None if search is None else search.at_every_count(self.allowed)
+        if search is None or cases is None or not len(cases):
+            return {}
+        self._cases[program] = cases
+        times = search.evaluator.times(cases)
+        offload = self.request.offload or ()
+        memory = search.evaluator.memory(cases, offload, times=times)
+        pace = (times.step - times.terms["update"]) / cases.count
+        # Beside the gradients there is the buffer in which they are exchanged.
+        gradients = memory.terms["gradients"]
+        needs = memory.total + gradients
+        sliced = memory.terms["optimizer"] * (1 - cases.devices / len(self.devices))
+        found: dict[SharesCase, tuple[float, _Layout]] = {}
+        for zero in levels:
+            held = needs - zero * sliced <= self.kinds[0].memory_bytes
+            fits = np.flatnonzero(held)
+            for place in fits[np.argsort(pace[fits], kind="stable")].tolist():
+                case = SharesCase(
+                    size=int(cases.devices[place]),
+                    count=int(cases.count[place]),
+                    zero=zero,
+                )
+                if case not in found:
+                    nbytes = int(gradients[place])
+                    layout = _Layout(program=program, place=place, gradients=nbytes)
+                    found[case] = float(pace[place]), layout
+        return found
