@@ -13,6 +13,10 @@ class Unobeyed(PlanError):
     """A number of devices cannot serve what is asked of them; another may."""
 
 
+class NotFaster(PlanError):
+    """No plan of some stages is faster than one that is known."""
+
+
 class NothingFits(PlanError):
     """No plan has enough memory.
 

@@ -14,9 +14,9 @@ together, so that what only passes an option on does not name it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.planner.terms import ALL, OFFLOADS, Chosen, Remat
@@ -85,29 +85,35 @@ class FixedOptions:
         fixed = {name: value for name, value in own.items() if value is not None}
         return options_of(StepOptions(**{**fixed, **decided}))
 
-    def refused_by_stages(self) -> Iterator[str]:
-        """Why stages of a pipeline cannot have these options, each with a remedy."""
+    def refused_by_stages(self) -> dict[str, str]:
+        """Why stages of a pipeline cannot have these options, each with a remedy.
+
+        Returns:
+            The reasons by the names of the options.
+        """
+        found: dict[str, str] = {}
         if self.offload:
-            yield (
+            found["offload"] = (
                 f"offload is {', '.join(self.offload)}: stages keep nothing in host "
                 "memory yet. Leave offload out, or the axis stage"
             )
         if (self.loss_chunks or 1) > 1:
-            yield (
+            found["loss_chunks"] = (
                 f"loss_chunks is {self.loss_chunks}: stages make all logits of a "
                 "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
                 "micro-batches make fewer logits at once"
             )
         if self.combine != "mean":
-            yield (
+            found["combine"] = (
                 f'combine is "{self.combine}": stages add up the gradients of all '
                 "micro-batches and ranks. Leave combine out, or the axis stage"
             )
         if any(kind == "ring" for _, kind in self.attention or ()):
-            yield (
+            found["attention"] = (
                 'attention is "ring": stages do not run attention in blocks yet. Leave '
                 "attention out, or the axis stage"
             )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,30 +155,6 @@ class ProgramOptions(NamedTuple):
     remat: Remat = ()
     attention: Chosen = ()
     loss_chunks: int = 1
-
-    @property
-    def makes_parts(self) -> bool:
-        """Logits are made a part at a time."""
-        return self.loss_chunks > 1
-
-    @classmethod
-    def looked_at(
-        cls, fixed: FixedOptions, plan: StepOptions | None, ways: Sequence[Chosen]
-    ) -> list[Self]:
-        """The programs of a search, as far as the user leaves them open.
-
-        Logits in parts are looked at where the plan that runs gains by them, or where
-        there is none.
-
-        Args:
-            fixed: what the user fixed.
-            plan: the best that runs, or None.
-            ways: how attention may run.
-        """
-        several = plan is None or plan.loss_chunks > 1
-        open_counts = (1, LOSS_CHUNKS) if several else (1,)
-        counts = open_counts if fixed.loss_chunks is None else (fixed.loss_chunks,)
-        return [cls((), way, count) for count in counts for way in ways]
 
 
 LOSS_CHUNKS: Final = 16

@@ -22,13 +22,6 @@ OFFLOADS = ("optimizer", "activations", "params", "gradients")
 
 _GRADIENTS_ALONE = 1 << OFFLOADS.index("gradients"), 1 << OFFLOADS.index("params")
 
-OFFLOAD_SETS = tuple(
-    bits
-    for bits in range(1 << len(OFFLOADS))
-    if not bits & _GRADIENTS_ALONE[0] or bits & _GRADIENTS_ALONE[1]
-)
-"""What may lie there together, bits of ``OFFLOADS``; no set before a part of it."""
-
 UNCOUNTED_MOVES = (
     "moving to host memory and back is not counted: the cluster does not say how fast "
     "that is (host_link_bytes_per_second) or how much there is"

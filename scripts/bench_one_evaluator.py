@@ -8,8 +8,7 @@ compared with what is said of the same layout
     row        beside the plan for which the mesh is left open
     what_if    by ``plan.what_if`` of a plan on another mesh
     together   by the evaluator, in an array of every layout of its program
-    paper      by the search over estimates (``runnable=False``), which knows no
-               program's axes of space
+    paper      where what no executor runs may be planned, too (``runnable=False``)
 
 A term may differ by rounding: disagreement is the largest difference of a term, as a
 part of the step or of all memory.
@@ -48,12 +47,6 @@ import optax
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.search import spmd
-from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
-from whalejax.planner.search.batched.cases import Cases
-from whalejax.planner.search.batched.cells import Column
-from whalejax.planner.search.batched.mesh_grid import Frames
-from whalejax.planner.search.batched.partition import cut_layers
-from whalejax.planner.search.batched.step_time import settle, weigh
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Scored
 from whalejax.planner.sharding.layout import divisors
@@ -212,14 +205,15 @@ def _others(
     changed = _planned(plan, offload=()) if free is None else free
     if changed is not None:
         yield "what_if", terms(changed.what_if(**one.options))
+    paper = _planned(plan, **one.options, offload=(), runnable=False)
+    if paper is not None:
+        yield "paper", terms(paper)
     chosen = _chosen(alone, searches) if stages == 1 else None
     if chosen is not None:
         search, scored = chosen
         found = _together(search, scored)
         if found is not None:
             yield "together", found
-        for estimate in _paper(search, scored):
-            yield "paper", estimate
 
 
 def _planned(plan: Callable[..., Any], **options: Any) -> Any:
@@ -262,51 +256,6 @@ def _together(search: Search, scored: Scored) -> dict[str, float] | None:
             times = dataclasses.replace(times, allocation_seconds=fresh)
             return {**dataclasses.asdict(times), **dataclasses.asdict(memory)}
     return None
-
-
-def _paper(search: Search, scored: Scored) -> Iterator[dict[str, float]]:
-    """The layout in the search over estimates."""
-    if len(search.cluster.kinds) > 1 or scored.sequence_parallel:
-        return
-    request = dataclasses.replace(search.request, mesh=None, remat=(), zero=None)
-    try:
-        wide = WideSearch(search.graph, search.cluster, request)
-    except NoMeshError:
-        return
-    mesh, sizes = scored.mesh, wide.space.sizes
-    parts = mesh["data"] * mesh["fsdp"] * mesh["expert"] * scored.num_micro_batches
-    same = sizes["samples"] == wide.batch // parts
-    for axis in ("expert", "context", "tensor"):
-        same &= sizes[axis] == mesh[axis]
-    for cell in np.flatnonzero(same):
-        variant = wide.served[int(wide.model.cells[Column("variant")][cell])]
-        tables = {g: t for g, t in scored.tables.items() if g in variant.tables}
-        unlike = _names(variant.tables, wide, mesh) != _names(tables, search, mesh)
-        if variant.sequence_parallel or unlike:
-            continue
-        given = {f.name: 0 for f in dataclasses.fields(Frames)}
-        given |= {"cell": cell, "stage": 1, "chunks": 1, "zero": scored.zero}
-        given |= {"data": mesh["data"], "fsdp": mesh["fsdp"]}
-        given |= {"micro_batches": scored.num_micro_batches}
-        frames = Frames(**{name: np.array([n]) for name, n in given.items()})
-        model = dataclasses.replace(wide.model, exact=wide.liveness)
-        cases = Cases(model, frames, wide.placements()[0], None)
-        cut_layers(cases)
-        found = weigh(cases)
-        settle(cases, found, np.arange(1), frames.micro_batches)
-        if wide.liveness.covers(cases):
-            times, memory = found.time_terms(0), found.memory_terms(0)
-            yield {**dataclasses.asdict(times), **dataclasses.asdict(memory)}
-
-
-def _names(tables: Any, search: Any, mesh: dict[str, int]) -> dict[Any, set[str]]:
-    """Compute tables by names, as far as axes shard anything."""
-    return {
-        (region, axis): {search.dims.roles[role].name for role in roles}
-        for region, table in tables.items()
-        for axis, roles in table.items()
-        if mesh[axis] > 1 and axis in ("expert", "tensor")
-    }
 
 
 def compared(one: Drawn) -> dict[str, Any]:

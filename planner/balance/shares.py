@@ -13,9 +13,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
@@ -431,72 +428,3 @@ def even_shares(total: int, count: int) -> tuple[int, ...]:
 def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
     """When the last device is done."""
     return max((k * t for k, t in zip(pieces, seconds, strict=True)), default=0.0)
-
-
-def smallest_pace(
-    counts: Sequence[np.ndarray],
-    seconds: Sequence[np.ndarray],
-    fixed: Sequence[np.ndarray],
-    total: Any,
-) -> np.ndarray:
-    """The least time in which all workers together finish equal pieces.
-
-    Workers take whole pieces: with ``k`` of them one is busy for ``fixed + k *
-    seconds``, and one with none does not count. Exact: some worker ends at the optimum.
-
-    Args:
-        counts: workers of each group.
-        seconds: of one piece on one worker of the group.
-        fixed: what each worker does besides.
-        total: pieces, or an array of them.
-
-    >>> one = np.ones(1)
-    >>> smallest_pace([one, one], [one, 2 * one], [0 * one, 0 * one], 12)
-    array([8.])
-    """
-    # Who is busy beyond the end with other things alone takes no piece.
-    active = [n > 0 for n in counts]
-    least: Any = 0.0
-    for _ in counts:
-        rate: Any = 0.0
-        ahead: Any = total + 0.0
-        for n, t, e, takes in zip(counts, seconds, fixed, active, strict=True):
-            rate = rate + np.where(takes, n / t, 0.0)
-            ahead = ahead + np.where(takes, n * e / t, 0.0)
-        least = ahead / rate
-        active = [takes & (e < least) for takes, e in zip(active, fixed, strict=True)]
-    best = np.full(len(least), np.inf)
-    # One more piece for each than at the least time is always enough.
-    longest = np.max(
-        [np.where(n > 0, t, 0.0) for n, t in zip(counts, seconds, strict=True)], axis=0
-    )
-    for n, t, e in zip(counts, seconds, fixed, strict=True):
-        if not (n > 0).any():
-            continue
-        first = np.maximum(1.0, np.ceil((least - e) / t * (1 - 1e-12)))
-        tries = 2 + math.ceil(np.max(np.where(n > 0, longest / t, 0.0)))
-        for more in range(tries):
-            pace = e + (first + more) * t
-            open_ = (n > 0) & (pace < best) & (pace >= least * (1 - 1e-9))
-            if not open_.any():
-                continue
-            enough = pieces_at(pace, counts, seconds, fixed)[1] >= total
-            best = np.where(open_ & enough, pace, best)
-    return best
-
-
-def pieces_at(
-    pace: np.ndarray,
-    counts: Sequence[np.ndarray],
-    seconds: Sequence[np.ndarray],
-    fixed: Sequence[np.ndarray],
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Pieces that a worker of each group finishes in time, and all of them together."""
-    each = [
-        np.maximum(0.0, np.floor((pace - e) / t * (1 + 1e-12) + 1e-9))
-        for t, e in zip(seconds, fixed, strict=True)
-    ]
-    together: Any = 0.0
-    for n, k in zip(counts, each, strict=True):
-        together = together + n * k
-    return each, together

@@ -292,27 +292,6 @@ def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:
     return spans
 
 
-def span_rates(
-    kind: CollectiveKind, spans: Spans, cluster: Cluster
-) -> tuple[np.ndarray, np.ndarray]:
-    """``collective_seconds`` on many meshes: for each payload byte, and for each time.
-
-    Args:
-        kind: the collective that is asked for; what runs is counted.
-        spans: from ``spans_of``.
-        cluster: the machine.
-    """
-    per_byte, per_time = _span_rates(kind, spans)
-    turned = _reduces_whole(kind, spans, cluster)
-    if not np.any(turned):
-        return per_byte, per_time
-    whole_byte, whole_time = _span_rates("all-reduce", spans)
-    return (
-        np.where(turned, whole_byte, per_byte),
-        np.where(turned, whole_time, per_time),
-    )
-
-
 class CollectiveRates:
     """Seconds of one kind of collective over some axes of many meshes.
 

@@ -257,27 +257,6 @@ def _window(
     return window
 
 
-def any_cut_share(
-    num_micro_batches: np.ndarray, num_stages: np.ndarray, num_chunks: np.ndarray
-) -> np.ndarray:
-    """The least time of a pipeline however its work is cut into stages.
-
-    A stage begins after those before it have done a part: with ``B`` their time for a
-    micro-batch, ``B / chunks + micro_batches * own <= step``. All of them equal gives
-    the least step. A split backward is not covered: there a stage can hand over
-    before it has done all of its part.
-
-    Args:
-        num_micro_batches, num_stages, num_chunks: arrays that are alike.
-
-    Returns:
-        Shares of the time that one micro-batch takes on all stages together.
-    """
-    laps = num_micro_batches * num_chunks
-    found: np.ndarray = 1.0 / (num_chunks * (1.0 - (1.0 - 1.0 / laps) ** num_stages))
-    return found
-
-
 def _by_action(
     table: Schedule, forward: Any, backward: Any, weight: Any
 ) -> dict[Action, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.entries import BatchLeaf, Pace
 from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.heterogeneous_stages import Allotted, notes
-from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.layer_stack import STAGE, devices_of_stage
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
@@ -33,7 +35,8 @@ from whalejax.planner.plan.stage_notes import (
     check_stages,
     too_large,
 )
-from whalejax.planner.search.enumerate import ranked
+from whalejax.planner.search.enumerate import Search, ranked
+from whalejax.planner.search.least_paces import least_paces, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import by_marks
 from whalejax.planner.search.stage_models import Cut, Cuts, StageLayout, Whole, laid_out
@@ -60,8 +63,15 @@ split backward was measured to take 1.09 of a whole one's time of the processor.
 CHUNKS = 2
 """Parts of the model on each stage, where a schedule interleaves them."""
 
+LEAST_WAIT = 1 / 3
+"""Part of a micro-batch's time on a stage for which each of the others waits at least:
+ZB-H1 fills all of it but a forward pass, or a part of a backward one."""
+
 MOST_CUTS = 4
 """Cuts that are tried for stages on unlike kinds, until every stage fits."""
+
+ESTIMATED = ("offload",)
+"""Options that no executor runs in stages, and that estimates may have."""
 
 COUNTS = (2, 4, 8)
 """Micro-batches that are weighed, for each stage."""
@@ -81,6 +91,7 @@ def decide_mpmd(
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Any = None,
+    known_seconds: float = math.inf,
 ) -> Plan:
     """Choose how to run a model in stages with programs of their own.
 
@@ -91,18 +102,23 @@ def decide_mpmd(
         traced: the loss with what is computed again.
         marked: ``stage`` marks say where to cut.
         again: is not used.
+        known_seconds: of a step in a known plan; what cannot be faster is not tried.
 
     Raises:
-        PlanError: it cannot be, or nothing fits.
+        PlanError: it cannot be, nothing fits, or nothing is faster.
     """
     del again
     stages = piped.mesh[STAGE]
     request = by_marks(graph, request, stages)
-    check_stages(request, stages, most=request.num_devices)
+    most = request.num_devices
+    check_stages(request, stages, most=most, estimated=ESTIMATED)
     if piped.schedule == "interleaved":
         _check_interleaved(marked, cluster)
     found: list[_Weighed] = []
     problem: PlanError | None = None
+    counts = [*_counts(graph, request, piped)]
+    least = _least_steps(graph, cluster, request, stages, [n for _, n in counts])
+    counts.sort(key=lambda pair: least[pair[1]])
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:
         program = traced(remat)
@@ -110,8 +126,11 @@ def decide_mpmd(
         if remat and request.remat is None and program.graph is graph:
             continue
         before = len(found)
-        for usual, count in _counts(graph, request, piped):
-            if not usual and len(found) > before:
+        for usual, count in counts:
+            fits = (one.time.step_seconds for one in found if one.fits)
+            if least[count] >= min([*fits, known_seconds]):
+                break
+            if not (usual or least[count]) and len(found) > before:
                 break
             ask = _Ask(
                 cluster=cluster,
@@ -135,11 +154,40 @@ def decide_mpmd(
     fitting = [one for one in found if one.fits]
     if not fitting:
         if not found:
-            assert problem is not None
-            raise problem
+            raise problem or not_faster(stages, known_seconds)
         raise too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=_slow)
     return best.plan(request, precision, batch, graph, found)
+
+
+def _least_steps(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    stages: int,
+    counts: Sequence[int],
+) -> dict[int, float]:
+    """A lower bound on the seconds of a step, by the number of micro-batches.
+
+    Stages take no less than an even part of what all of the model takes on the devices
+    of one. On devices of unlike kinds nothing is bounded.
+
+    Args:
+        graph, cluster, request, stages: as of the search.
+        counts: numbers of micro-batches.
+    """
+    if len(counts) < 2 or not cluster.is_uniform:
+        return dict.fromkeys(counts, 0.0)
+    devices = request.num_devices // stages
+    asked = replace(
+        request, num_devices=devices, num_micro_batches=None, **options_off()
+    )
+    analysed = analyse_graph(graph)
+    part = devices_of_stage(cluster, devices, stages)
+    search = Search(analysed.graph, analysed.dims, part, asked)
+    waits = LEAST_WAIT * (stages - 1)
+    paces = least_paces(search, counts)
+    return {n: pace / stages * (n + waits) for n, pace in paces.items()}
 
 
 def _check_interleaved(marked: bool, cluster: Cluster) -> None:
@@ -233,9 +281,11 @@ class _Ask:
             self.request,
             num_devices=self.request.num_devices // self.stages,
             num_micro_batches=self.count,
-            hosted=None,
+            hosted=self.request.hosted if self.request.estimate else None,
             policies=("none",),
-            **options_off("sequence_parallel"),
+            **options_off(
+                "sequence_parallel", *(ESTIMATED if self.request.estimate else ())
+            ),
         )
 
     def weighed(self) -> list[_Weighed]:
@@ -307,11 +357,17 @@ class _Ask:
             if division.owner(i, table.num_stages) == stage
         }
         bytes_of = self.request.optimizer.by_path
+        hosted = self.one.hosted
+
+        def of_stage(path: str, nbytes: int) -> int:
+            return nbytes if path in owned else 0
+
         one = replace(
             self.one,
+            hosted=None if hosted is None else lambda: hosted().with_state(of_stage),
             optimizer=replace(
                 self.request.optimizer,
-                by_path={p: n if p in owned else 0 for p, n in bytes_of.items()},
+                by_path={path: of_stage(path, n) for path, n in bytes_of.items()},
             ),
             batch_bytes=tuple(
                 self._batch_bytes(t.id) for t in graph.tensors if t.kind == "batch"

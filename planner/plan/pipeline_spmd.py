@@ -21,6 +21,7 @@ from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.entries import BatchLeaf, Collective, LeafPlan, Pace
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
+from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared, devices_of_stage
 from whalejax.planner.pipeline.schedules import Schedule, schedule
@@ -37,6 +38,7 @@ from whalejax.planner.plan.build import written
 from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.stage_notes import candidates, check_stages
 from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.least_paces import least_paces, not_faster
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.spmd import (
     Again,
@@ -65,6 +67,10 @@ MOST_ROUNDS = 16
 """Micro-batches that are weighed, for each stage."""
 
 
+ESTIMATED = ("offload", "loss_chunks", "attention")
+"""Options that no executor runs in stages, and that estimates may have."""
+
+
 def decide_stages(
     graph: Graph,
     cluster: Cluster,
@@ -74,6 +80,7 @@ def decide_stages(
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
+    known_seconds: float = math.inf,
 ) -> Plan:
     """Choose how to run a model in so many stages.
 
@@ -81,17 +88,23 @@ def decide_stages(
         graph, cluster, request, precision, batch, again: as for ``decide``; the mesh
             that the request fixes is that of one stage.
         piped: the pipeline that is asked for.
+        known_seconds: of a step in a known plan; what cannot be faster is not tried.
 
     Raises:
-        PlanError: it cannot be, or nothing fits.
+        PlanError: it cannot be, nothing fits, or nothing is faster.
     """
     shared, stages = Shared.of(graph), piped.mesh[STAGE]
     request = by_marks(graph, request, stages)
     _check(shared, stages, request)
     own = functools.cache(lambda layers: shared.of_stage(graph, layers))
-    found = []
+    found: list[_Weighed] = []
     problems: list[PlanError] = []
-    for count in _counts(graph, request, stages):
+    counts = [*_counts(graph, request, stages)]
+    least = _least_steps(graph, shared, cluster, request, stages, counts)
+    for count in sorted(counts, key=lambda count: least[count]):
+        fits = (one.time.step_seconds for one in found if one.fits)
+        if least[count] >= min([*fits, known_seconds]):
+            break
         asked = _of_one_stage(graph, shared, stages, request, count)
         dealt = Dealt(length=shared.length, stages=stages)
         if shared.length % stages and asked.num_devices == 1:
@@ -109,6 +122,8 @@ def decide_stages(
             found.append(_Weighed(decided, cluster, piped, dealt, stash))
             if found[-1].fits:
                 break  # Those behind it compute more.
+    if not (found or problems):
+        raise not_faster(stages, known_seconds)
     if not found:
         raise _nothing(problems, stages)
     fitting = [one for one in found if one.fits]
@@ -116,6 +131,36 @@ def decide_stages(
         raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=lambda one: one.time.step_seconds)
     return best.plan(request, precision, batch, graph.model_hash, found)
+
+
+def _least_steps(
+    graph: Graph,
+    shared: Shared,
+    cluster: Cluster,
+    request: Request,
+    stages: int,
+    counts: Sequence[int],
+) -> dict[int, float]:
+    """A lower bound on the seconds of a step, by the number of micro-batches.
+
+    Args:
+        graph, shared, cluster, request, stages: the whole model, its layers and what is
+            asked.
+        counts: numbers of micro-batches.
+    """
+    if len(counts) < 2 or shared.length % stages:
+        return dict.fromkeys(counts, 0.0)
+    analysed = analyse_graph(shared.of_stage(graph, shared.length // stages))
+    asked = _of_one_stage(graph, shared, stages, request, counts[0])
+    search = Search(
+        analysed.graph,
+        analysed.dims,
+        devices_of_stage(cluster, asked.num_devices, stages),
+        replace(asked, num_micro_batches=None, remat=(), offload=()),
+    )
+    paces = least_paces(search, counts)
+    # Each micro-batch passes through all stages in turn.
+    return {n: pace * (n + stages - 1) for n, pace in paces.items()}
 
 
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
@@ -155,18 +200,23 @@ def _of_one_stage(
         for t in graph.params
         if t.path in shared.paths and (equal or parts(t.shape, stages))
     }
+
+    def of_stage(path: str, nbytes: int) -> int:
+        return nbytes // stages if path in cut else nbytes
+
+    hosted = request.hosted
     return replace(
         request,
         num_devices=request.num_devices // stages,
         num_micro_batches=count,
         is_part=True,
-        **options_off("remat", "sequence_parallel"),
+        hosted=None if hosted is None else lambda: hosted().with_state(of_stage),
+        **options_off(
+            "remat", "sequence_parallel", *(ESTIMATED if request.estimate else ())
+        ),
         optimizer=replace(
             optimizer,
-            by_path={
-                path: n // (stages if path in cut else 1)
-                for path, n in optimizer.by_path.items()
-            },
+            by_path={path: of_stage(path, n) for path, n in optimizer.by_path.items()},
         ),
     )
 
@@ -184,7 +234,7 @@ def _check(shared: Shared, stages: int, request: Request) -> None:
             f"stage is {stages}, and the model has {layers} layers, of which every "
             f"stage holds one or more; expected at most {layers}"
         )
-    check_stages(request, stages, most=layers)
+    check_stages(request, stages, most=layers, estimated=ESTIMATED)
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:

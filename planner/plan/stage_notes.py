@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -42,20 +42,25 @@ class OnStages(StagedPlan, Protocol):
     fullest: int
 
 
-def check_stages(request: Request, stages: int, *, most: int) -> None:
+def check_stages(
+    request: Request, stages: int, *, most: int, estimated: Collection[str]
+) -> None:
     """Refuse what stages cannot be asked for.
 
     Args:
         request: what is asked.
         stages: how many.
         most: stages that there can be.
+        estimated: options that no executor runs in stages, and estimates may have.
 
     Raises:
         PlanError: what it is, and the remedy.
     """
     check_devices(request.num_devices, stages, most=most)
-    if refused := [*request.refused_by_stages()]:
-        raise PlanError(". ".join(refused))
+    refused = request.refused_by_stages()
+    able = estimated if request.estimate else ()
+    if texts := [text for name, text in refused.items() if name not in able]:
+        raise PlanError(". ".join(texts))
 
 
 def merged(graph: Graph) -> str:

@@ -60,7 +60,11 @@ def check_combine(
         *_of_ranks(request, cluster),
         *_of_shares(request, cluster, shares),
         *_of_storage(request),
-        *(request.refused_by_stages() if "stage" in (request.mesh or {}) else ()),
+        *(
+            request.refused_by_stages().values()
+            if "stage" in (request.mesh or {})
+            else ()
+        ),
         *_of_parameters(graph),
         *others,
     )

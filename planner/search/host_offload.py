@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,17 @@ class Hosting:
 
     @functools.cached_property
     def streamed(self) -> Hosted:
-        """What the optimizer can update in pieces."""
-        return Hosted() if self.request.hosted is None else self.request.hosted()
+        """What the optimizer can update in pieces; in estimates all, if nothing."""
+        request = self.request
+        found = Hosted() if request.hosted is None else request.hosted()
+        if not request.estimate:
+            return found
+        return Hosted(
+            state=found.state
+            if any(found.state.values())
+            else request.optimizer.by_path,
+            params=found.params or frozenset(t.path for t in self.facts.tensors),
+        )
 
     @functools.cached_property
     def state(self) -> list[int]:
@@ -65,7 +74,11 @@ class Hosting:
     def leaves(self) -> list[bool]:
         """For each parameter: it may lie in host memory itself."""
         sliced, streamed = self.program.sliced, self.streamed.params
-        return [t.id in sliced and t.path in streamed for t in self.facts.tensors]
+        anywhere = self.request.estimate and not sliced
+        return [
+            (anywhere or t.id in sliced) and t.path in streamed
+            for t in self.facts.tensors
+        ]
 
     @property
     def counted(self) -> bool:
@@ -99,11 +112,15 @@ class Hosting:
             "optimizer": any(self.state),
             "activations": bool(self.program.waiting),
             "params": any(self.leaves),
-            "gradients": False,  # no executor keeps them there
+            "gradients": self.request.estimate and any(self.leaves),
         }
         each = [name for name in OFFLOADS if there[name]]
         for size in range(1, len(each) + 1):
-            yield [*itertools.combinations(each, size)]
+            yield [
+                some
+                for some in itertools.combinations(each, size)
+                if "gradients" not in some or "params" in some
+            ]
 
     def state_bytes(
         self, cuts: Sequence[LeafShardCounts], offload: Offload, shares: Any = None
@@ -206,3 +223,33 @@ class Hosting:
         each = (exposed_seconds(moved, link, compute) for compute in passes)
         # A loop over pieces of state waits for each: nothing hides behind it.
         return 2 * (state + params) / link + count * sum(each)
+
+
+def unhosted(
+    offload: Sequence[str], hosts: Callable[[], Hosted], *, has_optimizer: bool
+) -> Iterator[str]:
+    """Why no executor keeps in host memory what is asked for.
+
+    Args:
+        offload: Names of what is to be in host memory.
+        hosts: What the optimizer can be cut into, when it matters.
+        has_optimizer: Whether there is one.
+    """
+    if "gradients" in offload:
+        yield (
+            "no executor of this version keeps gradients in host memory. Leave "
+            "'gradients' out, or estimate with runnable=False"
+        )
+    if "params" in offload and not hosts().params:
+        yield (
+            "this optimizer does not update parameters element by element (it takes "
+            "norms, noise, or is wrapped in something with branches), so none of them "
+            "can pass through the device in pieces. Take another optimizer, or "
+            "offload=()"
+        )
+    if "optimizer" in offload and has_optimizer and not any(hosts().state.values()):
+        yield (
+            "this optimizer has no state that is updated element by element, as Adam's "
+            "and momentum's is, so none of it can pass through the device in pieces. "
+            "Take another optimizer, or offload=()"
+        )

@@ -168,6 +168,9 @@ class LayoutMemory:
         moved = np.floor(self.hosting.state_bytes(one.cuts, one.offload, shares))
         host = found.pop("host") + moved
         found["optimizer"] = found["optimizer"] - moved
+        if "gradients" in one.offload:
+            host = host + found["gradients"]
+            found["gradients"] = np.zeros(number)
         found["state"] = np.full(number, float(self.hosting.request.state_bytes))
         found["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
         return MemoryColumns(terms=found, host=host)

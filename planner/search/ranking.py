@@ -6,9 +6,7 @@ And how far a search has come with them.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 
@@ -16,28 +14,6 @@ Weighable = TypeVar("Weighable")
 
 TIE = 0.005
 """Plans closer than this part of the best step time count as equally fast."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a search did.
-
-    Attributes:
-        covered: cases that it chose among.
-        weighed: cases whose time was computed.
-        best: least step time so far.
-        bound: a lower bound on every case that was not weighed.
-    """
-
-    covered: int = 0
-    weighed: int = 0
-    best: float = math.inf
-    bound: float = math.inf
-
-    @property
-    def gap(self) -> float:
-        """By which part of its time the best could at most be beaten."""
-        return max(0.0, 1.0 - self.bound / self.best) if self.best < math.inf else 1.0
 
 
 def best_first(

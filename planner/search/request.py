@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from whalejax.planner.entries import Collective, LeafPlan
@@ -29,6 +29,15 @@ class Hosted:
 
     state: Mapping[str, int] = field(default_factory=dict)
     params: frozenset[str] = frozenset()
+
+    def with_state(self, nbytes: Callable[[str, int], int]) -> Hosted:
+        """The same for a part of a model, which has less of the state.
+
+        Args:
+            nbytes: Bytes of the state there, from the path and the bytes of all of it.
+        """
+        state = {path: nbytes(path, whole) for path, whole in self.state.items()}
+        return replace(self, state=state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,7 @@ class Request(FixedOptions):
             pipeline.
         copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
             × ``context`` is a multiple of it.
+        estimate: what no executor of this version runs may be in the plan, too.
         is_part: devices are those of a stage or a replica, which hold more than a
             search of them alone sees.
     """
@@ -76,6 +86,7 @@ class Request(FixedOptions):
     sliced: Callable[[], frozenset[str]] | None = None
     in_flight: float = 1.0
     copies: int = 1
+    estimate: bool = False
     is_part: bool = False
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.search.batched.layout_variants import Array
-from whalejax.planner.search.batched.mesh_grid import SCHEDULES, Frames
 from whalejax.planner.search.request import Request
 
 
@@ -21,18 +19,14 @@ class Asked:
         mesh: sizes of axes.
         num_micro_batches: of one pipeline, or None.
         schedule: of pipelines, or None for any.
-        copies: of the model that there are at least, by the marks.
     """
 
     mesh: Mapping[str, int]
     num_micro_batches: int | None
     schedule: str | None
-    copies: int = 1
 
     @classmethod
-    def of(
-        cls, graph: Graph, request: Request, known: Collection[str] = SCHEDULES
-    ) -> Asked:
+    def of(cls, graph: Graph, request: Request, known: Collection[str]) -> Asked:
         """Join arguments and marks.
 
         Args:
@@ -82,29 +76,13 @@ class Asked:
             mesh={axis: int(size) for axis, size in given.items()},
             num_micro_batches=None if parts is None else int(parts),
             schedule=schedule,
-            copies=request.copies,
         )
-
-    def allows(self, frames: Frames, context: Array) -> Array:
-        """Frames of enough copies, with the schedule asked for or without stages.
-
-        Args:
-            frames: all of them.
-            context: size of that axis, of every cell.
-        """
-        copies = frames.data * frames.fsdp * context[frames.cell]
-        found: Array = copies % self.copies == 0
-        if self.schedule is not None:
-            wanted = frames.schedule == SCHEDULES.index(self.schedule)
-            found &= wanted | (frames.stage == 1)
-        return found
 
 
 def _check_schedule(name: str, where: str, known: Collection[str]) -> None:
     if name not in ("auto", *known):
-        lack = "weigh" if known is SCHEDULES else "run yet"
         raise PlanError(
-            f"{where} asks for the schedule {name}, which plans do not {lack}; "
+            f"{where} asks for the schedule {name}, which plans do not run yet; "
             f"expected one of {', '.join(known)}. Take one of these, or leave "
             "schedule= to the planner"
         )

@@ -1,7 +1,7 @@
 """What ``test_one_search`` holds of named models, over drawn ones: hypothesis looks.
 
-A plan equals its own row, a row equals what planning it alone gives, what need not run
-is never worse, and no mesh and level of ZeRO planned by itself beats the plan.
+A plan equals its own row, a row equals what planning it alone gives, and no mesh and
+level of ZeRO planned by itself beats the plan.
 """
 
 from __future__ import annotations
@@ -14,18 +14,65 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from tests.planner.graphs import stacked
 from tests.planner.plans import batch_leaves
 from tests.planner.test_one_search import choices, own_row
-from tests.planner.test_wide import decoder, request_of, with_memory
+from whalejax.estimates.decoder import DecoderSizes, decoder_graph
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.plan_any import decide_any
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.search.enumerate import meshes
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
+
+
+def decoder(batch: int, regions: int = 1, **sizes: int) -> Graph:
+    """A decoder in one TaskGraph, or with the head in one of its own."""
+    given_sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512, **sizes}
+    shape = DecoderSizes(**given_sizes)  # type: ignore[arg-type]
+    graph = stacked(decoder_graph(shape, batch), shape.layers)
+    head = len(graph.task_graphs) - 1
+    return dataclasses.replace(
+        graph,
+        ops=tuple(
+            dataclasses.replace(
+                op, task_graph=int(regions > 1 and op.task_graph == head)
+            )
+            for op in graph.ops
+        ),
+        task_graphs=tuple(
+            dataclasses.replace(region, index=index)
+            for index, region in enumerate(graph.task_graphs[:regions])
+        ),
+    )
+
+
+def request_of(graph: Graph, machine: Cluster, cast_bytes: float = 1.0) -> Request:
+    return Request(
+        optimizer=OptimizerBytes(by_path={t.path: 4 * t.size for t in graph.params}),
+        num_devices=machine.num_devices,
+        cast_bytes=cast_bytes,
+    )
+
+
+def with_memory(machine: Cluster, device: float, host: float | None) -> Cluster:
+    """The same devices with so many bytes, on them and on their hosts."""
+    kinds = {
+        kind.name: dataclasses.replace(
+            kind,
+            memory_bytes=int(device),
+            host_memory_bytes=None if host is None else int(host),
+            host_link_bytes_per_second=16e9,
+        )
+        for kind in machine.kinds
+    }
+    nodes = tuple(
+        dataclasses.replace(node, kind=kinds[node.kind.name]) for node in machine.nodes
+    )
+    return dataclasses.replace(machine, nodes=nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,14 +146,8 @@ def test_rows_and_plans_of_drawn_questions_say_the_same(chosen: dict[str, Any]) 
     runs = asked.plan()
     assume(runs is not None)
     assert runs is not None
-    batch = batch_leaves(asked.graph)
-    best = decide_any(asked.graph, asked.machine, asked.request, batch=batch)
-    for plan in (runs, best):
-        assert own_row(plan).time == plan.time
-        assert own_row(plan).memory == plan.memory
-    assert best.time.step_seconds <= runs.time.step_seconds
-    if best.runnable:
-        assert best.hash == runs.hash
+    assert own_row(runs).time == runs.time
+    assert own_row(runs).memory == runs.memory
     for row in [c for c in runs.candidates if c.fits][:2]:
         alone = asked.plan(**_of(row.layout))
         assert alone is not None

@@ -335,6 +335,6 @@ def test_a_stage_keeps_its_own_state_in_host_memory() -> None:
         ).memory
         for offload in ((), ("optimizer",))
     )
-    count = 4  # Adam's, of updates, which follows no parameter.
-    assert away.optimizer_bytes == count
-    assert away.host_bytes == pytest.approx(kept.optimizer_bytes - count, rel=1e-3)
+    # State of vectors is not worth moving, and stays.
+    assert 0 < away.optimizer_bytes < 0.01 * kept.optimizer_bytes
+    assert away.host_bytes == kept.optimizer_bytes - away.optimizer_bytes

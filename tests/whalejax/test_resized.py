@@ -158,7 +158,7 @@ def gpt(batch_size: int, **options: Any) -> wh.Plan:
         job.loss_fn,
         jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch_size)),
-        **{"cluster": "h100:2x8", "runnable": False, **options},
+        **{"cluster": "h100:2x8", **options},
     )
 
 
@@ -198,8 +198,7 @@ def test_the_order_of_questions_decides_no_tie() -> None:
         jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 64)),
         optimizer=optax.adam(1e-3),
-        cluster=wh.cluster("h100:2").with_memory(10_000_000),
-        runnable=False,
+        cluster=wh.cluster("h100:2").with_memory(24_000_000),
     )
     assert first.axis_sizes == {"expert": 2}
     other = first.what_if(mesh={"tensor": 2})

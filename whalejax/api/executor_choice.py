@@ -23,15 +23,15 @@ from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import Problems, warn
-from whalejax.planner.errors import PlanError
+from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import FlowsBackwards
 from whalejax.planner.plan.build import KEPT_CANDIDATES
+from whalejax.planner.plan.estimates import as_estimate, gain_notes, why_not
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
-from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
+from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, MOST_ROUNDS, decide_stages
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.plan_any import decide_any
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.plan.stage_notes import (
     beside,
@@ -43,6 +43,7 @@ from whalejax.planner.plan.stage_notes import (
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
+from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.spmd import Known, check_marks
 from whalejax.planner.search.stage_models import TooFewParts, Whole
@@ -165,15 +166,93 @@ def _any(
 
     if fixed_space(request.mesh):
         return runs()
-    return decide_any(
-        graph,
-        cluster,
-        request,
-        known=programs.known,
-        spaces=programs.spaces,
-        runs=runs,
-        **options,
+    plans, problem = _made(runs)
+    best = plans[0] if plans else None
+    found: list[Plan] = []
+    other: PlanError | None = None
+    for make in _estimates(programs, graph, cluster, request, best, **options):
+        several, why = _made(make)
+        found, other = [*found, *several], other or why
+    reasons = {id(plan): why_not(graph, request, plan) for plan in found}
+    found = [
+        as_estimate(plan, reasons[id(plan)]) if reasons[id(plan)] else plan
+        for plan in found
+    ]
+    fastest = min(found, key=_seconds, default=None)
+    known = math.inf if best is None else _seconds(best)
+    if fastest is None or _seconds(fastest) * (1 + TIE) >= known:
+        return _fastest(plans, problem or other) if best is None else best
+    taken = _fastest([*plans, *found], problem, fastest)
+    if taken.runnable:
+        return taken
+    gains = gain_notes(best, problem, taken)
+    return dataclasses.replace(taken, notes=(*taken.notes, *gains))
+
+
+def _estimates(
+    programs: Programs,
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    best: Plan | None,
+    **options: Any,
+) -> Iterator[Callable[[], Plan]]:
+    """Searches for plans whether an executor runs them or not.
+
+    Args:
+        programs, graph, cluster, request, options: as of any search.
+        best: the best plan that runs, or None.
+    """
+    asked, found = _asked(graph, request)
+    mesh = dict(asked.mesh)
+    stages = mesh.pop(STAGE, None)
+    wanted = dataclasses.replace(
+        request, mesh=mesh, num_micro_batches=asked.num_micro_batches, estimate=True
     )
+    given = graph, cluster
+    # Only where memory is short can host memory of more sorts be of use.
+    roomy = best is not None and not (best.remat or best.offload or best.stages)
+    if stages in (None, 1) and not found and not (roomy and cluster.is_uniform):
+        yield functools.partial(decide, *given, wanted, known=programs.known, **options)
+    counts = [n for n in divisors(request.num_devices) if 1 < n <= MOST_STAGES]
+    if stages is not None:
+        counts = [stages] if stages > 1 else []
+    staging = _Staging(programs, asked, uneven=False)
+    for count in counts:
+        if best is not None and stages is None and not _may_gain_by_stages(best, count):
+            continue
+        known_seconds = math.inf if best is None else _seconds(best)
+        search = functools.partial(staging.of(count, known_seconds).alone, *given)
+        yield functools.partial(_with_host_memory, search, wanted, **options)
+
+
+def _with_host_memory(
+    search: Callable[..., Plan], request: Request, **options: Any
+) -> Plan:
+    """The plan of stages, with the optimizer's state in host memory if it needs that.
+
+    Args:
+        search: Makes it.
+        request, options: as of any search.
+    """
+    if request.offload is not None:
+        return search(request, **options)
+    try:
+        return search(dataclasses.replace(request, offload=()), **options)
+    except NothingFits:
+        return search(dataclasses.replace(request, offload=("optimizer",)), **options)
+
+
+def _may_gain_by_stages(best: Plan, stages: int) -> bool:
+    """Whether as many stages of alike devices may be faster than a plan.
+
+    A bound: stages share out what the plan computes at its first time, and wait while
+    they fill and empty.
+    """
+    time = best.time
+    busy = (time.compute_seconds + time.launch_seconds) * _first_time(best)
+    waits = 1 + (stages - 1) / (MOST_ROUNDS * stages)
+    return busy * waits * (1 + TIE) < time.step_seconds
 
 
 def _without_stages(
@@ -275,7 +354,7 @@ class _Staging:
                 raise problem
             known = min(map(_seconds, plans), default=math.inf)
             each = [
-                functools.partial(self._of(n, known), *given, **options)
+                functools.partial(self.of(n, known), *given, **options)
                 for n in _whole_stages(cluster, request.num_devices)
                 if not plans or self._may_be_faster(n, plans[0])
             ]
@@ -302,7 +381,7 @@ class _Staging:
         busy = (time.compute_seconds + time.launch_seconds) * _first_time(replicas)
         return busy * max(1.0, part) * (1 + SURE) < time.step_seconds
 
-    def _of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
+    def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """The same, for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
         found = _Staging(self.programs, asked, self.uneven)
@@ -317,8 +396,11 @@ class _Staging:
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if why is None:
-            plan = decide_stages(graph, cluster, request, piped=asked, **options)
+            known = self.known_seconds
+            given = {"piped": asked, "known_seconds": known, **options}
+            plan = decide_stages(graph, cluster, request, **given)
             return dataclasses.replace(plan, notes=(*plan.notes, ALIKE))
+        options["known_seconds"] = self.known_seconds
         return self._with_programs(why, graph, cluster, request, asked, **options)
 
     def apart(
@@ -341,6 +423,7 @@ class _Staging:
         cluster: Cluster,
         request: Request,
         asked: Asked,
+        known_seconds: float = math.inf,
         **options: Any,
     ) -> Plan:
         """The plan of stages with programs of their own, for some reason.
@@ -357,6 +440,7 @@ class _Staging:
                 piped=asked,
                 traced=self.traced,
                 marked=marked,
+                known_seconds=known_seconds,
                 **options,
             )
         except TooFewParts as error:
@@ -424,7 +508,7 @@ class _Staging:
         """Plans of each number of stages, and the first reason why one is none."""
         counts = [n for n in divisors(request.num_devices) if n > 1]
         each = [
-            functools.partial(self._of(n), graph, cluster, request, **options)
+            functools.partial(self.of(n), graph, cluster, request, **options)
             for n in counts
         ]
         return _made(*each)

@@ -99,6 +99,24 @@ def idle_note(plan: Plan) -> list[str]:
     ]
 
 
+def split_notes(plan: Plan) -> list[str]:
+    """Why shards of a split are even on unlike devices, where anything is split.
+
+    Args:
+        plan: for devices of one or of several kinds.
+    """
+    every = [plan, *(own for one in plan.pipelines or (plan,) for own in one.apart)]
+    if plan.cluster.is_uniform or all(
+        one.axis_sizes.get("tensor", 1) == 1 for one in every
+    ):
+        return []
+    return [
+        "split: shards are even over tensor. Uneven ones are not planned: programs of "
+        "unlike devices are compiled apart and cannot share the collectives inside a "
+        "layer, and one program stores every shard as large as the largest"
+    ]
+
+
 def uneven_shares(
     shares: Any,
     *,

@@ -27,7 +27,13 @@ import optax
 from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.batch_splits import SplitRules
 from whalejax.api.executor_choice import decider, space_problems
-from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, uneven_shares
+from whalejax.api.fixed_axes import (
+    Uneven,
+    check_mesh,
+    idle_note,
+    split_notes,
+    uneven_shares,
+)
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.memory_margin import (
@@ -66,7 +72,6 @@ from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
-from whalejax.planner.search.batched.share_notes import split_notes
 from whalejax.planner.search.combining import check_combine, combine_notes
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request

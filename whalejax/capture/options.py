@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from whalejax.capture.patterns.calls import most_tokens
 from whalejax.capture.programs import Programs
@@ -14,6 +14,7 @@ from whalejax.capture.trace import Captured
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.search.host_offload import unhosted
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
 from whalejax.planner.sharding.remat import checked_policies
@@ -108,7 +109,7 @@ def check_runs(offload: Sequence[str] | None, hosts: Callable[[], Hosted]) -> No
         PlanError: all that cannot.
     """
     problems = Problems("offload", PlanError)
-    for problem in _unhosted(offload or (), hosts, has_optimizer=True):
+    for problem in unhosted(offload or (), hosts, has_optimizer=True):
         problems.add(problem)
     problems.raise_if_any()
 
@@ -137,31 +138,7 @@ def _offload(
             "memory. Pass optimizer=, or leave 'optimizer' out"
         )
     if runnable:
-        for problem in _unhosted(given, hosts, has_optimizer=has_optimizer):
+        for problem in unhosted(given, hosts, has_optimizer=has_optimizer):
             problems.add(problem)
     problems.raise_if_any()
     return tuple(name for name in OFFLOADS if name in given)
-
-
-def _unhosted(
-    given: Sequence[str], hosts: Callable[[], Hosted], *, has_optimizer: bool
-) -> Iterator[str]:
-    """Why no executor keeps in host memory what is asked for."""
-    if "gradients" in given:
-        yield (
-            "no executor of this version keeps gradients in host memory. Leave "
-            "'gradients' out, or estimate with runnable=False"
-        )
-    if "params" in given and not hosts().params:
-        yield (
-            "this optimizer does not update parameters element by element (it takes "
-            "norms, noise, or is wrapped in something with branches), so none of them "
-            "can pass through the device in pieces. Take another optimizer, or "
-            "offload=()"
-        )
-    if "optimizer" in given and has_optimizer and not any(hosts().state.values()):
-        yield (
-            "this optimizer has no state that is updated element by element, as Adam's "
-            "and momentum's is, so none of it can pass through the device in pieces. "
-            "Take another optimizer, or offload=()"
-        )

@@ -20,7 +20,6 @@ from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
 from whalejax.planner.terms import ALL, Chosen, Remat
@@ -63,11 +62,6 @@ class Programs:
         What does not depend on the batch is read there.
         """
         return self
-
-    @functools.cached_property
-    def spaces(self) -> Spaces:
-        """What wide searches have ranged over; the same for all that are told alike."""
-        return Spaces() if self.traced is self else self.traced.spaces
 
     @functools.cached_property
     def graph(self) -> Graph:

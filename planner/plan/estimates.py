@@ -1,0 +1,77 @@
+"""Plans that no executor of this version runs, beside the best that runs.
+
+An estimate is a plan of the same searches, under a request that leaves out what
+executors cannot do; it says what that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from whalejax.meshes.units import milliseconds
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.host_offload import unhosted
+from whalejax.planner.search.request import Hosted, Request
+from whalejax.planner.sharding.offload_candidates import sliced_leaves
+from whalejax.planner.step_options import FixedOptions, options_of
+
+
+def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
+    """Why no executor of this version runs a plan; empty where one does.
+
+    Args:
+        graph: Captured loss.
+        request: What was asked for.
+        plan: Plan of an estimating search.
+    """
+    found = []
+    if plan.stages is None and not plan.shares and not plan.cluster.is_uniform:
+        found.append("one program runs on devices of one kind")
+    hosts = request.hosted or Hosted
+    texts = [*unhosted(plan.offload, hosts, has_optimizer=True)]
+    if plan.stages is not None:
+        texts += FixedOptions(**options_of(plan)).refused_by_stages().values()
+    if "params" in plan.offload and not sliced_leaves(graph):
+        texts.append("no scan over layers slices parameters in host memory")
+    return [*found, *(text.partition(". ")[0] for text in texts)]
+
+
+def as_estimate(plan: Plan, reasons: list[str]) -> Plan:
+    """A plan that says that it cannot be run, and why.
+
+    Args:
+        plan: Plan of an estimating search.
+        reasons: Why no executor runs it.
+    """
+    notes = (
+        "an estimate: no executor of this version runs it; wh.compile refuses it",
+        f"it does not run because: {'; '.join(reasons)}",
+    )
+    return dataclasses.replace(plan, runnable=False, notes=(*notes, *plan.notes))
+
+
+def gain_notes(
+    runs: Plan | None, problem: PlanError | None, taken: Plan
+) -> Iterator[str]:
+    """Lines on what an estimate gains over the best plan that runs.
+
+    Args:
+        runs: The best plan that runs, or None.
+        problem: Why none runs.
+        taken: The estimate.
+    """
+    if runs is not None:
+        own = next((c.layout for c in runs.candidates if c.verdict == "chosen"), "")
+        words = f" ({own})" if own else ""
+        step = runs.time.step_seconds
+        yield (
+            f"the best plan that runs{words} takes {milliseconds(step)} a step, "
+            f"{milliseconds(step - taken.time.step_seconds)} more"
+        )
+    elif isinstance(problem, NothingFits):
+        yield "no plan that runs fits"
+    else:
+        yield f"none runs: {' '.join(str(problem).split())}"

@@ -1,1 +1,0 @@
-"""The search over many layouts at once, as arrays."""
