@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.planner.terms import ALL, OFFLOADS, Chosen, Remat
@@ -29,6 +29,10 @@ ATTENTION_KINDS: Final = ("ring", "gather")
 
 COMBINATIONS: Final = ("mean", "adasum", "adasum_nodes", "adasum_updates")
 """Ways in which ranks of ``data`` combine their gradients."""
+
+
+STAGE_ESTIMATES: Final = ("offload", "loss_chunks", "attention")
+"""Options that no executor runs in stages, and that estimates may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,16 @@ class ProgramOptions(NamedTuple):
     remat: Remat = ()
     attention: Chosen = ()
     loss_chunks: int = 1
+
+    @classmethod
+    def of(cls, fixed: FixedOptions, remat: Remat, attention: Chosen) -> Self:
+        """A program with the parts of logits that are fixed, or with all at once.
+
+        Args:
+            fixed: what the user fixed.
+            remat, attention: as in ``StepOptions``.
+        """
+        return cls(remat, attention, fixed.loss_chunks or 1)
 
 
 LOSS_CHUNKS: Final = 16

@@ -38,6 +38,15 @@ def layer_starts(graph: Graph) -> tuple[int, ...]:
 def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
     """The position of the scan over slices of weights that does most work, or None.
 
+    Args:
+        graph: the captured loss.
+    """
+    return next(iter(stacked_loops(graph)), None)
+
+
+def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
+    """Positions of the scans over slices of weights, that of most work first.
+
     A few layers below a large vocabulary hold less than half of the parameters, and
     are layers all the same.
 
@@ -58,7 +67,7 @@ def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
         for place in range(1, len(op.position), 2):
             if op.position[:place] in slicing:
                 work[op.position[:place]] += op.flops * op.trip
-    return max(work, key=lambda position: work[position], default=None)
+    return [position for position, _ in work.most_common()]
 
 
 def sliced_params(graph: Graph) -> frozenset[int]:

@@ -15,7 +15,7 @@ from whalejax.planner.errors import PlanError, Unobeyed
 from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph, Op
-from whalejax.planner.model.repeated_layers import stacked_loop
+from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.sharding.layout import STAGE as STAGE
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.sharding.offload_candidates import FORMS
@@ -38,26 +38,51 @@ class Shared:
         paths: parameters that it slices.
         length: how many layers.
         carried: ids of the tensors that a layer hands to the next.
+        others: Further scans that estimates share out alike.
     """
 
     position: tuple[int, ...]
     paths: frozenset[str]
     length: int
     carried: tuple[int, ...]
+    others: tuple[Shared, ...] = ()
 
     @classmethod
-    def of(cls, graph: Graph) -> Shared:
+    def of(cls, graph: Graph, *, every: bool = False) -> Shared:
         """The layers of a model.
 
         Args:
             graph: the captured loss.
+            every: Whether stages share out every scan of layers: no executor does.
 
         Raises:
             PlanError: they are no scan over stacked parameters.
         """
-        position = stacked_loop(graph)
-        if position is None:
+        positions = stacked_loops(graph)
+        if not positions:
             raise PlanError(". ".join(NO_LAYERS))
+        first, depth = cls._at(graph, positions[0]), len(positions[0])
+        apart = [one for one in positions if one[:depth] != first.position]
+        others = tuple(cls._at(graph, one) for one in apart) if every else ()
+        return replace(first, others=others)
+
+    def holds(self, position: tuple[int, ...]) -> bool:
+        """Whether an operation at a position is inside one of the scans.
+
+        Args:
+            position: where the operation stands.
+        """
+        places = (self.position, *(other.position for other in self.others))
+        return any(position[: len(place)] == place for place in places)
+
+    @property
+    def every_path(self) -> frozenset[str]:
+        """Parameters that the scans slice."""
+        return self.paths.union(*(other.paths for other in self.others))
+
+    @classmethod
+    def _at(cls, graph: Graph, position: tuple[int, ...]) -> Shared:
+        """The scan at a position."""
         source = {t.id: t for t in graph.params}
         paths: dict[str, int] = {}
         carried: list[int] = []
@@ -94,6 +119,8 @@ class Shared:
             graph: the captured loss.
             layers: how many those are.
         """
+        for other in self.others:
+            graph = other.of_stage(graph, max(1, other.length * layers // self.length))
         dims = analyse_graph(graph).dims
         stacked = {t.id for t in graph.params if t.path in self.paths}
         stack = {dims.layouts[t][0] for t in stacked}

@@ -112,8 +112,7 @@ def decide_mpmd(
     request = by_marks(graph, request, stages)
     most = request.num_devices
     check_stages(request, stages, most=most, estimated=ESTIMATED)
-    if piped.schedule == "interleaved":
-        _check_interleaved(marked, cluster)
+    _check_interleaved(piped, marked, cluster)
     found: list[_Weighed] = []
     problem: PlanError | None = None
     counts = [*_counts(graph, request, piped)]
@@ -127,8 +126,7 @@ def decide_mpmd(
             continue
         before = len(found)
         for usual, count in counts:
-            fits = (one.time.step_seconds for one in found if one.fits)
-            if least[count] >= min([*fits, known_seconds]):
+            if least[count] >= min(known_seconds, _fastest_seconds(found)):
                 break
             if not (usual or least[count]) and len(found) > before:
                 break
@@ -149,15 +147,19 @@ def decide_mpmd(
                 problem = problem or error
         if any(one.fits for one in found):
             break
-    if piped.schedule is None and found:
-        found += _other_schedules(found)
-    fitting = [one for one in found if one.fits]
-    if not fitting:
-        if not found:
-            raise problem or not_faster(stages, known_seconds)
+    if not found:
+        raise problem or not_faster(stages, known_seconds)
+    found += _other_schedules(found) if piped.schedule is None else []
+    best = min(found, key=_slow)
+    if not best.fits:
         raise too_large(min(found, key=lambda one: one.memory.total_bytes))
-    best = min(fitting, key=_slow)
     return best.plan(request, precision, batch, graph, found)
+
+
+def _fastest_seconds(found: Sequence[_Weighed]) -> float:
+    """Step time of the fastest plan that fits; infinite without one."""
+    steps = (one.time.step_seconds for one in found if one.fits)
+    return min(steps, default=math.inf)
 
 
 def _least_steps(
@@ -190,8 +192,10 @@ def _least_steps(
     return {n: pace / stages * (n + waits) for n, pace in paces.items()}
 
 
-def _check_interleaved(marked: bool, cluster: Cluster) -> None:
+def _check_interleaved(piped: Asked, marked: bool, cluster: Cluster) -> None:
     """Refuse several parts of the model on each stage where it has one."""
+    if piped.schedule != "interleaved":
+        return
     if marked:
         raise PlanError(
             "the schedule interleaved gives each stage several parts of the model, and "

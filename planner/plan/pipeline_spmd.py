@@ -56,7 +56,7 @@ from whalejax.planner.search.stage_time import (
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.sharding.operation_rows import Row
-from whalejax.planner.step_options import options_off
+from whalejax.planner.step_options import STAGE_ESTIMATES, options_off
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
 
 
@@ -65,10 +65,6 @@ LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
 
 MOST_ROUNDS = 16
 """Micro-batches that are weighed, for each stage."""
-
-
-ESTIMATED = ("offload", "loss_chunks", "attention")
-"""Options that no executor runs in stages, and that estimates may have."""
 
 
 def decide_stages(
@@ -93,7 +89,8 @@ def decide_stages(
     Raises:
         PlanError: it cannot be, nothing fits, or nothing is faster.
     """
-    shared, stages = Shared.of(graph), piped.mesh[STAGE]
+    shared = Shared.of(graph, every=request.estimate)
+    stages = piped.mesh[STAGE]
     request = by_marks(graph, request, stages)
     _check(shared, stages, request)
     own = functools.cache(lambda layers: shared.of_stage(graph, layers))
@@ -111,7 +108,9 @@ def decide_stages(
             dealt = replace(dealt, seconds=seconds_of(graph, shared, cluster, count))
         part = devices_of_stage(cluster, asked.num_devices, stages)
         most = max(dealt.layers)
-        program = None if again is None else functools.partial(_again, again, most)
+        program = None
+        if again is not None:
+            program = functools.partial(_again, again, most, request.estimate)
         for stash, remat in _stashes(request, able=again is not None):
             one = replace(asked, remat=remat)
             try:
@@ -198,7 +197,7 @@ def _of_one_stage(
     cut = {
         t.path
         for t in graph.params
-        if t.path in shared.paths and (equal or parts(t.shape, stages))
+        if t.path in shared.every_path and (equal or parts(t.shape, stages))
     }
 
     def of_stage(path: str, nbytes: int) -> int:
@@ -212,7 +211,7 @@ def _of_one_stage(
         is_part=True,
         hosted=None if hosted is None else lambda: hosted().with_state(of_stage),
         **options_off(
-            "remat", "sequence_parallel", *(ESTIMATED if request.estimate else ())
+            "remat", "sequence_parallel", *(STAGE_ESTIMATES if request.estimate else ())
         ),
         optimizer=replace(
             optimizer,
@@ -221,10 +220,10 @@ def _of_one_stage(
     )
 
 
-def _again(again: Again, layers: int, remat: Remat, *kinds: Any) -> Graph:
+def _again(again: Again, layers: int, every: bool, remat: Remat, *kinds: Any) -> Graph:
     """One stage's model, with its so many layers computed again or otherwise."""
     found = again(remat, *kinds)
-    return Shared.of(found).of_stage(found, layers)
+    return Shared.of(found, every=every).of_stage(found, layers)
 
 
 def _check(shared: Shared, stages: int, request: Request) -> None:
@@ -234,7 +233,7 @@ def _check(shared: Shared, stages: int, request: Request) -> None:
             f"stage is {stages}, and the model has {layers} layers, of which every "
             f"stage holds one or more; expected at most {layers}"
         )
-    check_stages(request, stages, most=layers, estimated=ESTIMATED)
+    check_stages(request, stages, most=layers, estimated=STAGE_ESTIMATES)
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
@@ -272,7 +271,8 @@ class _Weighed:
         self.decided = decided
         self.cluster = cluster
         self.dealt = dealt
-        self.shared = Shared.of(decided.analysed.graph)
+        every = decided.search.request.estimate
+        self.shared = Shared.of(decided.analysed.graph, every=every)
         self.best: Scored = decided.weighed[0]
         self.table: Schedule = schedule(
             LOCKSTEP[piped.schedule or "1f1b"],
@@ -368,7 +368,7 @@ class _Weighed:
         )
         found = [handed]
         for leaf in self.leaves:
-            if leaf.path not in self.shared.paths:
+            if leaf.path not in self.shared.every_path:
                 if not leaf.trained:
                     continue
                 nbytes = self._gradient_bytes(leaf)
@@ -393,7 +393,7 @@ class _Weighed:
             return 0, 0
 
         def total(leaves: Sequence[LeafPlan]) -> int:
-            stack = (leaf for leaf in leaves if leaf.path in self.shared.paths)
+            stack = (leaf for leaf in leaves if leaf.path in self.shared.every_path)
             return sum(stored_bytes(leaf, self.mesh) for leaf in stack)
 
         return total(self.leaves), total(self.best.leaves)
@@ -497,16 +497,18 @@ class _Weighed:
 
     def _layer_roles(self) -> set[str]:
         """Names of the dimension of the layers."""
-        leaves = (x for x in self.best.leaves if x.path in self.shared.paths)
+        leaves = (x for x in self.best.leaves if x.path in self.shared.every_path)
         return {name for leaf in leaves for name in leaf.roles[0]}
 
     def _leaf(self, leaf: LeafPlan) -> LeafPlan:
         """A parameter of all stages."""
-        if leaf.path not in self.shared.paths:
+        if leaf.path not in self.shared.every_path:
             return leaf
-        leaf = replace(leaf, shape=(self.dealt.length, *leaf.shape[1:]))
         if not self.dealt.equal:
+            leaf = replace(leaf, shape=(self.dealt.length, *leaf.shape[1:]))
             return stored_apart(leaf, self.mesh)
+        length = leaf.shape[0] * self.table.num_stages
+        leaf = replace(leaf, shape=(length, *leaf.shape[1:]))
 
         def staged(spec: Spec) -> Spec:
             return (STAGE, *spec[0]), *spec[1:]
@@ -543,18 +545,18 @@ class _Weighed:
 
     def _span(self) -> tuple[int, int]:
         """Where the layers' operations begin and end."""
-        graph, place = self.decided.analysed.graph, self.shared.position
-        inside = [op.position[: len(place)] == place for op in graph.ops]
+        graph = self.decided.analysed.graph
+        inside = [self.shared.holds(op.position) for op in graph.ops]
         return inside.index(True), len(inside) - inside[::-1].index(True)
 
     def _kept_bytes(self) -> int:
         """What the layers' derivative reads of a micro-batch, on one device."""
-        analysed, place = self.decided.analysed, self.shared.position
+        analysed = self.decided.analysed
         graph = analysed.graph
         home = {
             t: op.task_graph
             for op in graph.ops
-            if op.position[: len(place)] == place
+            if self.shared.holds(op.position)
             for t in (*op.operands, *op.results)
         }
         found = [

@@ -183,7 +183,7 @@ class _Estimates:
         for remat in remats:
             here: dict[SharesCase, tuple[float, _Layout]] = {}
             for attention in ways if len(found) < len(wanted) else ():
-                program = ProgramOptions(remat, attention, request.loss_chunks or 1)
+                program = ProgramOptions.of(request, remat, attention)
                 for case, pair in self._fastest(program, levels).items():
                     if case not in here or pair[0] < here[case][0]:
                         here[case] = pair

@@ -271,19 +271,6 @@ def test_an_annotation_that_is_never_reached() -> None:
     )
 
 
-def test_estimates_refuse_stage_marks() -> None:
-    def loss(p: Any, b: Any) -> jax.Array:
-        with wh.pipeline():
-            with wh.stage():
-                hidden = backbone(p, b)
-            with wh.stage():
-                return losses(p, hidden)
-
-    assert "stage marks say where to cut, and estimates" in refused(
-        loss, runnable=False
-    )
-
-
 def test_stages_of_counts_that_do_not_divide() -> None:
     def loss(p: Any, b: Any) -> jax.Array:
         with wh.pipeline():

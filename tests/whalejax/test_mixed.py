@@ -15,9 +15,10 @@ import whalejax as wh
 from whalejax import jobs, models
 
 
-def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
-    """Notes on shares of a GPT's estimate."""
-    job = models.job("gpt-small", scan_layers=True, annotated=False, layers=8)
+def noted(text: str, batch: int, mesh: Mapping[str, int], **asked: Any) -> wh.Plan:
+    """The plan of a GPT whose layers are one scan, or written out for stages."""
+    options = {"scan_layers": "stage" not in mesh, "annotated": False, "layers": 8}
+    job = models.job("gpt-small", **options)
     plan = wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
@@ -25,52 +26,33 @@ def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
         optimizer=job.optimizer,
         cluster=text,
         mesh=mesh,
-        runnable=False,
+        **asked,
     )
     assert all(note in str(plan) for note in plan.notes)
-    words = ("replicas", "stages have", "all devices", "split")
-    return [note for note in plan.notes if note.startswith(words)]
+    return plan
 
 
 @pytest.mark.relaxed_promotion  # optax promotes its step count
 def test_replicas_say_shares_gain_and_bound() -> None:
-    (note,) = notes_of("h100:2+a100-80:2", 24, {"stage": 1, "data": 4})
+    plan = noted("h100:2+a100-80:2", 24, {"data": 4}, num_micro_batches=24)
+    (note,) = (n for n in plan.notes if n.startswith("shares: H100"))
     found = re.fullmatch(
-        r"replicas take unequal numbers of micro-batches: shares (\d+) on each of 2 "
-        r"h100, (\d+) on each of 2 a100-80: ([\d.]+)× as fast as even shares "
-        r"\(at most ([\d.]+)×\)",
+        r"shares: H100 (\d+)(?:–\d+)?, A100-80 (\d+)(?:–\d+)? of (\d+) "
+        r"micro-batches: ([\d.]+)× as fast as even shares \(at most ([\d.]+)×\)",
         note,
     )
     assert found, note
     fast, slow = int(found[1]), int(found[2])
     assert fast > slow >= 1
-    assert 24 % (2 * (fast + slow)) == 0
-    assert 1 <= float(found[3]) <= float(found[4])
-
-
-def test_stages_say_their_layers() -> None:
-    (note,) = notes_of("v100-32:1+p100-16:1", 16, {"stage": 2, "data": 1})
-    found = re.fullmatch(
-        r"stages have (\d+) on (\S+), (\d+) on (\S+) of 8 layers: ([\d.]+)× as fast "
-        r"as equal layers \(at most ([\d.]+)×\)",
-        note,
-    )
-    assert found, note
-    assert {found[2], found[4]} == {"v100-32", "p100-16"}
-    assert int(found[1]) + int(found[3]) == 8
-    assert 1 <= float(found[5]) <= float(found[6])
-
-
-@pytest.mark.full
-def test_devices_alike_have_nothing_to_say() -> None:
-    assert notes_of("h100:4", 8, {"stage": 1, "data": 4}) == []
+    assert 1 <= float(found[4]) <= float(found[5])
 
 
 @pytest.mark.full
 @pytest.mark.relaxed_promotion  # Adam's bias correction relies on it
-def test_even_shards_are_said() -> None:
-    notes = notes_of("h100:2+a100-80:2", 8, {"stage": 1, "data": 2, "tensor": 2})
-    assert notes[-1].startswith("split: shards are even over tensor")
+def test_one_program_on_unlike_devices_says_that_shards_are_even() -> None:
+    mesh = {"data": 2, "tensor": 2}
+    plan = noted("h100:2+a100-80:2", 8, mesh, zero=2, runnable=False)
+    assert any(n.startswith("split: shards are even over tensor") for n in plan.notes)
 
 
 @pytest.mark.parametrize("cluster", ["v100-32:2+p100-16:2", "v100-32:4"])

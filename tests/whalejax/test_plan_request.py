@@ -105,7 +105,9 @@ def test_every_option_that_stages_refuse_is_told() -> None:
         caught.value
     )
     options = FixedOptions(offload=("params",), loss_chunks=4)
-    assert [text.partition(":")[0] for text in options.refused_by_stages()] == [
+    refused = options.refused_by_stages()
+    assert [*refused] == ["offload", "loss_chunks"]
+    assert [text.partition(":")[0] for text in refused.values()] == [
         "offload is params",
         "loss_chunks is 4",
     ]
