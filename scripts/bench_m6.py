@@ -2,7 +2,7 @@
 
 Ten billion parameters in 24 layers of encoder and 24 of decoder, trained by Adafactor
 on nodes of eight V100 with 32 GB. All plans are estimates (``runnable=False``): the
-layers are two scans, and stages that hold parts of both run where layers are unrolled.
+layers are two scans, of which each stage holds an equal part, in lockstep.
 The batch grows with the nodes. The last line printed is one JSON object:
 
     efficiency         predicted samples per second of 32 nodes, over four times those
