@@ -36,7 +36,7 @@ from whalejax.planner.plan.stage_notes import (
     too_large,
 )
 from whalejax.planner.search.enumerate import Search, ranked
-from whalejax.planner.search.least_paces import least_paces, not_faster
+from whalejax.planner.search.least_paces import LEAST_WAIT, least_paces, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import by_marks
 from whalejax.planner.search.stage_models import Cut, Cuts, StageLayout, Whole, laid_out
@@ -62,10 +62,6 @@ split backward was measured to take 1.09 of a whole one's time of the processor.
 
 CHUNKS = 2
 """Parts of the model on each stage, where a schedule interleaves them."""
-
-LEAST_WAIT = 1 / 3
-"""Part of a micro-batch's time on a stage for which each of the others waits at least:
-ZB-H1 fills all of it but a forward pass, or a part of a backward one."""
 
 MOST_CUTS = 4
 """Cuts that are tried for stages on unlike kinds, until every stage fits."""

@@ -38,7 +38,7 @@ from whalejax.planner.plan.build import written
 from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.stage_notes import candidates, check_stages
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.least_paces import least_paces, not_faster
+from whalejax.planner.search.least_paces import MOST_ROUNDS, least_paces, not_faster
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.spmd import (
     Again,
@@ -62,9 +62,6 @@ from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
 """Tables of stages that run one loop, by the schedule that a user names."""
-
-MOST_ROUNDS = 16
-"""Micro-batches that are weighed, for each stage."""
 
 
 def decide_stages(

@@ -6,14 +6,101 @@ fast enough are left out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import numpy as np
 
+from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
+from whalejax.planner.cost.layout_cases import LayoutCases
 from whalejax.planner.errors import NotFaster
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.spmd import SLACK
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import SLACK, Again, Known, ProgramAnalyses
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.step_options import options_off
+from whalejax.planner.terms import ALL, Remat
+
+
+MOST_ROUNDS = 16
+"""Micro-batches that are weighed, for each stage."""
+
+LEAST_WAIT = 1 / 3
+"""Part of a micro-batch's time on a stage for which each of the others waits at least:
+ZB-H1 fills all of it but a forward pass, or a part of a backward one."""
+
+
+def least_stage_steps(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    again: Again | None,
+    known: Known,
+    most: int,
+) -> dict[int, float]:
+    """Least seconds of a step in each number of stages of alike devices.
+
+    Stages take no less than an even part of what all of the model takes on the devices
+    of one, in layouts of which they hold an even part of parameters and state. Stages
+    that share out a scan compute at least what is no product again, and each
+    micro-batch passes through them in turn.
+
+    Args:
+        graph: Captured loss.
+        cluster: Devices of one kind.
+        request: What is asked for, of all devices.
+        again: Traces other programs of the loss.
+        known: Programs that were analysed before.
+        most: Most stages.
+
+    Returns:
+        Seconds by number of stages; those that no layout has are left out.
+    """
+    devices = request.num_devices
+    samples = graph.batch_size * graph.num_micro_batches
+    stages = [n for n in divisors(devices) if 1 < n <= most]
+    asked = request.num_micro_batches
+    counts = divisors(samples) if asked is None else [asked]
+    allowed = {
+        devices // n: [c for c in counts if 1 < c <= MOST_ROUNDS * n] for n in stages
+    }
+    scanned = bool(stacked_loops(graph)) and again is not None
+    wait, remats = LEAST_WAIT, list[Remat]([()])
+    if scanned:
+        between = [one for one in request.policies if one not in ("none", "full")]
+        wait, remats = 1.0, [((ALL, policy),) for policy in between or ["full"]]
+    if request.remat is not None:
+        remats = [request.remat]
+    analyses = ProgramAnalyses(graph=graph, cluster=cluster, again=again, known=known)
+    found: dict[int, float] = {}
+    for remat in remats if any(allowed.values()) else ():
+        analysed = analyses.of(remat, (), 1)
+        if analysed is None:
+            continue
+        asked_alone = dataclasses.replace(
+            request,
+            num_micro_batches=None,
+            is_part=True,
+            **options_off("sequence_parallel"),
+        )
+        parts, shared = analysed
+        given = parts.graph, parts.dims, cluster, asked_alone
+        search = Search(*given, program=shared, grids=known.grids)
+        cases = search.at_every_count(allowed)
+        if not len(cases):
+            continue
+        held = search.evaluator.least_memory(cases, ()) * cases.devices / devices
+        cases = cases.take(np.flatnonzero(held <= cluster.memory_bytes))
+        number = devices // cases.devices
+        step = _paces(search, cases) / number * (cases.count + wait * (number - 1))
+        for n in stages:
+            here = float(step[number == n].min(initial=np.inf))
+            found[n] = min(here, found.get(n, np.inf))
+    return {n: seconds for n, seconds in found.items() if seconds < np.inf}
 
 
 def least_paces(search: Search, counts: Collection[int]) -> dict[int, float]:
@@ -33,12 +120,18 @@ def least_paces(search: Search, counts: Collection[int]) -> dict[int, float]:
     cases = search.at_every_count({search.request.num_devices: counts})
     if not len(cases):
         return found
-    times = search.evaluator.times(cases)
-    pace = (times.step - times.terms["update"]) / cases.count
-    pace = np.where(cases.mesh["tensor"] > 1, pace / SLACK, pace)
+    pace = _paces(search, cases)
     for count in found:
         some = pace[cases.count == count]
         found[count] = float(some.min()) if len(some) else 0.0
+    return found
+
+
+def _paces(search: Search, cases: LayoutCases) -> np.ndarray:
+    """Seconds of a micro-batch by case, a sequence sharded beside ``tensor`` or not."""
+    times = search.evaluator.times(cases)
+    pace = (times.step - times.terms["update"]) / cases.count
+    found: np.ndarray = np.where(cases.mesh["tensor"] > 1, pace / SLACK, pace)
     return found
 
 

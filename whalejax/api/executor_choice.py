@@ -30,7 +30,7 @@ from whalejax.planner.pipeline.program_cut import FlowsBackwards
 from whalejax.planner.plan.build import KEPT_CANDIDATES
 from whalejax.planner.plan.estimates import as_estimate, gain_notes, why_not
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
-from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, MOST_ROUNDS, decide_stages
+from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.plan.stage_notes import (
@@ -43,6 +43,7 @@ from whalejax.planner.plan.stage_notes import (
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
+from whalejax.planner.search.least_paces import least_stage_steps
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.spmd import Known, check_marks
@@ -214,16 +215,21 @@ def _estimates(
     roomy = best is not None and not (best.remat or best.offload or best.stages)
     if stages in (None, 1) and not found and not (roomy and cluster.is_uniform):
         yield functools.partial(decide, *given, wanted, known=programs.known, **options)
-    counts = [n for n in divisors(request.num_devices) if 1 < n <= MOST_STAGES]
-    if stages is not None:
-        counts = [stages] if stages > 1 else []
+    known = math.inf if best is None else _seconds(best)
+    bounds = {stages: 0.0} if stages is not None and stages > 1 else {}
+    if stages is None:
+        bounds = least_stage_steps(
+            *given,
+            wanted,
+            again=options.get("again"),
+            known=programs.known,
+            most=MOST_STAGES,
+        )
     staging = _Staging(programs, asked, uneven=False)
-    for count in counts:
-        if best is not None and stages is None and not _may_gain_by_stages(best, count):
-            continue
-        known_seconds = math.inf if best is None else _seconds(best)
-        search = functools.partial(staging.of(count, known_seconds).alone, *given)
-        yield functools.partial(_with_host_memory, search, wanted, **options)
+    for count, bound in bounds.items():
+        if bound * (1 + TIE) < known:
+            search = functools.partial(staging.of(count, known).alone, *given)
+            yield functools.partial(_with_host_memory, search, wanted, **options)
 
 
 def _with_host_memory(
@@ -243,16 +249,10 @@ def _with_host_memory(
         return search(dataclasses.replace(request, offload=("optimizer",)), **options)
 
 
-def _may_gain_by_stages(best: Plan, stages: int) -> bool:
-    """Whether as many stages of alike devices may be faster than a plan.
-
-    A bound: stages share out what the plan computes at its first time, and wait while
-    they fill and empty.
-    """
-    time = best.time
-    busy = (time.compute_seconds + time.launch_seconds) * _first_time(best)
-    waits = 1 + (stages - 1) / (MOST_ROUNDS * stages)
-    return busy * waits * (1 + TIE) < time.step_seconds
+def _busy_seconds(plan: Plan) -> float:
+    """Seconds for which devices compute what they would compute in stages, too."""
+    time = plan.time
+    return (time.compute_seconds + time.launch_seconds) * _first_time(plan)
 
 
 def _without_stages(
@@ -261,7 +261,10 @@ def _without_stages(
     """The search where nobody asks for stages."""
     uneven = staging.uneven
     if not uneven:
-        return functools.partial(decide, known=known)
+        one_program = functools.partial(decide, known=known)
+        if STAGE in staging.asked.mesh or request.refused_by_stages():
+            return one_program
+        return staging.or_one_program(one_program)
     shares = functools.partial(
         decide_shares,
         asked=uneven if isinstance(uneven, tuple) else None,
@@ -336,6 +339,38 @@ class _Staging:
         more = [plan for plan in more if plan.num_devices == request.num_devices]
         return _fastest([*found, *more], problem or other)
 
+    def or_one_program(self, one_program: Callable[..., Plan]) -> Callable[..., Plan]:
+        """One program for all devices, or stages where these are clearly faster.
+
+        Args:
+            one_program: makes the plan without stages.
+        """
+
+        def found(
+            graph: Graph, cluster: Cluster, request: Request, **options: Any
+        ) -> Plan:
+            plan = one_program(graph, cluster, request, **options)
+            known = _seconds(plan) / (1 + SURE)
+            if _busy_seconds(plan) >= known or not cluster.is_uniform:
+                return plan
+            given = graph, cluster, request
+            bounds = least_stage_steps(
+                *given,
+                again=options.get("again"),
+                known=self.programs.known,
+                most=MOST_STAGES,
+            )
+            each = [
+                functools.partial(self.of(n, known).alone, *given, **options)
+                for n, bound in bounds.items()
+                if bound < known
+            ]
+            staged, _ = _made(*each)
+            faster = [one for one in staged if _seconds(one) < known]
+            return _fastest([plan, *staged], None) if faster else plan
+
+        return found
+
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
         """Replicas, or pipelines where these are clearly faster or all that fits.
 
@@ -377,9 +412,8 @@ class _Staging:
         of the fastest devices, and takes its share of what replicas compute.
         """
         part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
-        time = replicas.time
-        busy = (time.compute_seconds + time.launch_seconds) * _first_time(replicas)
-        return busy * max(1.0, part) * (1 + SURE) < time.step_seconds
+        busy = _busy_seconds(replicas) * max(1.0, part)
+        return busy * (1 + SURE) < _seconds(replicas)
 
     def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """The same, for a number of stages."""
