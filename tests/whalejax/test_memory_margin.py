@@ -248,6 +248,24 @@ def test_a_refusal_names_what_was_fixed() -> None:
     assert "fixed" not in str(refused.value)
 
 
+def test_a_refusal_names_the_marks() -> None:
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        with wh.replicate():
+            return jnp.mean(jnp.tanh(x @ w))
+
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    with pytest.raises(NothingFits, match=r"the mark replicate\(\) is fixed; without"):
+        wh.plan(loss, w, x, cluster=wh.cluster("h100:2").with_memory(1 << 20))
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((0, 8), jnp.float32)
+    with pytest.raises(wh.WhaleError, match="the batch has 0 samples; expected 1 or"):
+        wh.plan(lambda w, x: jnp.mean(x @ w), w, x, cluster="h100:2")
+
+
 def _sorted(model: Any, x: jax.Array) -> jax.Array:
     return loss(model, jnp.sort(x, axis=-1))
 

@@ -262,7 +262,9 @@ def _without_stages(
     uneven = staging.uneven
     if not uneven:
         one_program = functools.partial(decide, known=known)
-        if STAGE in staging.asked.mesh or request.refused_by_stages():
+        marked = any(graph.marks for graph in staging.programs.graph.task_graphs)
+        decided = STAGE in staging.asked.mesh or marked or request.default
+        if decided or request.refused_by_stages():
             return one_program
         return staging.or_one_program(one_program)
     shares = functools.partial(
@@ -351,8 +353,9 @@ class _Staging:
         ) -> Plan:
             plan = one_program(graph, cluster, request, **options)
             known = _seconds(plan) / (1 + SURE)
-            if _busy_seconds(plan) >= known or not cluster.is_uniform:
-                return plan
+            launches = plan.time.launch_seconds > SURE * _seconds(plan)
+            if launches or _busy_seconds(plan) >= known or not cluster.is_uniform:
+                return plan  # What launches take is no reason for more programs.
             given = graph, cluster, request
             bounds = least_stage_steps(
                 *given,

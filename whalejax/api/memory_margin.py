@@ -8,7 +8,7 @@ prediction, so devices count as ``memory / (1 + margin)`` while plans are compar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from whalejax.api.plan_settings import PlanSettings
@@ -17,6 +17,7 @@ from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.prediction_band import MemoryBand
+from whalejax.planner.model.graph import Mark
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.step_options import UserOptions
 from whalejax.verification.targets import NoCompiler, VerifyError
@@ -81,18 +82,22 @@ def with_margin_said(
     )
 
 
-def with_fixed_settings(error: NothingFits, settings: PlanSettings) -> NothingFits:
+def with_fixed_settings(
+    error: NothingFits, settings: PlanSettings, marks: Iterable[Mark]
+) -> NothingFits:
     """An error that names the choices that were not left to the planner.
 
     Args:
-        error: Error of a search that kept to the settings.
+        error: Error of a search that kept to the settings and marks.
         settings: Settings that the user gave.
+        marks: Marks of the model.
     """
     fixed = [
         f"{name}={given!r:.80}"
         for name in _CHOICES
         if (given := getattr(settings, name)) is not None
     ]
+    fixed += [f"the mark {mark}" for mark in dict.fromkeys(map(str, marks))]
     if not fixed:
         return error
     one = "it" if len(fixed) == 1 else "one of them"

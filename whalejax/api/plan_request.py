@@ -465,7 +465,9 @@ class PlanQuestion:
             found = (_with_fewest_idle if idle else _at_once)(decided, wanted)
         except NothingFits as error:
             said = with_margin_said(error, self.cluster, margin)
-            raise with_fixed_settings(said, self.request) from error
+            graphs = programs.graph.task_graphs
+            marks = [mark for graph in graphs for mark in graph.marks]
+            raise with_fixed_settings(said, self.request, marks) from error
         return with_devices(found, self.cluster) if margin else found
 
     def _margin(self, programs: Programs) -> float:

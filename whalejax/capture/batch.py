@@ -204,7 +204,13 @@ def _check_sizes(
             "dimension the samples? batch_axes= says which is"
         )
         return
-    if size == 0 or size % num_micro_batches:
+    if size == 0:
+        problems.add(
+            "the batch has 0 samples; expected 1 or more. Is that dimension the "
+            "samples? batch_axes= says which is"
+        )
+        return
+    if size % num_micro_batches:
         lower = size - size % num_micro_batches
         near = f"{lower} or " if lower else ""
         do = "does" if size == 1 else "do"
