@@ -23,6 +23,7 @@ from whalejax.planner.cost.layout_cases import LayoutCases
 from whalejax.planner.entries import CollectiveKind
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.evaluator import Evaluator
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import Again, Known, ProgramAnalyses
 from whalejax.planner.search.uneven_replicas import (
@@ -128,19 +129,19 @@ class _Estimates:
         self.devices = device_kinds(cluster)
         kinds = dict.fromkeys(self.devices)
         self.kinds = sorted(kinds, key=lambda kind: kind.memory_bytes)
-        self._cases: dict[ProgramOptions, LayoutCases] = {}
+        self._evaluated: dict[ProgramOptions, tuple[Evaluator, LayoutCases]] = {}
 
     def step_seconds(self) -> dict[SharesCase, float]:
         """Seconds of a step, of the replicas that every kind of device holds."""
         layouts = self._layouts()
         paces: dict[tuple[SharesCase, DeviceKind], tuple[float, float]] = {}
-        for program, cases in self._cases.items():
+        for program, (evaluator, cases) in self._evaluated.items():
             some = [case for case, one in layouts.items() if one.program == program]
             rows = np.array([layouts[case].place for case in some], dtype=np.int64)
             for kind in self.kinds if some else ():
-                search = self._search(kind, program)
-                assert search is not None  # else the program would have no cases
-                times = search.evaluator.times(cases.take(rows))
+                part = self._replica_devices(kind)
+                on_kind = dataclasses.replace(evaluator, cluster=part)
+                times = on_kind.times(cases.take(rows))
                 update = times.terms["update"]
                 pace = (times.step - update) / cases.count[rows]
                 for place, case in enumerate(some):
@@ -171,6 +172,8 @@ class _Estimates:
         if request.remat is not None:
             remats = [request.remat]
         ways = [(), ring] if request.attention is None else [request.attention]
+        if self.analyses.again is None:
+            remats, ways = remats[:1], ways[:1]
         levels = [0, 1] if request.zero is None else [request.zero]
         if request.offload or not sliceable(request):
             levels = [zero for zero in levels if not zero] or levels
@@ -190,22 +193,25 @@ class _Estimates:
             found = {case: layout for case, (_, layout) in here.items()} | found
         return {case: layout for case, layout in found.items() if case in wanted}
 
-    def _search(self, kind: DeviceKind, program: ProgramOptions) -> Search | None:
-        """Search of one replica of as many devices as any has."""
+    def _replica_devices(self, kind: DeviceKind) -> Cluster:
+        """As many devices of one kind as the largest replica has."""
+        return devices_of_kind(self.cluster, kind, max(self.allowed))
+
+    def _search(self, program: ProgramOptions) -> Search | None:
+        """Search of one replica on the kind with the least memory."""
         analysed = self.analyses.of(*program)
         if analysed is None:
             return None
-        most = max(self.allowed)
         asked = dataclasses.replace(
             self.request,
-            num_devices=most,
+            num_devices=max(self.allowed),
             num_micro_batches=None,
             mesh={**(self.request.mesh or {}), DATA: 1},
             zero=None,
             batch_bytes=(),
             is_part=True,
         )
-        part = devices_of_kind(self.cluster, kind, most)
+        part = self._replica_devices(self.kinds[0])
         graph, dims = analysed[0].graph, analysed[0].dims
         grids = self.analyses.known.grids
         return Search(graph, dims, part, asked, program=analysed[1], grids=grids)
@@ -214,11 +220,11 @@ class _Estimates:
         self, program: ProgramOptions, levels: Sequence[int]
     ) -> dict[SharesCase, tuple[float, _Layout]]:
         """Layouts that the kind with the least memory holds, and their pace there."""
-        search = self._search(self.kinds[0], program)
+        search = self._search(program)
         cases = None if search is None else search.at_every_count(self.allowed)
         if search is None or cases is None or not len(cases):
             return {}
-        self._cases[program] = cases
+        self._evaluated[program] = search.evaluator, cases
         times = search.evaluator.times(cases)
         offload = self.request.offload or ()
         memory = search.evaluator.memory(cases, offload, times=times)
