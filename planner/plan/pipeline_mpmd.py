@@ -220,7 +220,8 @@ def _other_schedules(found: Sequence[_Weighed]) -> list[_Weighed]:
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
     ask = replace(best.ask, schedule="interleaved")
-    if not (ask.cuts.marked or ask.count % ask.stages or best.allotted):
+    several = not (ask.cuts.marked or ask.request.one_part or best.allotted)
+    if several and ask.count % ask.stages == 0:
         with contextlib.suppress(PlanError):
             others += ask.weighed()
     return others

@@ -67,6 +67,7 @@ class Request(FixedOptions):
         copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
             × ``context`` is a multiple of it.
         estimate: what no executor of this version runs may be in the plan, too.
+        one_part: A stage has one part of the model: no schedule interleaves several.
         is_part: devices are those of a stage or a replica, which hold more than a
             search of them alone sees.
     """
@@ -87,6 +88,7 @@ class Request(FixedOptions):
     in_flight: float = 1.0
     copies: int = 1
     estimate: bool = False
+    one_part: bool = False
     is_part: bool = False
 
 

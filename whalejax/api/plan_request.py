@@ -377,6 +377,7 @@ class PlanQuestion:
             zero=request.zero,
             policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
             hosted=hosts,
+            one_part=not self.beside_swarm,  # Peers of a swarm hold one part each.
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
         )
         check_combine(

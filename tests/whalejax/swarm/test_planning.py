@@ -354,7 +354,7 @@ def test_the_table_follows_from_bytes_and_times() -> None:
 
 def test_a_plan_without_stages_has_no_borders() -> None:
     with pytest.raises(WhaleError, match='has no stages; expected .*"stage": 3'):
-        wh.square_cube(planned(mesh=None, cluster="t4:2"))
+        wh.square_cube(planned(mesh={"stage": 1}, cluster="t4:2"))
     with pytest.raises(WhaleError, match="wire is 'f8'; expected one of f32"):
         wh.square_cube(planned(cluster="t4:3x1"), wire="f8")
 
@@ -404,3 +404,28 @@ def test_the_law_holds_for_transformers() -> None:
         assert sum(received) + sum(sent) == 5 * 4 * 16 * width * 4
         ratios.append(work.wire_bytes / work.flops)
     assert slope(widths, ratios) == pytest.approx(-1, abs=0.1)
+
+
+@pytest.mark.relaxed_promotion  # optax promotes its step count
+def test_no_schedule_gives_a_peer_several_parts() -> None:
+    """Interleaved stages would be faster here, were they of one program."""
+
+    def loss(layers: Any, x: jax.Array) -> jax.Array:
+        for layer in layers:
+            x = jnp.tanh(x @ layer)
+        return jnp.mean(x)
+
+    machine = wh.cluster("cpu:4")
+    (level,) = machine.levels
+    slow = dataclasses.replace(level, bandwidth_bytes_per_second=1e7)
+    layers = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+    batch = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    plan = wh.plan(
+        loss,
+        layers,
+        batch,
+        optimizer=optax.adam(1e-3),
+        cluster=dataclasses.replace(machine, levels=(slow,)),
+        precision="bf16",
+    )
+    assert any("swarm" in note for note in plan.notes)
