@@ -205,7 +205,9 @@ def _others(
     changed = _planned(plan, offload=()) if free is None else free
     if changed is not None:
         yield "what_if", terms(changed.what_if(**one.options))
-    paper = _planned(plan, **one.options, offload=(), runnable=False)
+    # Of stages in lockstep, only estimates have attention in blocks or logits in parts.
+    kept = {"attention": "gather", "loss_chunks": 1, **one.options}
+    paper = _planned(plan, **kept, offload=(), runnable=False)
     if paper is not None:
         yield "paper", terms(paper)
     chosen = _chosen(alone, searches) if stages == 1 else None

@@ -14,6 +14,7 @@ from whalejax.planner.entries import Collective
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.zero1_slices import Slices
+from whalejax.planner.step_options import option_words
 from whalejax.planner.terms import MemoryTerms
 
 
@@ -128,11 +129,10 @@ class Replicas:
         """In words."""
         inner = "".join(f" × {axis} {n}" for axis, n in self.plan.axes)
         total = self.plan.num_micro_batches
-        zero = f", ZeRO-{self.case.zero}" if self.case.zero else ""
-        return (
-            f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
-            f"micro-batches{zero}"
-        )
+        words = f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
+        zero = [f"ZeRO-{self.case.zero}"] if self.case.zero else []
+        each = (f"{words}micro-batches", *zero, *option_words(self.plan))
+        return ", ".join(each)
 
     @property
     def share_words(self) -> str:
