@@ -25,6 +25,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.errors import Problems, warn
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import FlowsBackwards
 from whalejax.planner.plan.build import KEPT_CANDIDATES
@@ -363,10 +364,12 @@ class _Staging:
                 known=self.programs.known,
                 most=MOST_STAGES,
             )
+            # Of cuts between layers the bound leaves out waiting and uneven stages.
+            more = 1.0 if stacked_loop(graph) else 1 + SURE
             each = [
                 functools.partial(self.of(n, known).alone, *given, **options)
                 for n, bound in bounds.items()
-                if bound < known
+                if bound * more < known
             ]
             staged, _ = _made(*each)
             faster = [one for one in staged if _seconds(one) < known]
