@@ -75,7 +75,6 @@ from swarm_peer import cut_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
-from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
@@ -84,6 +83,7 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.registry import Member
 from whalejax.swarm_runtime.serving import Serving
+from whalejax.wire.framing import Message
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -17,10 +17,10 @@ from whalejax.cli.swarm_options import (
     SwarmTrainCommand,
 )
 from whalejax.distributed.standard_streams import say
-from whalejax.elastic.wire.keys import load_key
-from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
+from whalejax.wire.keys import load_key
+from whalejax.wire.service import Address
 
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         WhaleError: the job cannot be cut, or the run cannot go on.
     """
     _check(command)
-    from whalejax.elastic.wire.keys import make_key
     from whalejax.swarm_runtime.serving import opened
+    from whalejax.wire.keys import make_key
 
     # First of all: those that join see that the registry comes, however long it traces.
     make_key(command.key)
@@ -443,8 +443,8 @@ class _Absent(WhaleError):
 
 
 def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
-    from whalejax.elastic.wire.service import Caller, Gone, Refused
-    from whalejax.swarm_runtime.wire.messages import ANSWERS
+    from whalejax.wire.service import Caller, Gone, Refused
+    from whalejax.wire.swarm_messages import ANSWERS
 
     caller = Caller(key, ANSWERS)
     try:

@@ -20,17 +20,17 @@ from typing import Any, Final
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.processes import machine
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import is_free
+from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
     WrongKey,
     dial,
 )
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key
-from whalejax.elastic.wire.messages import TO_MEMBER, checked
-from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import is_free
+from whalejax.wire.framing import Message, WireError
+from whalejax.wire.keys import load_key
+from whalejax.wire.run_messages import TO_MEMBER, checked
 
 
 FIRST_SECONDS: Final = 30.0

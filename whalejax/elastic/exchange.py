@@ -15,8 +15,8 @@ import numpy as np
 
 from whalejax.elastic.assignment import Node, check_tiles, total
 from whalejax.elastic.peers import Look, Peers
-from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.framing import Message
 
 
 SMALL_BYTES: Final = 1 << 16

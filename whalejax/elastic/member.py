@@ -43,10 +43,10 @@ from whalejax.elastic.phases import (
 )
 from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import LOCK
+from whalejax.wire.framing import Message, WireError
 
 
 _DRAINED_STATUS = 0

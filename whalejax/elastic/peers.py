@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, Closed, dial, listen
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.messages import TO_PEER, checked
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, dial, listen
+from whalejax.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.wire.run_messages import TO_PEER, checked
 
 
 CONNECT_SECONDS: Final = 30.0

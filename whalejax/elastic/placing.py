@@ -29,7 +29,7 @@ from whalejax.elastic.phases import STOPPED, WAITING
 
 if TYPE_CHECKING:
     from whalejax.elastic.control import Control
-    from whalejax.elastic.wire.framing import Message
+    from whalejax.wire.framing import Message
 
 
 _FLUSH_SECONDS: Final = 5.0

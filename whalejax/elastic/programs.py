@@ -23,7 +23,6 @@ from whalejax.adapters.leaves import is_key
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.assignment import Node, halves
-from whalejax.elastic.wire.framing import Message
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.state import TrainState
@@ -38,6 +37,7 @@ from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import Resumed, batches_by_samples, checkpoints, resumed
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
+from whalejax.wire.framing import Message
 
 
 MICRO_BATCHES: Final = 16

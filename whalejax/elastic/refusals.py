@@ -15,9 +15,9 @@ from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.control import NoSupervisorError, key_of_run
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.supervisor.processes import machine
-from whalejax.elastic.wire.connection import dial
-from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import dial
+from whalejax.wire.framing import Message, WireError
 
 
 _SECONDS: Final = 10.0

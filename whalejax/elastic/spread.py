@@ -30,13 +30,13 @@ from whalejax.elastic.placing import connection, placed
 from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
-from whalejax.elastic.wire.framing import Message
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
 from whalejax.runtime.resume import agreed_checkpoints, checkpoints
+from whalejax.wire.framing import Message
 
 
 _TERMINATED_STATUS: Final = 143

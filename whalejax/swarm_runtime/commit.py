@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.wiring import FORWARD_TASK
 from whalejax.swarm_runtime.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm_runtime.registry import Member
+from whalejax.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 
 
 Holders = list[list[Any]]

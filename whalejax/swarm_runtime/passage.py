@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
@@ -27,6 +26,7 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.registry import Member
 from whalejax.swarm_runtime.wire import coding
+from whalejax.wire.service import Address, Caller, Gone, Refused
 
 
 MOST_ATTEMPTS: Final = 100

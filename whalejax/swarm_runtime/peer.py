@@ -13,17 +13,17 @@ import threading
 import time
 from typing import Final
 
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.registry import ANY, facts_of
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.holding import Hook
+from whalejax.wire.connection import listen
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.wire.swarm_messages import ANSWERS, TO_PEER
 
 
 BEAT_SECONDS: Final = 1.0

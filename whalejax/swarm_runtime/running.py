@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals.journal import JournalLines, read
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
@@ -25,6 +24,7 @@ from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm_runtime.moving import PERIOD_SECONDS, Mover
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.serving import Serving
+from whalejax.wire.keys import load_key, make_key
 
 
 KEY: Final = "swarm.key"

@@ -11,9 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import reached_host
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.ledger import Write
@@ -21,7 +18,10 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm_runtime.registry import Member, Registry, facts_of
 from whalejax.swarm_runtime.trainer import Trainer, as_told
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_TRAINER
+from whalejax.wire.connection import listen
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.wire.swarm_messages import ANSWERS, TO_TRAINER
 
 
 REACH_SECONDS: Final = 5.0

@@ -22,8 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm_runtime.commit import Commit
@@ -45,6 +43,8 @@ from whalejax.swarm_runtime.passage import (
     Stopped,
 )
 from whalejax.swarm_runtime.registry import Member, Registry
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Caller, Gone, Refused
 
 
 LOOK_SECONDS: Final = 0.05

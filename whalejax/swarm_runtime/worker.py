@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm_runtime.stage import Stage, StageState
 from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
 from whalejax.swarm_runtime.working.holding import Part, at
 from whalejax.swarm_runtime.working.summing import SumHolder
+from whalejax.wire.framing import Message
+from whalejax.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 
 
 REACH_SECONDS: Final = 10.0

@@ -33,9 +33,9 @@ from whalejax.elastic.supervisor.member_record import (
 )
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
 from whalejax.journals import journal
+from whalejax.wire.framing import Message
+from whalejax.wire.run_messages import TO_MEMBER, TO_SUPERVISOR, checked
 
 
 COUNT = 8

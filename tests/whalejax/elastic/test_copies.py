@@ -37,7 +37,7 @@ from whalejax.elastic.supervisor.memory_folder import (
     memory_folders,
     remove_copies,
 )
-from whalejax.elastic.wire.service import Gone, Refused
+from whalejax.wire.service import Gone, Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion

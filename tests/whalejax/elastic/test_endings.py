@@ -13,7 +13,7 @@ from whalejax.elastic.supervisor.endings import STATUS, Ending
 from whalejax.elastic.supervisor.member_record import End
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.framing import Message
 
 
 def begun(world: World) -> list[dict[str, Any]]:

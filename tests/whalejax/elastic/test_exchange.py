@@ -10,8 +10,8 @@ import pytest
 
 from whalejax.elastic.exchange import SMALL_BYTES, check_arrays, exchanged
 from whalejax.elastic.peers import Peers
-from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.framing import Message
 
 
 KEY = b"k" * 32

@@ -16,8 +16,8 @@ from whalejax.elastic.supervisor.member_record import WriteEvent
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.supervisor.telling import shown
-from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.framing import Message
 
 
 def begun(world: World) -> list[dict[str, object]]:

@@ -21,8 +21,8 @@ from whalejax.elastic.placing import placed
 from whalejax.elastic.supervisor.member_record import End, Kill, Send, Start
 from whalejax.elastic.supervisor.membership import IN_GENERATIONS, MODE, Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.framing import Message
 
 
 pytestmark = pytest.mark.relaxed_promotion

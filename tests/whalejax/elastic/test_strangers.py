@@ -23,8 +23,9 @@ from whalejax.elastic.peers import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import (
     Channel,
     Closed,
     WrongKey,
@@ -32,10 +33,9 @@ from whalejax.elastic.wire.connection import (
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.keys import make_key
-from whalejax.elastic.wire.messages import TO_PEER, TO_SUPERVISOR, checked
-from whalejax.meshes.errors import WhaleError
+from whalejax.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.wire.keys import make_key
+from whalejax.wire.run_messages import TO_PEER, TO_SUPERVISOR, checked
 
 
 KEY = b"k" * 32
@@ -118,7 +118,7 @@ def test_a_listener_without_threads_goes_on_later(
                 raise RuntimeError("can't start new thread")
 
         with monkeypatch.context() as patch:
-            patch.setattr("whalejax.elastic.wire.acceptor.threading.Thread", Full)
+            patch.setattr("whalejax.wire.acceptor.threading.Thread", Full)
             with pytest.raises(Closed):
                 dial(address, KEY, seconds=SECONDS)
         dial(address, KEY, seconds=SECONDS).close()

@@ -26,13 +26,13 @@ from whalejax.elastic.supervisor.supervisor import (
     Supervised,
     Supervisor,
 )
-from whalejax.elastic.wire.connection import Channel, dial
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
+from whalejax.wire.connection import Channel, dial
+from whalejax.wire.framing import Message, WireError
+from whalejax.wire.keys import load_key, make_key
 
 
 class Live:

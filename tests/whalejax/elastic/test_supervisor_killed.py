@@ -10,7 +10,7 @@ from tests.whalejax.elastic.simulated import World
 from whalejax.elastic.supervisor.endings import Ending
 from whalejax.elastic.supervisor.history import History, history
 from whalejax.elastic.supervisor.member_record import Start
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.framing import Message
 
 
 def begun(world: World) -> list[dict[str, Any]]:

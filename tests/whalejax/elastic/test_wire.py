@@ -14,7 +14,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import (
     Channel,
     Closed,
     TooLate,
@@ -22,7 +23,7 @@ from whalejax.elastic.wire.connection import (
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import (
+from whalejax.wire.framing import (
     CONTROL_BYTES,
     DATA_BYTES,
     Message,
@@ -30,8 +31,7 @@ from whalejax.elastic.wire.framing import (
     decode,
     encode,
 )
-from whalejax.elastic.wire.keys import load_key, make_key
-from whalejax.meshes.errors import WhaleError
+from whalejax.wire.keys import load_key, make_key
 
 
 KEY = b"k" * 32

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 import whalejax as wh
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Gone, Refused
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.commit import Commit
 from whalejax.swarm_runtime.fleet import Fleet
@@ -27,6 +25,8 @@ from whalejax.swarm_runtime.passage import Counts, Passage, StepContext
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry
 from whalejax.swarm_runtime.trainer import Trainer
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Gone, Refused
 
 
 STATE = 8

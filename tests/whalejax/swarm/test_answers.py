@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whalejax.elastic.wire import connection
-from whalejax.elastic.wire.connection import Channel, listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Caller, Gone, Refused, Service
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
 from whalejax.swarm_runtime.wire.states import downloaded
+from whalejax.wire import connection
+from whalejax.wire.connection import Channel, listen
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Caller, Gone, Refused, Service
+from whalejax.wire.swarm_messages import ANSWERS, TO_PEER, TO_TRAINER
 
 
 KEY = b"k" * 32
@@ -67,7 +67,7 @@ def test_answers_that_are_none_are_refused(
 def test_an_answer_that_is_too_large_is_said(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalejax.elastic.wire.framing.MOST_ARRAY_BYTES", 100)
+    monkeypatch.setattr("whalejax.wire.framing.MOST_ARRAY_BYTES", 100)
     fields = {"count": 1, "digest": ""}
     large = Message(kind="state", fields=fields, arrays=(np.zeros(101, np.uint8),))
     with pytest.raises(Refused, match="101 of arrays.*Send it in parts"):

@@ -20,12 +20,12 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import reached_host
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.keys import make_key
-from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm_runtime.serving import opened
 from whalejax.swarm_runtime.wire.registering import told_address
+from whalejax.wire.connection import listen
+from whalejax.wire.keys import make_key
+from whalejax.wire.service import Address
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -11,12 +11,12 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address
 from whalejax.swarm_runtime.leading.state import Pace
 from whalejax.swarm_runtime.moving import Mover
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.trainer import Trainer
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Address
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -19,9 +19,6 @@ import whalejax.swarm
 import whalejax.swarm_runtime
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
-from whalejax.elastic.wire.connection import dial
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm_runtime import serving
@@ -29,7 +26,10 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry, facts_of
 from whalejax.swarm_runtime.stage import Backward, Stage
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from whalejax.wire.connection import dial
+from whalejax.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.wire.service import Address, Caller, Gone, Refused
+from whalejax.wire.swarm_messages import ANSWERS, TO_PEER, TO_TRAINER
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

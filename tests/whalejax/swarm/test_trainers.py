@@ -14,12 +14,12 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 from tests.whalejax.swarm.test_processes import processes
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.further import FurtherTrainer
 from whalejax.swarm_runtime.leading.shares import ATTEMPTS, OWN, Share, Shares
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

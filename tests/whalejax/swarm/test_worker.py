@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.whalejax.swarm.swarm_jobs import COUNT
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
 from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.swarm_runtime.stage import StageState
 from whalejax.swarm_runtime.wire.states import digest_of, piece
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.summing import Total
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Refused
 
 
 SIZE = 4

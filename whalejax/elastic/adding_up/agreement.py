@@ -30,12 +30,12 @@ from whalejax.elastic.control import (
     unreachable,
 )
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
-from whalejax.elastic.wire.connection import dial
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.messages import TO_MEMBER, checked
 from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
+from whalejax.wire.connection import dial
+from whalejax.wire.framing import Message, WireError
+from whalejax.wire.run_messages import TO_MEMBER, checked
 
 
 _AGAIN_SECONDS: Final = 0.2

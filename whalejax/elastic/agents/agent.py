@@ -35,17 +35,17 @@ from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.elastic.supervisor.telling import counted, tell_user
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
     WrongKey,
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key
-from whalejax.elastic.wire.messages import TO_AGENT, checked
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.wire.framing import Message, WireError
+from whalejax.wire.keys import load_key
+from whalejax.wire.run_messages import TO_AGENT, checked
 
 
 FOLDER: Final = "elastic"

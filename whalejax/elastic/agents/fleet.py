@@ -14,7 +14,7 @@ from whalejax._version import __version__
 from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.framing import Message
 
 
 RETURN_SECONDS: Final = 2.0

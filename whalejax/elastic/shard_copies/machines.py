@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import Fields
-from whalejax.elastic.wire.service import (
+from whalejax.wire.connection import listen
+from whalejax.wire.framing import Message
+from whalejax.wire.run_messages import Fields
+from whalejax.wire.service import (
     SLOWEST_BYTES_PER_SECOND,
     Address,
     Caller,

@@ -14,7 +14,7 @@ from whalejax.elastic.supervisor.member_record import Effect, Member, Send, Writ
 from whalejax.elastic.supervisor.pace import StepPace
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.telling import counted
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.framing import Message
 
 
 MODE = "mode"

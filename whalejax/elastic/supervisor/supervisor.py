@@ -59,19 +59,19 @@ from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, TooLate, listen
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key, make_key
-from whalejax.elastic.wire.messages import (
-    TO_SUPERVISOR,
-    TO_SUPERVISOR_OF_AGENT,
-    checked,
-)
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, TooLate, listen
+from whalejax.wire.framing import Message, WireError
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.run_messages import (
+    TO_SUPERVISOR,
+    TO_SUPERVISOR_OF_AGENT,
+    checked,
+)
 
 
 ADDRESS: Final = "supervisor.json"

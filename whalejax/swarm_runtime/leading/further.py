@@ -16,9 +16,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.cut import Cut
@@ -32,8 +29,11 @@ from whalejax.swarm_runtime.passage import (
     Stopped,
 )
 from whalejax.swarm_runtime.registry import Member, facts_of
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_FURTHER_TRAINER
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
+from whalejax.wire.connection import listen
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Address, Caller, Gone, Refused, Service
+from whalejax.wire.swarm_messages import ANSWERS, TO_FURTHER_TRAINER
 
 
 ASK_SECONDS: Final = 10.0

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.leading.shares import OWN, Share, Shares
 from whalejax.swarm_runtime.passage import Passage, StepContext
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Address, Caller, Gone, Refused
 
 
 WAIT_SECONDS: Final = 0.5

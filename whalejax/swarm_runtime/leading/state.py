@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
 from whalejax.swarm.rebalancing import pays_to_wait
 from whalejax.swarm_runtime.cut import Cut
@@ -19,6 +17,8 @@ from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.passage import Counts
 from whalejax.swarm_runtime.registry import Member, Registry
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Address, Caller, Gone, Refused
 
 
 STATE_SECONDS: Final = 600.0

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Refused
 
 
 PIECE_BYTES: Final = 1 << 24

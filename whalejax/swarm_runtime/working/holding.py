@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.stage import Stage, StageState, StageUpdate, ready_stage
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Caller, Gone, Refused
 
 
 Hook = Callable[[str, int], None]

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
 from whalejax.swarm.ledger import check_partition
 from whalejax.swarm_runtime.stage import Stage
 from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.working.holding import Part, StageHolder, at
+from whalejax.wire.framing import Message
+from whalejax.wire.service import Refused
 
 
 class SumHolder(StageHolder):

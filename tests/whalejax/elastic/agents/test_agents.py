@@ -21,12 +21,12 @@ from tests.whalejax.elastic.test_runs import audit, lost
 from whalejax.distributed.reserved_port import release_port, reserve_port
 from whalejax.elastic.agents.agent import Agent, AgentOptions, _check
 from whalejax.elastic.supervisor.supervisor import KEY
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, Closed, listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, listen
+from whalejax.wire.framing import Message
+from whalejax.wire.keys import load_key, make_key
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -10,8 +10,8 @@ from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
 from whalejax.elastic.supervisor.member_record import Start
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import TO_AGENT, TO_SUPERVISOR_OF_AGENT, checked
+from whalejax.wire.framing import Message
+from whalejax.wire.run_messages import TO_AGENT, TO_SUPERVISOR_OF_AGENT, checked
 
 
 def enlist(name: str, room: int = 1, **changed: Any) -> dict[str, Any]:

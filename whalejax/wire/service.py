@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import (
     FRAME_SECONDS,
     Channel,
     Closed,
@@ -22,9 +23,8 @@ from whalejax.elastic.wire.connection import (
     WrongKey,
     dial,
 )
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.messages import Fields, checked
-from whalejax.meshes.errors import WhaleError
+from whalejax.wire.framing import DATA_BYTES, Message, WireError
+from whalejax.wire.run_messages import Fields, checked
 
 
 IDLE_SECONDS: Final = 600.0

@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from whalejax.distributed.launch_env import printable
-from whalejax.elastic.wire.framing import (
+from whalejax.meshes.texts import visible
+from whalejax.wire.framing import (
     CONTROL_BYTES,
     Message,
     WireError,
@@ -320,7 +320,7 @@ def dial(
     except OSError as error:
         raise Closed(f"{where}: {error.strerror or error}") from None
     except (ValueError, OverflowError) as error:  # No name of a host, or no port.
-        raise Closed(f"{printable(where)[:80]} is no address ({error})") from None
+        raise Closed(f"{visible(where)[:80]} is no address ({error})") from None
     try:
         _at_once(link)
         said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)

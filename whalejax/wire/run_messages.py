@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from whalejax.distributed.launch_env import printable
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES
+from whalejax.meshes.texts import visible
+from whalejax.wire.framing import Message, WireError
 
 
 _LONGEST_TEXT: Final = 20_000
@@ -38,7 +37,7 @@ def _is_text(x: Any) -> bool:
 
 
 def _is_way(x: Any) -> bool:
-    return isinstance(x, str) and x in ("", MESSAGES, COLLECTIVES)
+    return isinstance(x, str) and x in ("", "messages", "collectives")
 
 
 def _is_flag(x: Any) -> bool:
@@ -240,17 +239,17 @@ def checked(message: Message, allowed: Mapping[str, Fields]) -> Message:
     """
     fields = allowed.get(message.kind)
     if fields is None:
-        raise WireError(f"a message of kind {printable(message.kind)[:40]!r} came")
+        raise WireError(f"a message of kind {visible(message.kind)[:40]!r} came")
     if message.fields.keys() != fields.keys():
         raise WireError(
             f"a message {message.kind!r} has the fields "
-            f"{sorted(map(printable, message.fields))!s:.200}; expected "
+            f"{sorted(map(visible, message.fields))!s:.200}; expected "
             f"{sorted(fields)}"
         )
     for name, is_good in fields.items():
         if not is_good(message.fields[name]):
             raise WireError(
                 f"a message {message.kind!r} has {name} "
-                f"{printable(repr(message.fields[name])[:80])}"
+                f"{visible(repr(message.fields[name])[:80])}"
             )
     return message

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import checked as _checked
+from whalejax.wire.framing import Message
+from whalejax.wire.run_messages import checked as _checked
 
 
 MOST_PEERS: Final = 4096
