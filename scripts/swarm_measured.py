@@ -83,7 +83,6 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.registry import Member
 from whalejax.swarm_runtime.serving import Serving
-from whalejax.wire.framing import Message
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -352,15 +351,13 @@ def noted(serving: Serving, is_wanted: Callable[[], bool]) -> tuple[Noted, Noted
     computed: Noted = {}
     ask = serving.trainer.caller.ask
 
-    def note(
-        address: Any, kind: str, fields: Any, *arrays: Any, seconds: float
-    ) -> Message:
+    def note(address: Any, question: Any, *, seconds: float) -> Any:
         begun = time.monotonic()
-        answer = ask(address, kind, fields, *arrays, seconds=seconds)
-        if kind in ("forward", "backward") and is_wanted():
-            key = fields["stage"], kind
+        answer = ask(address, question, seconds=seconds)
+        if question.kind in ("forward", "backward") and is_wanted():
+            key = question.stage, question.kind
             calls.setdefault(key, []).append(time.monotonic() - begun)
-            computed.setdefault(key, []).append(answer.fields["seconds"])
+            computed.setdefault(key, []).append(answer.seconds)
         return answer
 
     serving.trainer.caller.ask = note  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.plan.plan import Plan
 from whalejax.user_code.losses import Job
-from whalejax.wire.framing import MOST_ARRAY_BYTES, MOST_ARRAYS
+from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
 
 
 EVERY = -1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from whalejax.wire.connection import Channel, accept
-from whalejax.wire.framing import CONTROL_BYTES, WireError
+from whalejax.wire.messages import CONTROL_BYTES, WireError
 
 
 MOST_STRANGERS: Final = 32
