@@ -71,6 +71,7 @@ from network_namespaces import (
     shape,
     unshape,
 )
+from run_key import new_key
 from swarm_peer import cut_of
 
 import whalejax as wh
@@ -87,7 +88,7 @@ from whalejax.swarm_runtime.serving import Serving
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STAGES: Final = 3
-KEY: Final = os.urandom(32)
+KEY: Final = new_key()
 READY_SECONDS: Final = 300.0
 ENVIRONMENT: Final = {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}",
@@ -166,7 +167,7 @@ class Peers:
             "stage": stage,
             "host": host,
             "registry": list(serving.address),
-            "key": KEY.hex(),
+            "key": str(KEY.path),
             "pull_seconds": 30.0,
         }
         words = [] if space is None else space.inside

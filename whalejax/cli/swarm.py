@@ -19,7 +19,7 @@ from whalejax.cli.swarm_options import (
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
-from whalejax.wire.keys import load_key
+from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
 from whalejax.wire.service import Address
 from whalejax.wire.swarm_messages import AskTerms, Show, Terms
@@ -266,7 +266,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
 
 def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
-) -> tuple[Address, bytes, Terms]:
+) -> tuple[Address, Key, Terms]:
     """The registry's address, its key and its terms, once it listens.
 
     Raises:
@@ -445,7 +445,7 @@ class _Absent(WhaleError):
         self.starts = starts
 
 
-def _asked(address: Address, key: bytes, question: Question[A]) -> A:
+def _asked(address: Address, key: Key, question: Question[A]) -> A:
     from whalejax.wire.service import Caller, Gone, Refused
 
     caller = Caller(key)

@@ -30,7 +30,7 @@ from whalejax.wire.connection import (
     WrongKey,
     dial,
 )
-from whalejax.wire.keys import load_key
+from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import (
     TO_MEMBER,
@@ -73,7 +73,7 @@ def on_notice(leave: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def key_of_run(key_file: str, address: str) -> bytes:
+def key_of_run(key_file: str, address: str) -> Key:
     """The key by which members and supervisor know each other.
 
     Args:

@@ -22,8 +22,9 @@ from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.wiring import FORWARD_TASK
 from whalejax.swarm_runtime.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm_runtime.registry import Member
+from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
+from whalejax.wire.service import Gone, Refused
 from whalejax.wire.swarm_messages import Holders, Sum, Summed, Told, Update
 
 

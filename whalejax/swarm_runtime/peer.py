@@ -21,6 +21,7 @@ from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.holding import Hook
 from whalejax.wire.connection import listen
+from whalejax.wire.keys import Key
 from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
 from whalejax.wire.swarm_messages import (
     Announce,
@@ -59,7 +60,7 @@ class Peer:
     def __init__(
         self,
         cut: Cut,
-        key: bytes,
+        key: Key,
         registry: Address,
         *,
         stage: int = ANY,

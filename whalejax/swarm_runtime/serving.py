@@ -19,6 +19,7 @@ from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm_runtime.registry import Member, Registry, facts_of
 from whalejax.swarm_runtime.trainer import Trainer, as_told
 from whalejax.wire.connection import listen
+from whalejax.wire.keys import Key
 from whalejax.wire.messages import A, Question
 from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
 from whalejax.wire.swarm_messages import (
@@ -69,7 +70,7 @@ class Serving:
     def __init__(
         self,
         cut: Cut,
-        key: bytes,
+        key: Key,
         settings: Settings,
         *,
         wire: str = "f32",

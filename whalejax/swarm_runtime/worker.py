@@ -21,7 +21,8 @@ from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
 from whalejax.swarm_runtime.working.holding import Part, at
 from whalejax.swarm_runtime.working.summing import SumHolder
-from whalejax.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Handlers, Refused
+from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
+from whalejax.wire.service import Gone, Handlers, Refused
 from whalejax.wire.swarm_messages import (
     Address,
     At,

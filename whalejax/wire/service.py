@@ -1,4 +1,4 @@
-"""Questions and answers over authenticated connections, with a deadline on each.
+"""Questions and answers over connections, with a deadline on each.
 
 A connection carries one question at a time; a caller keeps those that are idle and
 dials another where all are in use. An answer is a message, or words why there is none.
@@ -7,6 +7,7 @@ dials another where all are in use. An answer is a message, or words why there i
 from __future__ import annotations
 
 import functools
+import queue
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import (
     FRAME_SECONDS,
+    SLOWEST_BYTES_PER_SECOND,
     Channel,
     Closed,
     OtherProtocol,
@@ -24,6 +26,7 @@ from whalejax.wire.connection import (
     WrongKey,
     dial,
 )
+from whalejax.wire.keys import Key
 from whalejax.wire.messages import (
     DATA_BYTES,
     A,
@@ -36,12 +39,6 @@ from whalejax.wire.messages import (
     answer_type,
 )
 
-
-IDLE_SECONDS: Final = 600.0
-"""A connection on which nothing is asked for so long is ended."""
-
-SLOWEST_BYTES_PER_SECOND: Final = 1e7
-"""Of a link, 80 Mb/s: what is large is given its bytes over this, beside a deadline."""
 
 _LONGEST_REASON: Final = 2000
 
@@ -90,37 +87,59 @@ class Declined(Message, tag="refused"):
 
 
 class Service:
-    """Answers questions, each connection in a thread of its own."""
+    """Answers questions, each in a thread while it is answered."""
 
     def __init__(
         self,
         listening: socket.socket,
-        key: bytes,
+        key: Key,
         handlers: Handlers,
     ) -> None:
         """Begin to answer.
 
         Args:
             listening: closed by ``close``.
-            key: of the run.
+            key: of this process.
             handlers: what answers each question; others are not taken.
         """
         self._questions, self._handlers = Messages(*handlers), handlers
         host, port = listening.getsockname()[:2]
         self.address: Address = host, port
-        self._acceptor = Acceptor(listening, key, self._serve, most_bytes=DATA_BYTES)
+        self._workers = _Workers()
+        self._lock = threading.Lock()
+        self._served: set[Channel] = set()
+        self._acceptor = Acceptor(listening, key, self._notice, most_bytes=DATA_BYTES)
 
     def close(self) -> None:
         """End all connections."""
         self._acceptor.close()
+        self._workers.end()
+
+    def _notice(self, channel: Channel) -> None:
+        """In the loop: something has come; one thread answers what one channel asks."""
+        with self._lock:
+            if channel in self._served:
+                return
+            self._served.add(channel)
+        self._workers.do(functools.partial(self._serve, channel))
 
     def _serve(self, channel: Channel) -> None:
-        while True:
-            try:
-                question = channel.receive(self._questions, seconds=IDLE_SECONDS)
+        try:
+            while True:
+                question = channel.next(self._questions)
+                if question is None:
+                    with self._lock:
+                        self._served.discard(channel)
+                    # What came before that was not noticed by anybody else.
+                    if not channel.has_more:
+                        return
+                    self._notice(channel)
+                    return
                 _send(channel, self._answer(question))
-            except WireError:
-                return  # The other side is gone, or sends what is no question.
+        except WireError:
+            channel.close()  # The other side is gone, or sends what is no question.
+            with self._lock:
+                self._served.discard(channel)
 
     def _answer(self, question: Question[Any]) -> Message:
         try:
@@ -146,14 +165,39 @@ def _words(code: str, why: str, blame: str) -> Declined:
     return Declined(code=code, why=why[:_LONGEST_REASON], blame=blame)
 
 
+class _Workers:
+    """Threads that answer: as many as there are questions, and kept for later ones."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle, self._count = threading.Semaphore(0), 0
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Have something done by a thread that does nothing, or one more."""
+        self._tasks.put(task)
+        if not self._idle.acquire(blocking=False):
+            self._count += 1
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def end(self) -> None:
+        """Let all threads go, once what they do is done."""
+        for _ in range(self._count):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            self._idle.release()
+
+
 class Caller:
     """Asks other processes."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: Key) -> None:
         """Connect to nobody yet.
 
         Args:
-            key: of the run.
+            key: of this process.
         """
         self._key = key
         self._lock = threading.Lock()
@@ -190,7 +234,6 @@ class Caller:
                 answer = channel.receive(
                     answers,
                     seconds=left,
-                    whole_seconds=left,
                     until=max(end, time.monotonic() + 0.01),
                 )
             except MalformedError as error:

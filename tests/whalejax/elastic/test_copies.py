@@ -14,6 +14,7 @@ import pytest
 
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.test_spread import in_order, within
+from tests.whalejax.keys import KEY, OTHER
 from whalejax.elastic.shard_copies import copies, copying
 from whalejax.elastic.shard_copies import machines as copy_machines
 from whalejax.elastic.shard_copies.copies import (
@@ -178,7 +179,6 @@ def test_the_supervisor_removes_them(tmp_path: Path) -> None:
     remove_copies(tmp_path)
 
 
-KEY = b"k" * 32
 BYTE = np.zeros(1, np.uint8)
 
 
@@ -271,7 +271,7 @@ def test_machines_are_asked_for_copies_alone(
     (tmp_path / "b" / "1-1-0of1").unlink()
     with pytest.raises(OSError, match="did not come"):
         first.file("1-1-0of1", holder(second))  # It has none.
-    stranger = CopyExchange(tmp_path / "a", b"x" * 32, "127.0.0.1")
+    stranger = CopyExchange(tmp_path / "a", OTHER, "127.0.0.1")
     with pytest.raises(OSError, match="did not come"):
         stranger.file("1-1-0of1", holder(second))
     stranger.close()

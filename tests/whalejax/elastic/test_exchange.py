@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.whalejax.keys import KEY
 from whalejax.elastic.exchange import SMALL_BYTES, check_arrays, exchanged
 from whalejax.elastic.peers import Peers
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.run_messages import Part
-
-
-KEY = b"k" * 32
 
 
 def look() -> None:

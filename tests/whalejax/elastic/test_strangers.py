@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic.test_supervisor import live, register
+from tests.whalejax.keys import KEY, OTHER
 from tests.whalejax.messages import Loose, received
+from tests.whalejax.wire.test_connections import push
 from whalejax.elastic.control import Control
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
@@ -27,14 +30,15 @@ from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import (
+    _HEADER,
     Channel,
     Closed,
     WrongKey,
-    accept,
     dial,
     listen,
 )
-from whalejax.wire.keys import make_key
+from whalejax.wire.keys import Key, make_key
+from whalejax.wire.loop import loop
 from whalejax.wire.messages import DATA_BYTES, WireError
 from whalejax.wire.run_messages import (
     TO_MEMBER,
@@ -47,7 +51,6 @@ from whalejax.wire.run_messages import (
 )
 
 
-KEY = b"k" * 32
 SECONDS = 120.0
 NUMBERS = itertools.count(1)
 A = Total(generation=1, step=2)
@@ -91,7 +94,7 @@ def accepting(
     listening: socket.socket, serve: Callable[[Channel], None], **options: Any
 ) -> Iterator[tuple[Acceptor, tuple[str, int]]]:
     address = listening.getsockname()
-    acceptor = Acceptor(listening, KEY, serve, **options)
+    acceptor = Acceptor(listening, options.pop("key", KEY), serve, **options)
     try:
         yield acceptor, address
     finally:
@@ -100,8 +103,8 @@ def accepting(
 
 def echo(channel: Channel) -> None:
     with contextlib.suppress(WireError):
-        while True:
-            channel.send(channel.receive(TO_PEER, seconds=SECONDS))
+        while (said := channel.next(TO_PEER)) is not None:
+            channel.post(said)
 
 
 def test_a_listener_without_file_descriptors_goes_on_later() -> None:
@@ -115,24 +118,6 @@ def test_a_listener_without_file_descriptors_goes_on_later() -> None:
         assert refused is not None and refused.count == 4
         assert "a connection was not accepted" in refused.why
         channel.close()
-
-
-def test_a_listener_without_threads_goes_on_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with accepting(listen(), echo) as (acceptor, address):
-
-        class Full(threading.Thread):
-            def start(self) -> None:
-                raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("whalejax.wire.acceptor.threading.Thread", Full)
-            with pytest.raises(Closed):
-                dial(address, KEY, seconds=SECONDS)
-        dial(address, KEY, seconds=SECONDS).close()
-        refused = acceptor.refused(0.0)
-        assert refused is not None and "can't start new thread" in refused.why
 
 
 def test_who_says_nothing_keeps_nobody_out_and_leaves_nothing() -> None:
@@ -161,13 +146,11 @@ def test_members_have_a_limit_of_their_own() -> None:
         for channel in channels:
             channel.send(A)
             assert channel.receive(TO_PEER, seconds=SECONDS) == A
-        third = dial(address, KEY, seconds=SECONDS)
-        with pytest.raises(Closed):
-            third.receive(TO_PEER, seconds=SECONDS)
+        with pytest.raises(Closed, match="it has 2 connections, as many as it takes"):
+            dial(address, KEY, seconds=SECONDS)
         channels[0].close()
         until(lambda: len(acceptor._channels) < 2)
         dial(address, KEY, seconds=SECONDS).close()
-        third.close()
         channels[1].close()
 
 
@@ -193,8 +176,7 @@ def test_who_sends_more_than_is_read_waits(
     )
     supervisor = Supervisor(run)
     with supervisor._held:
-        one, other = socket.socketpair()
-        channel = Channel(one, KEY, KEY)
+        channel: Any = object()
         said = report("ready")
 
         def tells() -> None:
@@ -208,8 +190,6 @@ def test_who_sends_more_than_is_read_waits(
         while thread.is_alive():
             supervisor._take_events()
             thread.join(0.001)
-        channel.close()
-        other.close()
 
 
 # What is no message.
@@ -227,16 +207,14 @@ def mutated(drawn: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 def malformed(drawn: random.Random, channel: Channel, kinds: list[str]) -> None:
     """Send bytes that are no frame, or a frame that is no message that may come."""
-    link, place = channel._link, drawn.randrange(5)
     with contextlib.suppress(WireError, OSError):
-        match place:
+        match drawn.randrange(5):
             case 0:
-                link.send(drawn.randbytes(drawn.randrange(1, 400)))
+                push(channel, drawn.randbytes(drawn.randrange(1, 400)))
             case 1:
-                link.send(channel._header(1 << 20, 1 << 30))
+                push(channel, _HEADER.pack(1 << 20, 1 << 30))
             case 2:
-                header = channel._header(8, 0)
-                link.send(header + drawn.randbytes(8 + 32))
+                push(channel, _HEADER.pack(8, 0) + drawn.randbytes(8 + 32))
             case 3:
                 kind = drawn.choice(["__init__", "effects", "x", "said", *kinds])
                 array = np.zeros(drawn.randrange(9))
@@ -314,6 +292,7 @@ def until_kind(channel: Channel, kind: str) -> Any:
 
 
 def test_members_leave_no_connection_behind() -> None:
+    loop()  # Its thread and descriptors stay.
     before, threads = descriptors(), threading.active_count()
     one, other = Peers(KEY), Peers(KEY)
     members = [("a", one.host, one.port), ("b", other.host, other.port)]
@@ -324,6 +303,7 @@ def test_members_leave_no_connection_behind() -> None:
         thread.start()
         other.connect(generation, "b", members, look)
         thread.join()
+    until(lambda: threading.active_count() == threads)
     late = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
     late.send(Hello(generation=2, name="b"))
     with pytest.raises(Closed):
@@ -364,29 +344,41 @@ def test_a_listener_that_is_killed_has_not_refused_the_key(tmp_path: Path) -> No
     host, port = listening.getsockname()
     control = Control(f"{host}:{port}", str(tmp_path / "key"), register)
 
-    def serves() -> None:
-        link, _ = listening.accept()
-        link.sendall(b"WHALEJAX-ELASTIC-2\n" + bytes(32))
-        link.recv(1)
-        link.close()
-        channel = accept(listening.accept()[0], control.key)
-        channel.receive(TO_SUPERVISOR, seconds=SECONDS)
-        channel.send(Welcome(run="r", name="x1", beat_seconds=1.0))
-        channel.close()
+    def serve(channel: Channel) -> None:
+        if not channel.is_closed and channel.next(TO_SUPERVISOR) is not None:
+            channel.post(Welcome(run="r", name="x1", beat_seconds=1.0))
 
+    def serves() -> None:
+        for said in (0, 200):  # Before anything was said, and after a part.
+            link, _ = listening.accept()
+            link.sendall(answer(control.key, link.recv(1 << 12))[:said])
+            link.close()
+        with accepting(listening, serve, key=control.key):
+            over.wait(SECONDS)
+
+    over = threading.Event()
     thread = threading.Thread(target=serves)
     thread.start()
     control.open()
     assert control.name == "x1"
     control.close()
+    over.set()
     thread.join()
-    listening.close()
+
+
+def answer(key: Key, asked: bytes) -> bytes:
+    """What a listener says to a process that begins to encrypt."""
+    comes, goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+    comes.write(asked)
+    with pytest.raises(ssl.SSLWantReadError):
+        key.accepts.wrap_bio(comes, goes, server_side=True).do_handshake()
+    return goes.read()
 
 
 def test_a_refused_key_is_told_by_type() -> None:
     with accepting(listen(), echo) as (_, address):
-        with pytest.raises(WrongKey, match="refused the key of this process"):
-            dial(address, b"other" * 8, seconds=SECONDS)
+        with pytest.raises(WrongKey, match="are of different runs"):
+            dial(address, OTHER, seconds=SECONDS)
 
 
 @pytest.mark.parametrize(

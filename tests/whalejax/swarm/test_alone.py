@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import whalejax as wh
+from tests.whalejax.keys import KEY
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.commit import Commit
 from whalejax.swarm_runtime.fleet import Fleet
@@ -678,7 +679,7 @@ def test_the_last_of_a_stage_is_not_let_go_while_it_is_banned() -> None:
 
 def peer_with(ask: Callable[..., Message]) -> Peer:
     cut: Any = SimpleNamespace(stages=3, facts=dict)
-    found = Peer(cut, b"k" * 32, ("monkey-1", 9), beat_seconds=0.001)
+    found = Peer(cut, KEY, ("monkey-1", 9), beat_seconds=0.001)
     found._caller.close()
     caller: Any = SimpleNamespace(ask=ask, close=untold)
     found._caller = caller

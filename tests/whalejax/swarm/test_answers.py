@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.whalejax.keys import KEY
 from tests.whalejax.messages import SWARM, Loose
 from whalejax.swarm_runtime.wire.states import downloaded
-from whalejax.wire import connection
-from whalejax.wire.connection import Channel, listen
+from whalejax.wire.connection import listen
 from whalejax.wire.messages import Message, Question, answer_type
 from whalejax.wire.service import Caller, Gone, Refused, Service
 from whalejax.wire.swarm_messages import (
@@ -28,7 +26,6 @@ from whalejax.wire.swarm_messages import (
 )
 
 
-KEY = b"k" * 32
 STATE = FetchState(run="r", generation=0, step=0, stage=0, place=0)
 
 
@@ -85,25 +82,6 @@ def test_an_answer_that_is_too_large_is_said(
     many = StateChunk(count=1, digest="", arrays=(np.zeros(0, np.uint8),) * 4097)
     with pytest.raises(Refused, match="4097 arrays, of at most 4096.*Send it in par"):
         asked(STATE, many)
-
-
-def test_the_deadline_is_that_of_the_whole_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whose beginning may come late."""
-    one, other = socket.socketpair()
-    channel, ends = Channel(one, KEY, KEY), []
-    clock = SimpleNamespace(monotonic=itertools.count(0.0, 2.0).__next__)
-    monkeypatch.setattr(connection, "time", clock)
-    monkeypatch.setattr(channel, "_wait", ends.append)
-    monkeypatch.setattr(
-        channel, "_read", lambda size, end: ends.append(end) or bytes(size)
-    )
-    with pytest.raises(connection.WireError):
-        channel.receive(SWARM, seconds=5.0, whole_seconds=5.0, until=5.0)
-    assert ends == [5.0, 5.0]
-    other.close()
-    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ import pytest
 
 import whalejax.swarm
 import whalejax.swarm_runtime
+from tests.whalejax.keys import KEY, OTHER
 from tests.whalejax.messages import SWARM, Loose
 from tests.whalejax.swarm import swarm_jobs as jobs
-from tests.whalejax.swarm.fleets import KEY, same, swarm
+from tests.whalejax.swarm.fleets import same, swarm
+from tests.whalejax.wire.test_connections import push
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm_runtime import serving
@@ -27,7 +29,7 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry, facts_of
 from whalejax.swarm_runtime.stage import Backward, Stage
-from whalejax.wire.connection import dial
+from whalejax.wire.connection import _HEADER, dial
 from whalejax.wire.messages import DATA_BYTES, Message, Messages, Question, WireError
 from whalejax.wire.service import Address, Caller, Declined, Gone, Refused
 from whalejax.wire.swarm_messages import Join, Ping
@@ -38,8 +40,8 @@ pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
 
 def test_another_key_is_refused() -> None:
     with swarm(steps=1) as found:
-        peer = Peer(found.cut, b"x" * 32, found.serving.address)
-        with pytest.raises(WhaleError, match=r"refused the key.*its key file"):
+        peer = Peer(found.cut, OTHER, found.serving.address)
+        with pytest.raises(WhaleError, match=r"are of different runs.*its key file"):
             peer.start()
         peer.close()
         assert found.serving.registry.members(0.0) == []
@@ -309,7 +311,7 @@ def fuzzed(address: tuple[str, int], count: int) -> None:
         link = socket.create_connection(address, timeout=60)
         data = draw.randbytes(draw.choice((0, 1, 19, 51, 83, 200, 1000)))
         if draw.random() < 0.5:
-            data = b"WHALEJAX-ELASTIC-2\n" + data
+            data = b"\x16\x03\x01\x02\x00" + data
         try:
             link.sendall(data)
         except OSError:
@@ -330,11 +332,8 @@ def test_bytes_that_are_no_frames_stop_nothing(count: int) -> None:
 def test_frames_over_the_limit_take_no_memory() -> None:
     with swarm(steps=1) as found:
         channel = dial(found.serving.address, KEY, most_bytes=1 << 62)
-        header = (1 << 20).to_bytes(4, "big") + (1 << 40).to_bytes(8, "big")
         try:
-            channel._link.setblocking(True)
-            channel._link.sendall(header + bytes(32))
-            channel._link.setblocking(False)
+            push(channel, _HEADER.pack(1 << 20, 1 << 40) + bytes(32))
             with pytest.raises(WireError):
                 channel.receive(SWARM, seconds=60)
         finally:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from tests.whalejax.keys import OTHER
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
@@ -240,7 +241,7 @@ def test_a_trainer_of_another_job_seed_or_key_is_refused() -> None:
             found.lead(cut=other)
         with pytest.raises(WhaleError, match=r"wire is int8 there and f32 here"):
             found.lead(wire="int8")
-        trainer = FurtherTrainer(jobs.cut(), b"x" * 32, found.serving.address)
+        trainer = FurtherTrainer(jobs.cut(), OTHER, found.serving.address)
         with pytest.raises(WhaleError, match="--key"):
             trainer.start()
         trainer.close()

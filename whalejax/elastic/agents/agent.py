@@ -43,6 +43,7 @@ from whalejax.wire.connection import (
     listen,
 )
 from whalejax.wire.keys import load_key
+from whalejax.wire.loop import Waker
 from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import (
     TO_AGENT,
@@ -156,7 +157,8 @@ class Agent:
                 "made"
             ) from error
         self._token = secrets.token_hex(16)
-        self._selector = selectors.DefaultSelector()
+        self._selector, self._waker = selectors.DefaultSelector(), Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
         self._processes = Processes(
             [], {}, self._logs, self._selector, end_with_this=True
         )
@@ -194,6 +196,7 @@ class Agent:
                     remove_copies(self._options.key)
                 if self._channel is not None:
                     self._channel.close()
+                self._waker.close()
         return self._status
 
     @contextlib.contextmanager
@@ -221,7 +224,8 @@ class Agent:
         for key, _ in self._selector.select(_TICK_SECONDS):
             if isinstance(key.data, str):
                 self._ended(key.data)
-            elif key.data is self._channel:
+            else:
+                self._waker.clear()
                 self._listen()
         self._obey_signals()
         if self._channel is not None and time.monotonic() >= self._beat_at:
@@ -256,7 +260,12 @@ class Agent:
             if not self._joined and not self._options.key.exists():
                 raise WireError(f"{self._options.key} is not there yet")
             key = load_key(self._options.key)
-            channel = dial(self._address, key, seconds=min(patience, _DIAL_SECONDS))
+            channel = dial(
+                self._address,
+                key,
+                seconds=min(patience, _DIAL_SECONDS),
+                notify=lambda _: self._waker.wake(),
+            )
         except WireError as error:
             if isinstance(error, WrongKey | OtherProtocol):
                 raise WhaleError(
@@ -288,7 +297,6 @@ class Agent:
             return
         self._waits = False
         self._channel = channel
-        self._selector.register(channel, selectors.EVENT_READ, channel)
         there = [(name, *known) for name, known in self._started.items()]
         there += [(name, 0, "") for name in self._unnoted]
         enlist = Enlist(
@@ -307,21 +315,25 @@ class Agent:
         end = time.monotonic() + _AGAIN_SECONDS
         while time.monotonic() < end and not self._told:
             for key, _ in self._selector.select(_TICK_SECONDS):
-                self._ended(key.data)
+                if isinstance(key.data, str):
+                    self._ended(key.data)
+                else:
+                    self._waker.clear()
 
     def _listen(self) -> None:
-        assert self._channel is not None
-        try:
-            said = self._channel.receive(TO_AGENT, seconds=1.0)
-        except WireError:
-            self._drop()
-            return
-        self._hear(said)
+        while self._channel is not None:
+            try:
+                said = self._channel.next(TO_AGENT)
+            except WireError:
+                self._drop()
+                return
+            if said is None:
+                return
+            self._hear(said)
 
     def _drop(self) -> None:
         """The connection ended: another is tried."""
         if self._channel is not None:
-            self._selector.unregister(self._channel)
             self._channel.close()
             self._channel, self._away_since = None, time.monotonic()
 

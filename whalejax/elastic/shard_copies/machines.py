@@ -16,10 +16,10 @@ from typing import Annotated, Any, Final
 import numpy as np
 from msgspec import Meta
 
-from whalejax.wire.connection import listen
+from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND, listen
+from whalejax.wire.keys import Key
 from whalejax.wire.messages import Arrays, Message, Question
 from whalejax.wire.service import (
-    SLOWEST_BYTES_PER_SECOND,
     Address,
     Caller,
     Gone,
@@ -108,7 +108,7 @@ class CopyExchange:
         host, port: where others reach it.
     """
 
-    def __init__(self, folder: Path, key: bytes, host: str) -> None:
+    def __init__(self, folder: Path, key: Key, host: str) -> None:
         """Listen.
 
         Args:

@@ -64,7 +64,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
-from whalejax.wire.connection import Channel, TooLate, listen
+from whalejax.wire.connection import Channel, Closed, listen
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import (
@@ -92,11 +92,9 @@ KEY: Final = "key"
 
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
-_SEND_SECONDS: Final = 2.0
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Messages that wait for the loop; who sends more waits too."""
-_SILENT_SECONDS: Final = 600.0
 _FULL_SECONDS: Final = 1.0
 _FAREWELL_SECONDS: Final = 5.0
 """In which each agent should hear that the run is over."""
@@ -431,13 +429,14 @@ class Supervisor:
     # Connections.
 
     def _serve(self, channel: Channel) -> None:
-        """A connection's thread: messages become events of the loop."""
+        """In the wire's own loop: messages become events of this one."""
         try:
-            while True:
-                said = channel.receive(TO_SUPERVISOR, seconds=_SILENT_SECONDS)
+            while (said := channel.next(TO_SUPERVISOR)) is not None:
                 self._tell(channel, said)
-        except WireError:
+        except Closed:
             self._tell(channel, None)
+        except WireError:
+            channel.close()  # Which is told in the same way.
 
     def _tell(self, channel: Channel, message: OfMember | OfAgent | None) -> None:
         """Let the loop take a message, or the end of a connection."""
@@ -571,11 +570,8 @@ class Supervisor:
         return ""
 
     def _send(self, channel: Channel, message: Message) -> None:
-        try:
-            channel.send(message, seconds=_SEND_SECONDS)
-        except WireError as error:
-            if isinstance(error, TooLate):  # Half a frame may be under way.
-                channel.close()
+        with contextlib.suppress(WireError):
+            channel.post(message)
 
     # Agents.
 

@@ -31,6 +31,7 @@ from whalejax.swarm_runtime.passage import (
 from whalejax.swarm_runtime.registry import Member, facts_of
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.wire.connection import listen
+from whalejax.wire.keys import Key
 from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
 from whalejax.wire.swarm_messages import (
     Batch,
@@ -96,7 +97,7 @@ class FurtherTrainer:
     def __init__(
         self,
         cut: Cut,
-        key: bytes,
+        key: Key,
         registry: Address,
         *,
         host: str = "127.0.0.1",
