@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -56,6 +55,7 @@ import swarm_measured
 import swarm_processes
 import swarm_simulated
 import swarm_traced
+from run_key import new_key
 from swarm_peer import cut_of, job_of
 from swarm_processes import CACHED, Processes
 
@@ -86,7 +86,7 @@ SETTINGS: Final = Settings(
     snapshot_every=3,
 )
 
-KEY: Final = os.urandom(32)
+KEY: Final = new_key()
 LONGEST_SECONDS: Final = 540.0
 
 
@@ -153,7 +153,7 @@ def faulty_run(
     processes = Processes(
         serving,
         options,
-        key=KEY,
+        key=KEY.path,
         draw=random.Random(seed),
         faults=faults,
         steps=STEPS,

@@ -71,11 +71,11 @@ from network_namespaces import (
     shape,
     unshape,
 )
+from run_key import new_key
 from swarm_peer import cut_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
-from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
@@ -88,7 +88,7 @@ from whalejax.swarm_runtime.serving import Serving
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STAGES: Final = 3
-KEY: Final = os.urandom(32)
+KEY: Final = new_key()
 READY_SECONDS: Final = 300.0
 ENVIRONMENT: Final = {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}",
@@ -167,7 +167,7 @@ class Peers:
             "stage": stage,
             "host": host,
             "registry": list(serving.address),
-            "key": KEY.hex(),
+            "key": str(KEY.path),
             "pull_seconds": 30.0,
         }
         words = [] if space is None else space.inside
@@ -352,15 +352,13 @@ def noted(serving: Serving, is_wanted: Callable[[], bool]) -> tuple[Noted, Noted
     computed: Noted = {}
     ask = serving.trainer.caller.ask
 
-    def note(
-        address: Any, kind: str, fields: Any, *arrays: Any, seconds: float
-    ) -> Message:
+    def note(address: Any, question: Any, *, seconds: float) -> Any:
         begun = time.monotonic()
-        answer = ask(address, kind, fields, *arrays, seconds=seconds)
-        if kind in ("forward", "backward") and is_wanted():
-            key = fields["stage"], kind
+        answer = ask(address, question, seconds=seconds)
+        if question.kind in ("forward", "backward") and is_wanted():
+            key = question.stage, question.kind
             calls.setdefault(key, []).append(time.monotonic() - begun)
-            computed.setdefault(key, []).append(answer.fields["seconds"])
+            computed.setdefault(key, []).append(answer.seconds)
         return answer
 
     serving.trainer.caller.ask = note  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from whalejax.swarm_runtime.cut import Cut
@@ -28,6 +29,7 @@ from whalejax.swarm_runtime.leading.further import FurtherTrainer
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import facts_of
 from whalejax.swarm_runtime.stage import Stage, ready_stage
+from whalejax.wire.keys import load_key
 
 
 class Fault:
@@ -99,7 +101,7 @@ def trainer_of(given: dict[str, Any], cut: Cut) -> FurtherTrainer:
     host, port = given["registry"]
     return FurtherTrainer(
         cut,
-        bytes.fromhex(given["key"]),
+        load_key(Path(given["key"])),
         (host, port),
         host=given.get("host", "127.0.0.1"),
         wire=given.get("wire", "f32"),
@@ -113,7 +115,7 @@ def peer_of(given: dict[str, Any], cut: Cut) -> Peer:
     host, port = given["registry"]
     return Peer(
         cut,
-        bytes.fromhex(given["key"]),
+        load_key(Path(given["key"])),
         (host, port),
         stage=given["stage"],
         host=given.get("host", "127.0.0.1"),

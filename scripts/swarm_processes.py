@@ -119,7 +119,7 @@ class Processes:
         serving: Serving,
         options: dict[str, Any],
         *,
-        key: bytes,
+        key: Path,
         draw: random.Random,
         faults: int,
         steps: int,
@@ -131,7 +131,7 @@ class Processes:
         Args:
             serving: that they join.
             options: of their job.
-            key: of the swarm.
+            key: file of the key of the swarm.
             draw: gives signals.
             faults: to be given to peers.
             steps: of the run.
@@ -142,7 +142,7 @@ class Processes:
         self._options = {
             **options,
             "registry": list(serving.address),
-            "key": key.hex(),
+            "key": str(key),
             "pull_seconds": call_seconds / 2,
             "call_seconds": call_seconds,
         }

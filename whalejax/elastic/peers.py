@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, Closed, dial, listen
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.messages import TO_PEER, checked
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, dial, listen
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import DATA_BYTES, M, Message, WireError
+from whalejax.wire.run_messages import HELLO, TO_PEER, Hello, Part, State, Total
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -40,7 +41,7 @@ class Peers:
         generation: the one that it is in.
     """
 
-    def __init__(self, key: bytes, host: str = "127.0.0.1") -> None:
+    def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
         """Listen, and connect to nobody yet.
 
         Args:
@@ -53,9 +54,16 @@ class Peers:
         self.generation, self._least, self._name = -1, -1, ""
         self._changed = threading.Condition()
         self._channels: dict[tuple[int, str], Channel] = {}
-        self._inbox: dict[tuple[int, str, str, int], list[Message]] = {}
+        self._inbox: dict[tuple[int, str, type[Message], int], list[Message]] = {}
         self._broken: dict[str, str] = {}
-        self._acceptor = Acceptor(listening, key, self._greet, most_bytes=DATA_BYTES)
+        self._who: dict[Channel, tuple[int, str]] = {}
+        self._acceptor = Acceptor(
+            listening,
+            key,
+            self._notice,
+            most_bytes=DATA_BYTES,
+            idle_seconds=_SILENT_SECONDS,
+        )
 
     def connect(
         self,
@@ -83,13 +91,11 @@ class Peers:
             look()
             try:
                 channel = self._dial((host, port), look)
+                self._take(generation, other, channel)
+                channel.send(Hello(generation=generation, name=name))
             except WireError as error:
                 self._breaks(generation, other, str(error))
                 raise
-            self._take(generation, other, channel)
-            threading.Thread(
-                target=self._read, args=(generation, other, channel), daemon=True
-            ).start()
         for other, _, _ in members[rank + 1 :]:
             self._await(generation, other, end, look)
 
@@ -98,26 +104,19 @@ class Peers:
         left = _DIALS
         while True:
             try:
-                channel = dial(
+                return dial(
                     address,
                     self._key,
                     seconds=CONNECT_SECONDS / 3,
                     most_bytes=DATA_BYTES,
+                    notify=self._notice,
                 )
-                break
             except Closed:
                 left -= 1
                 if not left:
                     raise
             look()
             time.sleep(_AGAIN_SECONDS)
-        fields = {"generation": self.generation, "name": self._name}
-        try:
-            channel.send(Message(kind="hello", fields=fields))
-        except WireError:
-            channel.close()
-            raise
-        return channel
 
     def _await(self, generation: int, other: str, end: float, look: Look) -> None:
         while True:
@@ -159,12 +158,12 @@ class Peers:
             self._breaks(self.generation, other, str(error))
             raise
 
-    def take(self, other: str, kind: str, step: int, look: Look) -> Message:
+    def take(self, other: str, kind: type[M], step: int, look: Look) -> M:
         """The next message of a kind and step from a member of this generation.
 
         Args:
             other: its name.
-            kind: of the message.
+            kind: type of the message.
             step: that it is about.
             look: called while it is waited for.
         """
@@ -176,7 +175,7 @@ class Peers:
                     message = found.pop(0)
                     if not found:
                         del self._inbox[key]
-                    return message
+                    return cast(M, message)
                 self._changed.wait(_TICK_SECONDS)
             look()
 
@@ -204,43 +203,47 @@ class Peers:
         for channel in channels:
             channel.close()
 
-    def _greet(self, channel: Channel) -> None:
-        """A connection that another member made, until its end."""
-        try:
-            said = checked(channel.receive(seconds=CONNECT_SECONDS), TO_PEER)
-        except WireError:
-            return
-        generation, other = said.fields.get("generation", -1), said.fields.get("name")
-        if said.kind == "hello" and other and self._take(generation, other, channel):
-            self._read(generation, other, channel)
-
-    def _take(self, generation: int, other: str, channel: Channel) -> bool:
-        """Use a connection; whether its generation is not over."""
+    def _take(self, generation: int, other: str, channel: Channel) -> None:
+        """Use a connection, unless its generation is over."""
         with self._changed:
             if generation < self._least:
                 channel.close()
-                return False
+                return
             old = self._channels.get((generation, other))
             self._channels[generation, other] = channel
+            self._who[channel] = generation, other
             self._changed.notify_all()
         if old is not None:
             old.close()
-        return True
 
-    def _read(self, generation: int, other: str, channel: Channel) -> None:
-        while True:
-            try:
-                said = checked(channel.receive(seconds=_SILENT_SECONDS), TO_PEER)
-            except WireError as error:
-                channel.close()
-                self._gone(generation, other, channel, str(error))
-                return
-            if said.fields.get("generation", generation) != generation:
-                continue  # Of another generation: it counts for nothing here.
-            with self._changed:
-                key = (generation, other, said.kind, said.fields.get("step", -1))
-                self._inbox.setdefault(key, []).append(said)
-                self._changed.notify_all()
+    def _notice(self, channel: Channel) -> None:
+        """In the loop of the process: something came, or the connection has ended."""
+        try:
+            while True:
+                who = self._who.get(channel)
+                if who is None:
+                    hello = channel.next(HELLO)
+                    if hello is None:
+                        return
+                    self._take(hello.generation, hello.name, channel)
+                    continue
+                said = channel.next(TO_PEER)
+                if said is None:
+                    return
+                self._put(*who, said)
+        except WireError as error:
+            channel.close()
+            who = self._who.pop(channel, None)
+            if who is not None:
+                self._gone(*who, channel, str(error))
+
+    def _put(self, generation: int, other: str, said: Part | Total | State) -> None:
+        if getattr(said, "generation", generation) != generation:
+            return  # Of another generation: it counts for nothing here.
+        with self._changed:
+            key = (generation, other, type(said), getattr(said, "step", -1))
+            self._inbox.setdefault(key, []).append(said)
+            self._changed.notify_all()
 
     def _gone(self, generation: int, other: str, channel: Channel, why: str) -> None:
         """A connection has ended; one that took its place goes on."""

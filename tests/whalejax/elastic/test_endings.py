@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.simulated import World
+from tests.whalejax.messages import received
 from whalejax.elastic.phases import SAVING
 from whalejax.elastic.supervisor.endings import STATUS, Ending
 from whalejax.elastic.supervisor.member_record import End
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.wire.framing import Message
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -350,7 +350,7 @@ def draining(world: World) -> str:
 
 def beat(world: World, name: str, now: float, phase: str) -> None:
     fields = {"phase": phase, "step": 20, "done": 0}
-    world.membership.heard(now, name, Message(kind="beat", fields=fields))
+    world.membership.heard(now, name, received("beat", fields))
 
 
 def test_who_writes_the_last_checkpoint_has_as_long_as_any_other_may_take() -> None:
@@ -382,7 +382,7 @@ def test_a_last_checkpoint_that_was_not_written_is_said(told: str) -> None:
     if told:
         fields = {"path": "p"} if told == "saved" else {"why": "no space"}
         fields["number"] = 1 << 20  # type: ignore[assignment]
-        said = Message(kind=told, fields={"step": 20, **fields})
+        said = received(told, {"step": 20, **fields})
         world.membership.heard(world.now, saver, said)
     world.membership.exited(world.now, saver, -9)
     world.do()

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.whalejax.elastic.simulated import Simulated, World
+from tests.whalejax.messages import received
 from whalejax.elastic.agents.fleet import AgentFleet
 from whalejax.elastic.phases import FINISHED
 from whalejax.elastic.supervisor.endings import exit_text
@@ -16,7 +17,6 @@ from whalejax.elastic.supervisor.member_record import WriteEvent
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.supervisor.telling import shown
-from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
 
 
@@ -522,7 +522,7 @@ def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -
     for at, one, other in ((1.0, "m1", "m2"), (9.0, "m1", "m3"), (19.0, "m2", "m3")):
         there.phase = "running"
         said = {"generation": there.generation, "name": other, "why": "ended"}
-        there.heard(at, one, Message(kind="suspect", fields=said))
+        there.heard(at, one, received("suspect", said))
         there._check_step(at + 2)
     assert [m.status for m in there.members.values()] == ["active"] * 3
 

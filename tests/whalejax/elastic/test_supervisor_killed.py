@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.simulated import World
+from tests.whalejax.messages import received
 from whalejax.elastic.supervisor.endings import Ending
 from whalejax.elastic.supervisor.history import History, history
 from whalejax.elastic.supervisor.member_record import Start
-from whalejax.elastic.wire.framing import Message
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ def test_scripts_stay_scripts() -> None:
     # One whose status nobody can know has said that it was done.
     world = World(30, most=1)
     world.membership.go_on(0.0, told, {})
-    said = Message(kind="finished", fields={"number": 1, "step": -1})
+    said = received("finished", {"number": 1, "step": -1})
     world.membership.heard(1.0, "m1", said)
     world.membership.exited(1.5, "m1", None)
     assert world.membership.over is not None

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.further import FurtherTrainer
@@ -18,7 +19,6 @@ from whalejax.swarm_runtime.registry import Member
 from whalejax.swarm_runtime.serving import Serving
 
 
-KEY: Final = b"k" * 32
 PEERS: Final = 6
 _SECONDS: Final = 300.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import signal
 import socket
 import threading
@@ -16,16 +17,18 @@ from typing import Any
 
 import pytest
 
+from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import reached_host
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.keys import make_key
-from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm_runtime.serving import opened
 from whalejax.swarm_runtime.wire.registering import told_address
+from whalejax.wire.connection import listen
+from whalejax.wire.keys import Key, make_key
+from whalejax.wire.service import Address
+from whalejax.wire.swarm_messages import AskTerms, Show
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -86,8 +89,7 @@ def test_no_registry_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = tmp_path / "k"
-    key.write_text("0" * 32)
-    key.chmod(0o600)
+    make_key(key)
     assert main.main(["swarm", "show", "127.0.0.1:1", "--key", str(key)]) == 2
     found = " ".join(capsys.readouterr().err.split())
     assert "127.0.0.1:1: no registry of a swarm answers there" in found
@@ -106,8 +108,7 @@ def test_another_service_at_the_address_is_said_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = tmp_path / "k"
-    key.write_text("0" * 32)
-    key.chmod(0o600)
+    make_key(key)
     listening = listen("127.0.0.1", 0)
 
     def answer() -> None:
@@ -137,20 +138,19 @@ def test_a_process_that_joins_waits_for_a_registry_that_is_started_beside_it(
     def again(_: float) -> None:
         nonlocal tries
         tries += 1
-        key.write_text("0" * 32)
-        key.chmod(0o600)
+        shutil.copy2(KEY.path, key)
 
-    def asked(address: Address, _: bytes, what: str) -> dict[str, Any]:
+    def asked(address: Address, _: Key, question: Any) -> dict[str, Any]:
         if tries < 3:
             raise swarm._Absent("nobody answers")
-        return {"asked": what, "at": address}
+        return {"asked": question, "at": address}
 
     monkeypatch.setattr(swarm.time, "sleep", again)
     monkeypatch.setattr(swarm, "_asked", asked)
     command = SwarmJoinCommand(registry="h:7", model="m", key=key)
     address, found, terms = swarm._terms(command)
-    assert (address, found) == (("h", 7), b"0" * 32) and tries == 3
-    assert terms == {"asked": "terms", "at": ("h", 7)}
+    assert (address, found.path) == (("h", 7), key) and tries == 3
+    assert terms == {"asked": AskTerms(), "at": ("h", 7)}
     assert capsys.readouterr().err.count("waiting for the registry at h:7") == 1
 
 
@@ -245,7 +245,6 @@ def test_a_registry_that_does_not_answer_is_said_once(
 
 
 def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.whalejax.swarm.fleets import KEY
     from tests.whalejax.swarm.fleets import swarm as running
 
     with running(steps=1) as found:
@@ -253,7 +252,7 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
             found.join(stage)
         found.run()
         address: Address = found.serving.address
-        told: dict[str, Any] = swarm._asked(address, KEY, "show")
+        told = swarm._asked(address, KEY, Show()).fields
     text = swarm.as_text(told)
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))
@@ -297,12 +296,10 @@ def test_an_interrupt_says_what_is_not_saved(
 def test_joining_ends_with_the_error_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.whalejax.swarm.fleets import KEY
     from tests.whalejax.swarm.fleets import swarm as running
 
     key = tmp_path / "k"
-    key.write_text(KEY.decode())
-    key.chmod(0o600)
+    shutil.copy2(KEY.path, key)
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with running(steps=1, patience_seconds=0.0) as found:
 

@@ -15,8 +15,9 @@ from typing import Any, Final
 import pytest
 
 from tests.flags import QUICK
+from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
-from tests.whalejax.swarm.fleets import KEY, Swarm, same, swarm
+from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 
 
@@ -37,7 +38,7 @@ def processes(
         "stages": jobs.STAGES,
         "micro_batches": jobs.COUNT,
         "registry": list(registry),
-        "key": KEY.hex(),
+        "key": str(KEY.path),
         "pull_seconds": 3.0,
     }
     environment = {

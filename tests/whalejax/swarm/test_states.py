@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
-from tests.whalejax.swarm.fleets import KEY, same, swarm
+from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import save
 from whalejax.swarm_runtime.leading.state import Settings

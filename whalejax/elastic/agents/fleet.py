@@ -14,7 +14,8 @@ from whalejax._version import __version__
 from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import TO_AGENT, Finish
 
 
 RETURN_SECONDS: Final = 2.0
@@ -124,7 +125,7 @@ class AgentFleet(Generic[Link]):
         """
         name, told = fields["agent"], {one[0]: one for one in fields["there"]}
         if self._ended_for is not None:
-            self._send(link, Message(kind="finish", fields={"why": self._ended_for}))
+            self._send(link, Finish(why=self._ended_for))
             self._agents.pop(name, None)
             return
         known = self._agents.get(name)
@@ -306,7 +307,7 @@ class AgentFleet(Generic[Link]):
 
     def _tell(self, record: AgentRecord[Link], kind: str, **fields: Any) -> None:
         if record.link is not None:
-            self._send(record.link, Message(kind=kind, fields=fields))
+            self._send(record.link, TO_AGENT.make(kind, **fields))
 
     def _started(
         self,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from whalejax.elastic.assignment import Node
 from whalejax.elastic.supervisor.endings import STATUS, Ending
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.messages import Message
 
 
 Status = Literal[

@@ -23,7 +23,7 @@ from whalejax.elastic.supervisor.member_record import Member
 from whalejax.elastic.supervisor.run_state import AT_STEPS as AT_STEPS
 from whalejax.elastic.supervisor.run_state import IN_GENERATIONS as IN_GENERATIONS
 from whalejax.elastic.supervisor.run_state import MODE as MODE
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.messages import Message
 
 
 _SUSPECT_SECONDS: Final = 1.0

@@ -14,7 +14,7 @@ from whalejax.elastic.supervisor.member_record import Effect, Member, Send, Writ
 from whalejax.elastic.supervisor.pace import StepPace
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.telling import counted
-from whalejax.elastic.wire.framing import Message
+from whalejax.wire.run_messages import TO_MEMBER
 
 
 MODE = "mode"
@@ -260,7 +260,7 @@ class RunState:
     # What is to be done.
 
     def _say(self, name: str, kind: str, **fields: Any) -> None:
-        self._effects.append(Send(name=name, message=Message(kind=kind, fields=fields)))
+        self._effects.append(Send(name=name, message=TO_MEMBER.make(kind, **fields)))
 
     def _record(self, event: str, **fields: object) -> None:
         self._effects.append(WriteEvent(event=event, fields=fields))

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from whalejax.distributed.launch_env import (
     KEY_FILE,
@@ -59,32 +59,42 @@ from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, TooLate, listen
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key, make_key
-from whalejax.elastic.wire.messages import (
-    TO_SUPERVISOR,
-    TO_SUPERVISOR_OF_AGENT,
-    checked,
-)
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, listen
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import Message, WireError
+from whalejax.wire.run_messages import (
+    TO_SUPERVISOR,
+    Committed,
+    Enlist,
+    Exited,
+    Heard,
+    Noted,
+    OfAgent,
+    OfMember,
+    Over,
+    ReductionDecision,
+    ReductionOffer,
+    Refusal,
+    Refused,
+    Register,
+    Way,
+    Welcome,
+)
 
 
 ADDRESS: Final = "supervisor.json"
 KEY: Final = "key"
 
-_SAID: Final = {**TO_SUPERVISOR, **TO_SUPERVISOR_OF_AGENT}
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
-_SEND_SECONDS: Final = 2.0
 _LONGEST_WHY: Final = 5000
 _MOST_EVENTS: Final = 4096
 """Messages that wait for the loop; who sends more waits too."""
-_SILENT_SECONDS: Final = 600.0
 _FULL_SECONDS: Final = 1.0
 _FAREWELL_SECONDS: Final = 5.0
 """In which each agent should hear that the run is over."""
@@ -138,7 +148,7 @@ class Supervisor:
         self._membership = Membership(run.settings)
         self._held = contextlib.ExitStack()
         self._selector = self._held.enter_context(selectors.DefaultSelector())
-        self._events: queue.Queue[tuple[str, Channel, Message]]
+        self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | None]]
         self._events = queue.Queue(_MOST_EVENTS)
         self._wakes, self._woken = map(self._held.enter_context, socket.socketpair())
         self._channels: dict[str, Channel] = {}
@@ -419,18 +429,20 @@ class Supervisor:
     # Connections.
 
     def _serve(self, channel: Channel) -> None:
-        """A connection's thread: messages become events of the loop."""
+        """In the wire's own loop: messages become events of this one."""
         try:
-            while True:
-                said = channel.receive(seconds=_SILENT_SECONDS)
-                self._tell("said", channel, checked(said, _SAID))
-        except WireError as error:
-            self._tell("closed", channel, Message(kind=str(error), fields={}))
+            while (said := channel.next(TO_SUPERVISOR)) is not None:
+                self._tell(channel, said)
+        except Closed:
+            self._tell(channel, None)
+        except WireError:
+            channel.close()  # Which is told in the same way.
 
-    def _tell(self, what: str, channel: Channel, message: Message) -> None:
+    def _tell(self, channel: Channel, message: OfMember | OfAgent | None) -> None:
+        """Let the loop take a message, or the end of a connection."""
         while not self._is_closed:
             try:
-                self._events.put((what, channel, message), timeout=1.0)
+                self._events.put((channel, message), timeout=1.0)
                 break
             except queue.Full:
                 continue
@@ -447,33 +459,33 @@ class Supervisor:
     def _take_events(self) -> None:
         now = time.monotonic()
         for _ in range(self._events.qsize()):  # Not those that come meanwhile.
-            what, channel, message = self._events.get_nowait()
-            if what == "closed":
+            channel, message = self._events.get_nowait()
+            if message is None:
                 if self._fleet is not None:
                     self._fleet.closed(now, channel)
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
                     self._membership.disconnected(now, name)
-            elif message.kind == "register":
+            elif isinstance(message, Register):
                 self._register(now, channel, message)
-            elif message.kind == "adding_up":
+            elif isinstance(message, ReductionOffer):
                 self._say_adding_up(channel, message)
-            elif message.kind == "refusal":
+            elif isinstance(message, Refusal):
                 self._refused(now, channel, message)
-            elif message.kind == "enlist":
+            elif isinstance(message, Enlist):
                 self._enlist(now, channel, message)
-            elif message.kind in TO_SUPERVISOR_OF_AGENT:
+            elif isinstance(message, OfAgent):
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
                 self._heard(now, channel, message)
             self._do_all()
 
-    def _heard(self, now: float, channel: Channel, message: Message) -> None:
+    def _heard(self, now: float, channel: Channel, message: OfMember) -> None:
         name = self._names[channel]
         self._membership.heard(now, name, message)
         self._do_all()
-        if message.kind != "committed":  # Of those there are many.
+        if not isinstance(message, Committed):  # Of those there are many.
             self._acknowledge(now, name, channel)
 
     def _acknowledge(self, now: float, name: str, channel: Channel) -> None:
@@ -483,18 +495,17 @@ class Supervisor:
             return
         number = member.reported if self._is_written() else 0
         goodput = self._membership.pace.goodput(now)
-        fields = {"goodput": goodput, "number": number}
-        self._send(channel, Message(kind="heard", fields=fields))
+        self._send(channel, Heard(goodput=goodput, number=number))
 
-    def _register(self, now: float, channel: Channel, message: Message) -> None:
+    def _register(self, now: float, channel: Channel, message: Register) -> None:
         name, slot = self._named(message.fields)
         # Only the folder of a member that is one is held.
-        why = self._other_run(message.fields["run"])
+        why = self._other_run(message.run)
         why = why or self._membership.refusal(name, message)
-        why = why or self._lock_save(message.fields["save"])
+        why = why or self._lock_save(message.save)
         if why:
             self._do(WriteEvent(event="refused", fields={"name": name, "why": why}))
-            self._send(channel, Message(kind="refused", fields={"why": why}))
+            self._send(channel, Refused(why=why))
             return
         self._membership.register(now, message, name, slot)
         old = self._channels.get(name)
@@ -503,8 +514,7 @@ class Supervisor:
             old.close()
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
-        welcome = {"run": self._name, "name": name, "beat_seconds": beats}
-        self._send(channel, Message(kind="welcome", fields=welcome))
+        self._send(channel, Welcome(run=self._name, name=name, beat_seconds=beats))
 
     def _other_run(self, run: str) -> str:
         """Why a member of that run is none of this one, or nothing."""
@@ -512,13 +522,12 @@ class Supervisor:
             return ""
         return "this member is of an earlier run in the same folder, which is over"
 
-    def _refused(self, now: float, channel: Channel, message: Message) -> None:
+    def _refused(self, now: float, channel: Channel, message: Refusal) -> None:
         """A process says that it cannot be run, before it joins."""
         member = self._starting_member(message.fields)
         if member is not None:
-            self._membership.refused(now, member.name, message.fields["why"])
-        fields = {"why": "it cannot be run", "well": False}
-        self._send(channel, Message(kind="over", fields=fields))
+            self._membership.refused(now, member.name, message.why)
+        self._send(channel, Over(why="it cannot be run", well=False))
 
     def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
         """The member that a process is which was started and has not joined yet."""
@@ -561,11 +570,8 @@ class Supervisor:
         return ""
 
     def _send(self, channel: Channel, message: Message) -> None:
-        try:
-            channel.send(message, seconds=_SEND_SECONDS)
-        except WireError as error:
-            if isinstance(error, TooLate):  # Half a frame may be under way.
-                channel.close()
+        with contextlib.suppress(WireError):
+            channel.post(message)
 
     # Agents.
 
@@ -582,23 +588,22 @@ class Supervisor:
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
         tell_user(text)
 
-    def _say_adding_up(self, channel: Channel, message: Message) -> None:
+    def _say_adding_up(self, channel: Channel, message: ReductionOffer) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
-        fields = dict(message.fields)
-        if other := self._other_run(fields.pop("run")):
-            self._send(channel, Message(kind="refused", fields={"why": other}))
+        if other := self._other_run(message.run):
+            self._send(channel, Refused(why=other))
             return
-        by, why = self._membership.add_up(**fields)
+        by, why = self._membership.add_up(by=message.by, why=message.why)
         self._do_all()
-        told = {
-            "by": by,
-            "why": why,
-            "processes": self._run.settings.most,
-            "hosts": self._membership.hosts(),
-        }
-        self._send(channel, Message(kind="added_up", fields=told))
+        decision = ReductionDecision(
+            by=cast(Way, by),
+            why=why,
+            processes=self._run.settings.most,
+            hosts=self._membership.hosts(),
+        )
+        self._send(channel, decision)
 
-    def _enlist(self, now: float, channel: Channel, message: Message) -> None:
+    def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
         fields = message.fields
         if self._fleet is None:
             why = (
@@ -610,18 +615,17 @@ class Supervisor:
         if why or self._fleet is None:
             told = {"agent": fields["agent"], "why": why}
             self._do(WriteEvent(event="agent_refused", fields=told))
-            self._send(channel, Message(kind="refused", fields={"why": why}))
+            self._send(channel, Refused(why=why))
             return
         self._fleet.enlist(now, channel, fields)
 
-    def _heard_agent(self, now: float, channel: Channel, message: Message) -> None:
+    def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         if self._fleet is None:
             return
         self._fleet.heard(now, channel, message)
         self._do_all()
-        if message.kind == "exited" and self._is_written():
-            fields = {"name": message.fields["name"]}
-            self._send(channel, Message(kind="noted", fields=fields))
+        if isinstance(message, Exited) and self._is_written():
+            self._send(channel, Noted(name=message.name))
 
     def _kill_held(self, name: str) -> None:
         if self._fleet is not None:

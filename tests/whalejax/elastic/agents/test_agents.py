@@ -18,15 +18,17 @@ import pytest
 from tests.flags import QUICK
 from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.elastic.test_runs import audit, lost
+from tests.whalejax.keys import OTHER
 from whalejax.distributed.reserved_port import release_port, reserve_port
 from whalejax.elastic.agents.agent import Agent, AgentOptions, _check
 from whalejax.elastic.supervisor.supervisor import KEY
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, Closed, listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, listen
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import TO_AGENT, TO_SUPERVISOR
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -199,12 +201,12 @@ def test_an_agent_with_another_key_ends_at_once(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     listening = listen()
     port = listening.getsockname()[1]
-    acceptor = Acceptor(listening, b"another key of some length", lambda channel: None)
+    acceptor = Acceptor(listening, OTHER, lambda channel: None)
     try:
         options = AgentOptions(
             supervisor=f"127.0.0.1:{port}", key=tmp_path / "key", logs=tmp_path
         )
-        with pytest.raises(WhaleError, match="refused the key of this process. Give"):
+        with pytest.raises(WhaleError, match="are of different runs. Give"):
             Agent(options).run()
     finally:
         acceptor.close()
@@ -227,10 +229,14 @@ def test_an_agent_that_cannot_send_hears_the_end_of_the_run(
     monkeypatch.setattr(Channel, "send", fails_to_beat)
 
     def serve(channel: Channel) -> None:
-        heard.append(channel.receive(seconds=60).kind)
+        if heard or channel.is_closed:
+            return
+        enlist = channel.next(TO_SUPERVISOR)
+        assert enlist is not None
+        heard.append(enlist.kind)
         program = {"command": [""], "environment": {}, "beat_seconds": 60.0}
-        channel.send(Message(kind="enlisted", fields=program))
-        channel.send(Message(kind="finish", fields={"why": ""}))
+        channel.post(TO_AGENT.make("enlisted", **program))
+        channel.post(TO_AGENT.make("finish", why=""))
         said.set()
 
     listening = listen()

@@ -1,4 +1,4 @@
-"""Questions and answers over authenticated connections, with a deadline on each.
+"""Questions and answers over connections, with a deadline on each.
 
 A connection carries one question at a time; a caller keeps those that are idle and
 dials another where all are in use. An answer is a message, or words why there is none.
@@ -6,15 +6,19 @@ dials another where all are in use. An answer is a message, or words why there i
 
 from __future__ import annotations
 
+import functools
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import (
     FRAME_SECONDS,
+    SLOWEST_BYTES_PER_SECOND,
     Channel,
     Closed,
     OtherProtocol,
@@ -22,24 +26,25 @@ from whalejax.elastic.wire.connection import (
     WrongKey,
     dial,
 )
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.messages import Fields, checked
-from whalejax.meshes.errors import WhaleError
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import (
+    DATA_BYTES,
+    A,
+    MalformedError,
+    Message,
+    Messages,
+    Question,
+    Text,
+    WireError,
+    answer_type,
+)
 
-
-IDLE_SECONDS: Final = 600.0
-"""A connection on which nothing is asked for so long is ended."""
-
-SLOWEST_BYTES_PER_SECOND: Final = 1e7
-"""Of a link, 80 Mb/s: what is large is given its bytes over this, beside a deadline."""
 
 _LONGEST_REASON: Final = 2000
 
 Address = tuple[str, int]
-Answers = Mapping[str, Mapping[str, Fields]]
-"""By kind of question, the fields of each kind of answer to it."""
-
-Handler = Callable[[Message], Message]
+Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
+"""By type of question, what answers it."""
 
 
 class Refused(WhaleError):
@@ -73,44 +78,72 @@ class Gone(WhaleError):
         self.late, self.hopeless = late, hopeless
 
 
+class Declined(Message, tag="refused"):
+    """Words in place of an answer; see ``Refused``."""
+
+    code: Text
+    why: Text
+    blame: Text
+
+
 class Service:
-    """Answers questions, each connection in a thread of its own."""
+    """Answers questions, each in a thread while it is answered."""
 
     def __init__(
         self,
         listening: socket.socket,
-        key: bytes,
-        allowed: Mapping[str, Fields],
-        handlers: Mapping[str, Handler],
+        key: Key,
+        handlers: Handlers,
     ) -> None:
         """Begin to answer.
 
         Args:
             listening: closed by ``close``.
-            key: of the run.
-            allowed: fields of each kind of question.
-            handlers: what answers each kind.
+            key: of this process.
+            handlers: what answers each question; others are not taken.
         """
-        self._allowed, self._handlers = allowed, handlers
+        self._questions, self._handlers = Messages(*handlers), handlers
         host, port = listening.getsockname()[:2]
         self.address: Address = host, port
-        self._acceptor = Acceptor(listening, key, self._serve, most_bytes=DATA_BYTES)
+        self._workers = _Workers()
+        self._lock = threading.Lock()
+        self._served: set[Channel] = set()
+        self._acceptor = Acceptor(listening, key, self._notice, most_bytes=DATA_BYTES)
 
     def close(self) -> None:
         """End all connections."""
         self._acceptor.close()
+        self._workers.end()
+
+    def _notice(self, channel: Channel) -> None:
+        """In the loop: something has come; one thread answers what one channel asks."""
+        with self._lock:
+            if channel in self._served:
+                return
+            self._served.add(channel)
+        self._workers.do(functools.partial(self._serve, channel))
 
     def _serve(self, channel: Channel) -> None:
-        while True:
-            try:
-                question = checked(channel.receive(seconds=IDLE_SECONDS), self._allowed)
-                _send(channel, self._answer(question))
-            except WireError:
-                return  # The other side is gone, or sends what is no question.
-
-    def _answer(self, question: Message) -> Message:
         try:
-            return self._handlers[question.kind](question)
+            while True:
+                question = channel.next(self._questions)
+                if question is None:
+                    with self._lock:
+                        self._served.discard(channel)
+                    # What came before that was not noticed by anybody else.
+                    if not channel.has_more:
+                        return
+                    self._notice(channel)
+                    return
+                _send(channel, self._answer(question))
+        except WireError:
+            channel.close()  # The other side is gone, or sends what is no question.
+            with self._lock:
+                self._served.discard(channel)
+
+    def _answer(self, question: Question[Any]) -> Message:
+        try:
+            return self._handlers[type(question)](question)
         except Refused as error:
             return _words(error.code, error.why, error.blame)
         except Exception as error:  # Whatever a program raises, who asked is told.
@@ -119,7 +152,7 @@ class Service:
 
 def _send(channel: Channel, answer: Message) -> None:
     """Send an answer; where it is larger than a message may be, say so."""
-    size = sum(x.nbytes for x in answer.arrays)
+    size = sum(x.nbytes for x in getattr(answer, "arrays", ()))
     try:
         channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
     except (Closed, TooLate):
@@ -128,22 +161,45 @@ def _send(channel: Channel, answer: Message) -> None:
         channel.send(_words("failed", str(error), ""))
 
 
-def _words(code: str, why: str, blame: str) -> Message:
-    fields = {"code": code, "why": why[:_LONGEST_REASON], "blame": blame}
-    return Message(kind="refused", fields=fields)
+def _words(code: str, why: str, blame: str) -> Declined:
+    return Declined(code=code, why=why[:_LONGEST_REASON], blame=blame)
+
+
+class _Workers:
+    """Threads that answer: as many as there are questions, and kept for later ones."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle, self._count = threading.Semaphore(0), 0
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Have something done by a thread that does nothing, or one more."""
+        self._tasks.put(task)
+        if not self._idle.acquire(blocking=False):
+            self._count += 1
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def end(self) -> None:
+        """Let all threads go, once what they do is done."""
+        for _ in range(self._count):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            self._idle.release()
 
 
 class Caller:
     """Asks other processes."""
 
-    def __init__(self, key: bytes, answers: Answers) -> None:
+    def __init__(self, key: Key) -> None:
         """Connect to nobody yet.
 
         Args:
-            key: of the run.
-            answers: what they may be; those to other questions are not checked.
+            key: of this process.
         """
-        self._key, self._answers = key, answers
+        self._key = key
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}
         self._busy: set[Channel] = set()
@@ -152,16 +208,15 @@ class Caller:
     def ask(
         self,
         address: Address,
-        kind: str,
-        fields: Mapping[str, Any],
-        *arrays: Any,
+        question: Question[A],
+        *,
         seconds: float,
-    ) -> Message:
+    ) -> A:
         """The answer to a question.
 
         Args:
             address: of the process.
-            kind, fields, arrays: of the question.
+            question: what is asked.
             seconds: until the whole answer must be there.
 
         Raises:
@@ -169,32 +224,42 @@ class Caller:
             Refused: it answered with words, or with what is no answer.
         """
         end = time.monotonic() + seconds
-        message = Message(kind=kind, fields=fields, arrays=arrays)
+        answers = _answers_to(type(question))
         while True:
             channel, fresh = self._channel(address, end)
             try:
                 left = max(end - time.monotonic(), 0.01)
-                channel.send(message, seconds=left)
+                channel.send(question, seconds=left)
                 left = max(end - time.monotonic(), 0.01)
                 answer = channel.receive(
+                    answers,
                     seconds=left,
-                    whole_seconds=left,
                     until=max(end, time.monotonic() + 0.01),
                 )
+            except MalformedError as error:
+                self._put_back(address, channel)
+                where = f"{address[0]}:{address[1]}"
+                why = f"{where} answered {question.kind!r} wrongly: {error}"
+                raise Refused("answer", why) from None
             except WireError as error:
                 channel.close()
                 with self._lock:
                     self._busy.discard(channel)
                 if fresh or isinstance(error, TooLate):
-                    raise self._gone(address, kind, seconds, error) from None
+                    raise self._gone(address, question.kind, seconds, error) from None
                 continue  # It had been ended while idle; each question may come twice.
-            with self._lock:
-                self._busy.discard(channel)
-                if not self._closed:
-                    self._idle.setdefault(address, []).append(channel)
-            if self._closed:
-                channel.close()
-            return self._checked(address, kind, answer)
+            self._put_back(address, channel)
+            if isinstance(answer, Declined):
+                raise Refused(answer.code, answer.why, answer.blame)
+            return cast(A, answer)
+
+    def _put_back(self, address: Address, channel: Channel) -> None:
+        with self._lock:
+            self._busy.discard(channel)
+            if not self._closed:
+                self._idle.setdefault(address, []).append(channel)
+        if self._closed:
+            channel.close()
 
     def _channel(self, address: Address, end: float) -> tuple[Channel, bool]:
         with self._lock:
@@ -241,14 +306,7 @@ class Caller:
         for channel in busy:
             channel.close()
 
-    def _checked(self, address: Address, kind: str, answer: Message) -> Message:
-        if answer.kind != "refused":
-            allowed = self._answers.get(kind)
-            try:
-                return answer if allowed is None else checked(answer, allowed)
-            except WireError as error:
-                why = f"{address[0]}:{address[1]} answered {kind!r} wrongly: {error}"
-                raise Refused("answer", why) from None
-        told = [answer.fields.get(name) for name in ("code", "why", "blame")]
-        code, why, blame = (x if isinstance(x, str) else "" for x in told)
-        raise Refused(code, why, blame)
+
+@functools.cache
+def _answers_to(question: type[Question[A]]) -> Messages[A | Declined]:
+    return Messages[Any](answer_type(question), Declined)

@@ -1,0 +1,279 @@
+"""Takes connections at a listening socket; strangers cannot keep members out.
+
+Apart from ``connection`` because it is about many connections at once: how many may be
+open, who has to go first, and what is said of those that were refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.wire.connection import (
+    HANDSHAKE_SECONDS,
+    PROTOCOL,
+    Admission,
+    Channel,
+    at_once,
+    end_of,
+)
+from whalejax.wire.keys import Key, peer_name, refused_words
+from whalejax.wire.loop import loop
+from whalejax.wire.messages import CONTROL_BYTES
+
+
+MOST_STRANGERS: Final = 256
+"""Connections at once whose handshake is not through; one that says nothing goes first,
+and others wait to be accepted where all of them speak."""
+
+MOST_CHANNELS: Final = 4096
+"""Other ones at once."""
+
+IDLE_SECONDS: Final = 600.0
+"""A connection over which nothing comes for so long is ended."""
+
+_SILENT_SECONDS: Final = 5.0
+"""After which a stranger that says nothing is told what is spoken here."""
+
+_SPEAKING_SECONDS: Final = 2.0
+"""After which a stranger that began to speak goes too, where there are many."""
+
+_AT_ONCE: Final = 16
+_PAUSE_SECONDS: Final = 0.1
+"""Before accepting again where there was no file descriptor or memory left."""
+
+_SAY_SECONDS: Final = 1.0
+
+_SPOKEN: Final = (
+    f"This process speaks {PROTOCOL!r} over TLS 1.3 alone. A whalejax that signs its "
+    "messages is of an earlier version: install the same everywhere.\n"
+).encode()
+"""In the clear, to who says nothing: an earlier version waits for a greeting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedConnections:
+    """Connections that were refused since this was last said: how many, and why."""
+
+    count: int
+    why: str
+
+
+class _Stranger:
+    """A connection whose handshake is under way."""
+
+    def __init__(self, acceptor: Acceptor, link: ssl.SSLSocket) -> None:
+        self._acceptor, self.link = acceptor, link
+        self.came_at, self.speaks = time.monotonic(), False
+        self.peer = end_of(link)
+
+    def ready(self, events: int) -> None:
+        """Go on with the handshake."""
+        del events
+        wants = selectors.EVENT_READ
+        try:
+            if not self.speaks:
+                socket.socket.recv(self.link, 1, socket.MSG_PEEK)
+                self.speaks = True
+            self.link.do_handshake()
+        except BlockingIOError:
+            pass
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLWantWriteError:
+            wants = selectors.EVENT_WRITE
+        except (ssl.SSLError, OSError, ValueError) as error:
+            why = refused_words(error) if isinstance(error, ssl.SSLError) else ""
+            reason = getattr(error, "reason", None) or error
+            why = why or f"it does not speak {PROTOCOL!r} ({reason})"
+            self._acceptor.refuse(self, f"{self.peer}: {why}")
+            return
+        else:
+            self._acceptor.admit(self)
+            return
+        loop().watch(self.link, self, wants)
+
+    def tick(self, now: float) -> None:
+        """Who needs too long has to go."""
+        if not self.speaks and now > self.came_at + _SILENT_SECONDS:
+            with contextlib.suppress(OSError):
+                socket.socket.send(self.link, _SPOKEN)
+            self._acceptor.refuse(self, f"{self.peer} said nothing")
+        elif now > self.came_at + HANDSHAKE_SECONDS:
+            self._acceptor.refuse(self, f"{self.peer} ended no handshake")
+
+
+class Acceptor:
+    """Accepts and admits, in the loop of the process, until it is closed."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        key: Key,
+        notify: Callable[[Channel], None],
+        *,
+        most_bytes: int = CONTROL_BYTES,
+        most_strangers: int = MOST_STRANGERS,
+        most_channels: int = MOST_CHANNELS,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        """Begin to accept.
+
+        Args:
+            listening: closed by ``close``.
+            key: of this process.
+            notify: is called by the loop with a connection over which something has
+                come, or that has ended; must not wait.
+            most_bytes: of a message.
+            most_strangers: connections at once whose handshake is under way.
+            most_channels: other ones at once.
+            idle_seconds: after which one is ended over which nothing comes.
+        """
+        self._listening, self._key, self._notify = listening, key, notify
+        self._most_bytes, self._idle_seconds = most_bytes, idle_seconds
+        self._most_strangers, self._most_channels = most_strangers, most_channels
+        self._lock = threading.Lock()
+        self._strangers: dict[_Stranger, None] = {}
+        self._channels: set[Channel] = set()
+        self._closed, self._stays_closed_until = threading.Event(), 0.0
+        self._refused, self._why = 0, ""
+        self._said_at = -_SAY_SECONDS
+        self._gone = threading.Event()
+        listening.setblocking(False)
+        loop().call(self._watch)
+
+    def refused(self, now: float) -> RefusedConnections | None:
+        """What was refused and not yet told; at most once a second.
+
+        Args:
+            now: the time.
+        """
+        with self._lock:
+            if not self._refused or now - self._said_at < _SAY_SECONDS:
+                return None
+            found = RefusedConnections(count=self._refused, why=self._why)
+            self._refused, self._said_at = 0, now
+            return found
+
+    def close(self) -> None:
+        """End the listening socket and every connection."""
+        self._closed.set()
+        if loop().is_here:
+            self._end()
+        else:
+            loop().call(self._end)
+            self._gone.wait()
+
+    # In the loop.
+
+    def ready(self, events: int) -> None:
+        """Somebody came."""
+        del events
+        for _ in range(_AT_ONCE):
+            if len(self._strangers) >= self._most_strangers and not self._make_room():
+                break
+            try:
+                link, _ = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                break
+            except OSError as error:
+                self._count(f"a connection was not accepted ({error.strerror})")
+                self._stays_closed_until = time.monotonic() + _PAUSE_SECONDS
+                break
+            self._take(link)
+        self._watch()
+
+    def tick(self, now: float) -> None:
+        """Who was silent for long, or is not taken any more, has to go."""
+        self._watch()
+        revoked = self._key.revoked()
+        for channel in [*self._channels]:
+            is_idle = now > channel.heard_at + self._idle_seconds
+            if is_idle or channel.name in revoked:
+                channel.close()
+
+    def _watch(self) -> None:
+        """Look at the socket, unless nobody can be taken now."""
+        if self._closed.is_set():
+            return
+        full = len(self._strangers) >= self._most_strangers and not self._make_room()
+        waits = full or time.monotonic() < self._stays_closed_until
+        loop().watch(self._listening, self, 0 if waits else selectors.EVENT_READ)
+
+    def _make_room(self) -> bool:
+        """Let the oldest stranger go that says nothing, or has spoken for long."""
+        late = time.monotonic() - _SPEAKING_SECONDS
+        for one in self._strangers:
+            if not one.speaks or one.came_at < late:
+                self.refuse(one, f"{one.peer} said nothing, and others came")
+                return True
+        return False
+
+    def _take(self, plain: socket.socket) -> None:
+        plain.setblocking(False)
+        try:
+            at_once(plain)
+            link = self._key.accepts.wrap_socket(
+                plain, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError as error:  # It is gone.
+            plain.close()
+            self._count(f"a connection ended before it was one ({error.strerror})")
+            return
+        stranger = _Stranger(self, link)
+        self._strangers[stranger] = None
+        stranger.ready(selectors.EVENT_READ)
+
+    def refuse(self, stranger: _Stranger, why: str) -> None:
+        """End a connection that is none of the run's."""
+        self._strangers.pop(stranger, None)
+        self._count(why)
+        loop().forget(stranger.link, stranger)
+        with contextlib.suppress(OSError):  # Or what it was told may not arrive.
+            socket.socket.recv(stranger.link, 1 << 16)
+        stranger.link.close()
+
+    def admit(self, stranger: _Stranger) -> None:
+        """Take a connection whose handshake is through, or say why not."""
+        del self._strangers[stranger]
+        loop().forget(stranger.link, stranger)
+        name = peer_name(stranger.link)
+        channel = Channel(stranger.link, name, self._most_bytes, self._tell)
+        why, full = self._key.refusal(name), ""
+        if not why and len(self._channels) >= self._most_channels:
+            full = f"it has {self._most_channels} connections, as many as it takes"
+        channel.post(
+            Admission(protocol=PROTOCOL, refused=why or full, is_final=bool(why))
+        )
+        if why or full:
+            self._count(f"{channel.peer}: {why or full}")
+            channel.close()
+            return
+        self._channels.add(channel)
+        channel.ready(selectors.EVENT_READ)
+
+    def _tell(self, channel: Channel) -> None:
+        if channel in self._channels:
+            if channel.is_closed:
+                self._channels.discard(channel)
+            self._notify(channel)
+
+    def _count(self, why: str) -> None:
+        with self._lock:
+            self._refused, self._why = self._refused + 1, why
+
+    def _end(self) -> None:
+        loop().forget(self._listening, self)
+        self._listening.close()
+        for stranger in [*self._strangers]:
+            self.refuse(stranger, "")
+        for channel in [*self._channels]:
+            channel.close()
+        self._gone.set()

@@ -1,0 +1,573 @@
+"""Encrypted connections that carry messages, with a deadline on every wait.
+
+TLS 1.3, in which both sides show a certificate of the run's authority: what crosses the
+network can be neither read nor changed, repeated or left out. Behind the handshake the
+listener says which protocol it speaks and whether it takes the other side. A frame is
+the sizes of a message's values and arrays, and both as they are.
+
+What comes is read by the loop of the process. Who sends writes itself, so that a
+reader that takes nothing keeps nobody waiting but who waits for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import select
+import selectors
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax.meshes.texts import visible
+from whalejax.wire.keys import Key, peer_name, refused_words
+from whalejax.wire.loop import loop
+from whalejax.wire.messages import (
+    CONTROL_BYTES,
+    M,
+    Message,
+    Messages,
+    Text,
+    WireError,
+    encode,
+    too_large,
+)
+
+
+PROTOCOL: Final = "whalejax 3"
+"""Name and version of what is spoken; both sides have the same."""
+
+HANDSHAKE_SECONDS: Final = 10.0
+FRAME_SECONDS: Final = 60.0
+"""A frame that has begun must be whole, or one that is sent be taken, so soon."""
+
+SLOWEST_BYTES_PER_SECOND: Final = 1e7
+"""Of a link, 80 Mb/s: what is large is given its bytes over this, beside a deadline."""
+
+MOST_POSTED_BYTES: Final = 1 << 23
+"""Of messages that wait to be taken by who is sent them without waiting."""
+
+BACKLOG: Final = 1024
+
+_HEADER: Final = struct.Struct(">IQ")
+_MOST_WAITING: Final = 64
+_MOST_WAITING_BYTES: Final = 1 << 26
+"""Of messages that nobody has taken yet; then no more is read."""
+_MOST_AT_ONCE: Final = 1 << 22
+"""Bytes that are read of one connection before others have their turn."""
+_TICK_SECONDS: Final = 0.2
+_LOST: Final = (ssl.SSLError, OSError, ValueError)
+
+
+class Closed(WireError):
+    """The other side has ended the connection."""
+
+
+class TooLate(WireError):
+    """Something did not come in time."""
+
+
+class WrongKey(WireError):
+    """The two sides do not take each other; to dial again is of no use."""
+
+
+class OtherProtocol(WireError):
+    """What listens there is no process of a run, or one of another version."""
+
+
+class Admission(Message):
+    """What a listener says first: its protocol, and why it does not take who came."""
+
+    protocol: Text
+    refused: Text = ""
+    is_final: bool = False
+
+
+_ADMISSION: Final = Messages(Admission)
+
+
+class Channel:
+    """A connection; threads may send and receive.
+
+    Attributes:
+        peer: host and port of the other side, for messages to a reader.
+        name: in its certificate.
+        heard_at: when something last came, as ``time.monotonic`` counts.
+    """
+
+    def __init__(
+        self,
+        link: ssl.SSLSocket,
+        name: str,
+        most_bytes: int = CONTROL_BYTES,
+        notify: Callable[[Channel], None] | None = None,
+    ) -> None:
+        """Use ``dial`` or an ``Acceptor``.
+
+        Args:
+            link: the socket, whose handshake is through; closed by ``close``.
+            name: in the certificate of the other side.
+            most_bytes: of a message, either way.
+            notify: is called by the loop when there is something to take; must not
+                wait.
+        """
+        self._link, self._most_bytes, self._notify = link, most_bytes, notify
+        self.name = name
+        self._loop = loop()
+        self._using, self._sending = threading.Lock(), threading.Lock()
+        self._changed = threading.Condition()
+        self._frames: collections.deque[tuple[bytearray, Any]] = collections.deque()
+        self._why, self._waiting_bytes = "", 0
+        self._is_paused = self._is_dropped = False
+        self._posted: collections.deque[memoryview] = collections.deque()
+        self._posted_bytes, self._posted_at = 0, 0.0
+        self._header, self._text = bytearray(_HEADER.size), bytearray()
+        self._data: Any = np.empty(0, np.uint8)
+        self._wants = collections.deque([memoryview(self._header)])
+        self._in_header, self._frame_end, self._has_news = True, math.inf, False
+        self.peer, self.heard_at = end_of(link), time.monotonic()
+
+    def open(self) -> None:
+        """Begin to read."""
+        self._loop.call(lambda: self.ready(selectors.EVENT_READ))
+
+    # Sending.
+
+    def send(
+        self,
+        message: Message,
+        *,
+        seconds: float = FRAME_SECONDS,
+        gives_up: Callable[[], bool] = bool,
+    ) -> None:
+        """Send a message, and wait until it is on its way.
+
+        Args:
+            message: what to send.
+            seconds: in which the other side must take it.
+            gives_up: asked now and then while the other side takes nothing.
+
+        Raises:
+            Closed: the other side is gone.
+            TooLate: it did not take it, or ``gives_up`` says so; the connection is of
+                no use any more.
+        """
+        parts = self._frame(message)
+        end = time.monotonic() + seconds
+        try:
+            with self._sending:
+                while not self._flush():
+                    self._wait_to_write(end, gives_up)
+                for part in parts:
+                    while part.nbytes:
+                        sent = self._write(part)
+                        part = part[sent:]
+                        if not sent:
+                            self._wait_to_write(end, gives_up)
+        finally:
+            if self._posted:  # Meanwhile.
+                self._loop.call(self._write_posted)
+
+    def post(self, message: Message) -> None:
+        """Send a message without waiting; who takes nothing is closed.
+
+        Args:
+            message: what to send; its arrays are copied.
+
+        Raises:
+            WireError: it is larger than a receiver takes, or the other side is gone.
+        """
+        if self._why:
+            raise Closed(self._why)
+        part = memoryview(b"".join(self._frame(message)))
+        with self._changed:
+            if not self._posted:
+                self._posted_at = time.monotonic()
+            self._posted.append(part)
+            self._posted_bytes += part.nbytes
+            full = self._posted_bytes > MOST_POSTED_BYTES
+        if full:
+            self._end(f"{self.peer} takes nothing")
+        else:
+            self._write_posted()
+
+    def _frame(self, message: Message) -> list[memoryview]:
+        text, views = encode(message, self._most_bytes)
+        header = _HEADER.pack(len(text), sum(view.nbytes for view in views))
+        return [memoryview(header + text), *views]
+
+    def _write(self, part: memoryview) -> int:
+        """How many bytes the system took; none where it takes none now."""
+        if self._why:
+            raise Closed(self._why)
+        try:
+            with self._using:
+                return self._link.send(part)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+            return 0
+        except _LOST as error:
+            raise Closed(f"{self.peer} is gone ({_words(error)})") from None
+
+    def _wait_to_write(self, end: float, gives_up: Callable[[], bool]) -> None:
+        left = end - time.monotonic()
+        if left <= 0 or gives_up():
+            raise TooLate(f"{self.peer} took nothing in time")
+        with contextlib.suppress(OSError, ValueError):  # Then writing says so.
+            poll = select.poll()
+            poll.register(self._link, select.POLLOUT)
+            poll.poll(1000 * min(left, _TICK_SECONDS))
+
+    def _write_posted(self) -> None:
+        """Write what was posted, as far as it is taken; the loop goes on with it."""
+        if not self._sending.acquire(blocking=False):
+            return  # Who sends sees to it afterwards.
+        try:
+            is_done = self._flush()
+        except Closed as error:
+            self._end(str(error))
+            return
+        finally:
+            self._sending.release()
+        if not is_done or self._posted:
+            self._loop.call(self._watch)
+
+    def _flush(self) -> bool:
+        """Write what was posted; whether all of it was taken."""
+        while self._posted:
+            sent = self._write(self._posted[0])
+            if not sent:
+                return False
+            with self._changed:
+                self._posted_bytes -= sent
+                self._posted_at = time.monotonic()
+                rest = self._posted.popleft()[sent:]
+                if rest.nbytes:
+                    self._posted.appendleft(rest)
+        return True
+
+    # Receiving.
+
+    def receive(
+        self, takes: Messages[M], *, seconds: float, until: float = math.inf
+    ) -> M:
+        """The next message.
+
+        Args:
+            takes: what may come.
+            seconds: to wait for its beginning.
+            until: by when it must be whole in any case, as ``time.monotonic`` counts.
+
+        Raises:
+            TooLate: none began in that time, or it was not whole soon after.
+            Closed: the other side is gone.
+            MalformedError: it is none of those.
+            WireError: what came is no message; the connection is of no use any more.
+        """
+        end = min(time.monotonic() + seconds, until)
+        with self._changed:
+            while not self._frames and not self._why:
+                now = time.monotonic()
+                # One that has begun is waited for.
+                if now >= until or (now >= end and self._in_header):
+                    raise TooLate(f"{self.peer} sent nothing in time")
+                left = end - now if now < end else _TICK_SECONDS
+                self._changed.wait(min(left, until - now))
+        found = self.next(takes)
+        assert found is not None
+        return found
+
+    def next(self, takes: Messages[M]) -> M | None:
+        """What has come and was not taken yet; None where that is nothing.
+
+        Args:
+            takes: what may come.
+
+        Raises:
+            Closed: there is nothing, and the other side is gone.
+            MalformedError: it is none of those.
+        """
+        with self._changed:
+            if not self._frames:
+                if self._why:
+                    raise Closed(self._why)
+                return None
+            text, data = self._frames.popleft()
+            self._waiting_bytes -= len(text) + len(data)
+            if self._is_paused and self._has_room(_MOST_WAITING // 2):
+                self._is_paused = False
+                self._loop.call(lambda: self.ready(selectors.EVENT_READ))
+        return takes.decode(memoryview(text), memoryview(data))
+
+    def _has_room(self, most: int) -> bool:
+        return len(self._frames) < most and self._waiting_bytes <= _MOST_WAITING_BYTES
+
+    # In the loop.
+
+    def ready(self, events: int) -> None:
+        """Read and write what can be."""
+        if events & selectors.EVENT_WRITE:
+            self._write_posted()
+        if events & selectors.EVENT_READ and not self._is_dropped:
+            self._has_news, why = False, ""
+            try:
+                self._read()
+            except WireError as error:
+                why = str(error)
+            if self._has_news and self._notify is not None:
+                self._notify(self)
+            if why:
+                self._end(why)
+        self._watch()
+
+    def _read(self) -> None:
+        budget = _MOST_AT_ONCE
+        while not self._is_paused:
+            if budget <= 0:
+                self._loop.call(lambda: self.ready(selectors.EVENT_READ))
+                return
+            try:
+                with self._using:
+                    count = self._link.recv_into(self._wants[0])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+                return
+            except _LOST as error:
+                raise Closed(f"{self.peer} is gone ({_words(error)})") from None
+            if not count:
+                raise Closed(f"{self.peer} has ended the connection")
+            budget -= count
+            self._wants[0] = self._wants[0][count:]
+            while self._wants and not self._wants[0].nbytes:
+                self._wants.popleft()
+            if not self._wants:
+                self._has_read()
+
+    def _has_read(self) -> None:
+        """A header has come, or what it announced."""
+        self.heard_at = time.monotonic()
+        if self._in_header:
+            text_bytes, array_bytes = _HEADER.unpack(self._header)
+            if why := too_large(text_bytes, array_bytes, self._most_bytes):
+                raise WireError(
+                    f"{self.peer} announces a message that is too large: {why}"
+                )
+            # Memory that is not written to is none, so that little is believed here.
+            self._text, self._data = bytearray(text_bytes), np.empty(array_bytes, "u1")
+            self._in_header = False
+            slowest = array_bytes / SLOWEST_BYTES_PER_SECOND
+            self._frame_end = self.heard_at + FRAME_SECONDS + slowest
+            self._wants.extend(
+                view
+                for view in (memoryview(self._text), memoryview(self._data))
+                if view.nbytes
+            )
+        if not self._wants:
+            with self._changed:
+                self._frames.append((self._text, self._data))
+                self._waiting_bytes += len(self._text) + len(self._data)
+                self._is_paused = not self._has_room(_MOST_WAITING)
+                self._has_news = True
+                self._in_header, self._frame_end = True, math.inf
+                self._changed.notify_all()
+            self._header = bytearray(_HEADER.size)
+            self._wants.append(memoryview(self._header))
+
+    def tick(self, now: float) -> None:
+        """End it where a frame, in or out, does not come to its end."""
+        if now > self._frame_end:
+            self._end(f"{self.peer} sent half a message, and no more in time")
+        elif self._posted and now > self._posted_at + FRAME_SECONDS:
+            self._end(f"{self.peer} takes nothing")
+
+    def _watch(self) -> None:
+        """In the loop: be called when something can be read, or written if it waits."""
+        if self._is_dropped:
+            return
+        reads = 0 if self._is_paused else selectors.EVENT_READ
+        writes = selectors.EVENT_WRITE if self._posted else 0
+        self._loop.watch(self._link, self, reads | writes)
+
+    def _drop(self) -> None:
+        if not self._is_dropped:
+            self._is_dropped = True
+            self._loop.forget(self._link, self)
+            with self._using:
+                self._link.close()
+            if self._notify is not None:
+                self._notify(self)
+
+    # Ending.
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._why = self._why or why
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            # That of the socket below, which leaves the encryption as it is.
+            socket.socket.shutdown(self._link, socket.SHUT_RDWR)
+        if self._loop.is_here:
+            self._drop()
+        else:
+            self._loop.call(self._drop)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether ``next`` gives a message, or says that there will be none."""
+        return bool(self._frames or self._why)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes but what came before."""
+        return bool(self._why)
+
+    def shut_down(self) -> None:
+        """Send nothing more; what came before can still be received.
+
+        For who could not send: the last message of the other side, such as that the
+        run is over, may have come and wait to be received.
+        """
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._link, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in it raises ``Closed``."""
+        self._end("this process has ended the connection")
+
+
+def dial(
+    address: tuple[str, int],
+    key: Key,
+    *,
+    seconds: float = HANDSHAKE_SECONDS,
+    most_bytes: int = CONTROL_BYTES,
+    notify: Callable[[Channel], None] | None = None,
+) -> Channel:
+    """Connect to a process; each shows the other its certificate.
+
+    Args:
+        address: host and port.
+        key: of this process.
+        seconds: for all of it.
+        most_bytes: of a message.
+        notify: see ``Channel``.
+
+    Raises:
+        Closed: nothing listens there, or it ended the connection, or has no room.
+        TooLate: it answers nothing.
+        WrongKey: one of the two does not take the other.
+        OtherProtocol: it says something else.
+    """
+    end = time.monotonic() + seconds
+    where = f"{address[0]}:{address[1]}"
+    try:
+        plain = socket.create_connection(address, timeout=max(seconds, 0.01))
+    except TimeoutError:
+        raise TooLate(f"{where} answered nothing in {seconds:.0f} s") from None
+    except OSError as error:
+        raise Closed(f"{where}: {error.strerror or error}") from None
+    except (ValueError, OverflowError) as error:  # No name of a host, or no port.
+        raise Closed(f"{visible(where)[:80]} is no address ({error})") from None
+    link: socket.socket = plain
+    try:
+        at_once(plain)
+        plain.settimeout(max(end - time.monotonic(), 0.01))
+        link = wrapped = key.dials.wrap_socket(plain)
+        _check_admission(_ADMISSION.decode(_pulled(wrapped, end)), where)
+        name = peer_name(wrapped)
+        if why := key.refusal(name):
+            raise WrongKey(f"{where}: {why}")
+        wrapped.setblocking(False)
+        channel = Channel(wrapped, name, most_bytes, notify)
+    except TimeoutError:
+        link.close()
+        raise TooLate(f"{where} answered nothing in time") from None
+    except (ssl.SSLError, OSError, WireError) as error:
+        link.close()
+        raise _dialled_wrong(error, where) from None
+    channel.open()
+    return channel
+
+
+def _pulled(link: ssl.SSLSocket, end: float) -> bytes:
+    """The values of the first message, which a listener sends at once."""
+    found, size = b"", _HEADER.size
+    while len(found) < size:
+        link.settimeout(max(end - time.monotonic(), 0.01))
+        some = link.recv(size - len(found))
+        if not some:
+            raise Closed("it has ended the connection")
+        found += some
+        if len(found) == _HEADER.size:
+            size += min(_HEADER.unpack(found)[0], CONTROL_BYTES)
+    return found[_HEADER.size :]
+
+
+def _check_admission(said: Admission, where: str) -> None:
+    if said.protocol != PROTOCOL:
+        raise OtherProtocol(
+            f"{where} speaks {visible(said.protocol)[:40]!r}, and this process "
+            f"{PROTOCOL!r}. Install the same whalejax everywhere"
+        )
+    if said.refused and said.is_final:
+        raise WrongKey(f"{where} refused the key of this process: {said.refused}")
+    if said.refused:
+        raise Closed(f"{where}: {said.refused}")
+
+
+def _dialled_wrong(error: Exception, where: str) -> WireError:
+    """What is said of a connection that came to nothing."""
+    if isinstance(error, WrongKey | OtherProtocol):
+        return error
+    if isinstance(error, ssl.SSLError):
+        if why := refused_words(error):
+            return WrongKey(f"{where}: {why}")
+        if not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return OtherProtocol(
+                f"{where} is no process of a run of this version: it does not speak "
+                f"{PROTOCOL!r} over TLS 1.3 ({_words(error)})"
+            )
+    if isinstance(error, WireError) and not isinstance(error, Closed):
+        return OtherProtocol(f"{where} is no process of a run of this version: {error}")
+    return Closed(f"{where}: {_words(error)}")
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket that listens, at a free port where none is given."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(BACKLOG)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def at_once(link: socket.socket) -> None:
+    """Send the parts of a frame as they come.
+
+    Otherwise the last ones wait until the other side has acknowledged the first, which
+    it puts off, so that each message may take 40 ms longer.
+    """
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLError):
+        return str(error.reason or error)
+    return str(getattr(error, "strerror", None) or error)
+
+
+def end_of(link: socket.socket) -> str:
+    try:
+        name = link.getpeername()
+    except OSError:
+        return "a process that is gone"
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local process"

@@ -1,0 +1,151 @@
+"""The thread of a process that watches all of its connections.
+
+Nothing that it calls may wait: what a connection brings is put where other threads take
+it. So no connection, however slow, keeps another one waiting.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final, Protocol
+
+
+TICK_SECONDS: Final = 0.2
+"""Between two looks at what is late."""
+
+
+class Watched(Protocol):
+    """What the loop watches: a connection, or a socket that listens."""
+
+    def ready(self, events: int) -> None:
+        """It can be read or written."""
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+
+
+class Waker:
+    """What a selector of one's own is woken by, from any thread."""
+
+    def __init__(self) -> None:
+        """Nobody has woken it."""
+        self._reads, self._writes = socket.socketpair()
+        for end in (self._reads, self._writes):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        """Of the socket that can be read when it was woken."""
+        return self._reads.fileno()
+
+    def wake(self) -> None:
+        """Wake it; once is enough."""
+        with contextlib.suppress(OSError):  # Full: it is awake. Or it is closed.
+            self._writes.send(b"x")
+
+    def clear(self) -> None:
+        """Wait for the next time."""
+        with contextlib.suppress(OSError):
+            self._reads.recv(4096)
+
+    def close(self) -> None:
+        """Let go of the sockets."""
+        self._reads.close()
+        self._writes.close()
+
+
+class Loop:
+    """Watches sockets in a thread of its own, as long as the process lives."""
+
+    def __init__(self) -> None:
+        """Begin, and watch nothing yet."""
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Watched, int] = {}
+        self._work: collections.deque[Callable[[], None]] = collections.deque()
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="wire")
+        self._thread.start()
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Have something done by the thread of the loop, soon.
+
+        Args:
+            work: must not wait for anything.
+        """
+        self._work.append(work)
+        self._waker.wake()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is that of the loop."""
+        return threading.current_thread() is self._thread
+
+    # In the thread of the loop.
+
+    def watch(self, link: socket.socket, watched: Watched, events: int) -> None:
+        """Watch a socket for some events, in place of those before.
+
+        Args:
+            link: the socket.
+            watched: is told of them, and of time that passes.
+            events: of ``selectors``; at 0 only time passes.
+        """
+        before = self._watched.get(watched, 0)
+        self._watched[watched] = events
+        if before and not events:
+            self._selector.unregister(link)
+        elif before and before != events:
+            self._selector.modify(link, events, watched)
+        elif events and not before:
+            self._selector.register(link, events, watched)
+
+    def forget(self, link: socket.socket, watched: Watched) -> None:
+        """Watch a socket no more, before it is closed."""
+        if self._watched.pop(watched, 0):
+            self._selector.unregister(link)
+
+    def _run(self) -> None:
+        tick_at = time.monotonic() + TICK_SECONDS
+        while True:
+            left = max(0.0, tick_at - time.monotonic())
+            for key, events in self._selector.select(0 if self._work else left):
+                if key.data is None:
+                    self._waker.clear()
+                elif key.data in self._watched:  # No other one has ended it meanwhile.
+                    _guarded(key.data.ready, events)
+            for _ in range(len(self._work)):
+                _guarded(self._work.popleft())
+            now = time.monotonic()
+            if now >= tick_at:
+                tick_at = now + TICK_SECONDS
+                for watched in [*self._watched]:
+                    if watched in self._watched:
+                        _guarded(watched.tick, now)
+
+
+def _guarded(work: Callable[..., None], *given: float) -> None:
+    """Do something; where it fails, other connections go on, and it is said."""
+    try:
+        work(*given)
+    except Exception:
+        traceback.print_exc()
+
+
+_loops: Final[dict[int, Loop]] = {}
+_lock: Final = threading.Lock()
+
+
+def loop() -> Loop:
+    """The loop of this process; one that was forked has its own."""
+    with _lock:
+        if os.getpid() not in _loops:
+            _loops[os.getpid()] = Loop()
+        return _loops[os.getpid()]
