@@ -33,6 +33,7 @@ ORDERS: Final = {
         "adapters",
         "capture",
         "distributed",
+        "membership",
         "lowering",
         "runtime",
         "verification",

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from whalejax._version import __version__
-from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.lease import Lease
 
 
 RETURN_SECONDS: Final = 2.0
@@ -37,8 +37,6 @@ class AgentRecord(Generic[Link]):
         room: processes that it may hold.
         token: what its process drew; another one has another.
         link: its connection; None where that ended.
-        heard_at: of its last word.
-        gone_at: when its connection ended.
         leaving: it was told to end, and takes no further process.
         asked: processes that it was asked to start: names and slots.
         there: names of processes that it holds.
@@ -50,8 +48,6 @@ class AgentRecord(Generic[Link]):
     room: int = 0
     token: str = ""
     link: Link | None = None
-    heard_at: float = 0.0
-    gone_at: float = 0.0
     leaving: bool = False
     asked: dict[str, int] = field(default_factory=dict)
     there: set[str] = field(default_factory=set)
@@ -86,7 +82,9 @@ class AgentFleet(Generic[Link]):
         self._membership, self._program = membership, program
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
-        self._standstill = Standstill(LONGEST_TURN_SECONDS)
+        lease_seconds = membership.settings.lease_seconds
+        self._lease: Lease[str] = Lease(lease_seconds, LONGEST_TURN_SECONDS)
+        self._away: Lease[str] = Lease(RETURN_SECONDS, LONGEST_TURN_SECONDS)
         self._ended_for: str | None = None
 
     # What agents say.
@@ -125,7 +123,7 @@ class AgentFleet(Generic[Link]):
         name, told = fields["agent"], {one[0]: one for one in fields["there"]}
         if self._ended_for is not None:
             self._send(link, Message(kind="finish", fields={"why": self._ended_for}))
-            self._agents.pop(name, None)
+            self._drop(name)
             return
         known = self._agents.get(name)
         if known is not None and known.token not in ("", fields["token"]):
@@ -136,7 +134,9 @@ class AgentFleet(Generic[Link]):
         record = known or AgentRecord[Link](name=name)
         record.host, record.machine = fields["host"], fields["machine"]
         record.room, record.token = fields["room"], fields["token"]
-        record.link, record.heard_at, record.leaving = link, now, False
+        record.link, record.leaving = link, False
+        self._lease.heard(name, now)
+        self._away.forget(name)
         asked, record.asked = record.asked, {}
         before, record.there = record.there, set(told)
         self._agents[name] = record
@@ -165,7 +165,7 @@ class AgentFleet(Generic[Link]):
         record = self._of(link)
         if record is None:
             return
-        record.heard_at = now
+        self._lease.heard(record.name, now)
         match message:
             case Message(kind="agent_beat", fields={"leaving": leaving}):
                 record.leaving = leaving
@@ -190,37 +190,38 @@ class AgentFleet(Generic[Link]):
         record = self._of(link)
         if record is None:
             return
-        record.link, record.gone_at = None, now
+        record.link = None
+        self._away.heard(record.name, now)
         if self._ended_for is not None:
-            del self._agents[record.name]
+            self._drop(record.name)
         elif record.leaving and not record.there:
-            del self._agents[record.name]
+            self._drop(record.name)
             self._give_back(now, record)
             self._membership.agent_left(record.name)
 
     def tick(self, now: float) -> None:
         """Time has passed: agents that are silent are lost, with their members."""
-        stood = self._standstill.forgiven(now)
-        for record in self._agents.values():
-            record.heard_at = min(record.heard_at + stood, max(record.heard_at, now))
-            record.gone_at = min(record.gone_at + stood, max(record.gone_at, now))
-        lease = self._membership.settings.lease_seconds
-        for record in [*self._agents.values()]:
-            silent = now - record.heard_at
-            if silent > lease:
-                self._lose(now, record, f"it was silent for {silent:.1f} s")
-            elif record.link is None and now - record.gone_at > RETURN_SECONDS:
-                members = self._membership.members
-                held = [members[n] for n in record.there if n in members]
-                if not any(m.is_there and m.connected for m in held):
-                    self._lose(now, record, "its connection ended")
+        self._lease.turn(now)
+        self._away.turn(now)
+        for name, silent in self._lease.overdue(now).items():
+            self._lose(now, self._agents[name], f"it was silent for {silent:.1f} s")
+        for name in self._away.overdue(now):
+            members = self._membership.members
+            held = [members[n] for n in self._agents[name].there if n in members]
+            if not any(m.is_there and m.connected for m in held):
+                self._lose(now, self._agents[name], "its connection ended")
 
     def _lose(self, now: float, record: AgentRecord[Link], why: str) -> None:
-        del self._agents[record.name]
+        self._drop(record.name)
         self._give_back(now, record)
         self._membership.agent_lost(now, record.name, why)
         if record.link is not None:
             self._close(record.link)  # It is told anew which of its processes end.
+
+    def _drop(self, name: str) -> None:
+        self._agents.pop(name, None)
+        self._lease.forget(name)
+        self._away.forget(name)
 
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
         """Let other agents start what this one was asked to start."""
@@ -233,15 +234,11 @@ class AgentFleet(Generic[Link]):
         back_at = now + settings.rejoin_seconds
         for member in self._membership.members.values():
             if member.is_there and member.agent:
-                record = self._agents.setdefault(
-                    member.agent,
-                    AgentRecord[Link](
-                        name=member.agent,
-                        heard_at=back_at - settings.lease_seconds,
-                        gone_at=back_at - RETURN_SECONDS,
-                    ),
-                )
+                new = AgentRecord[Link](name=member.agent)
+                record = self._agents.setdefault(member.agent, new)
                 record.there.add(member.name)
+                self._lease.expect(member.agent, back_at)
+                self._away.expect(member.agent, back_at)
 
     # What agents are told.
 

@@ -147,7 +147,7 @@ class Membership(Generations):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        stood = self._standstill.forgiven(now)
+        stood = self._lease.turn(now)
         if stood:
             self._stood_still(now, stood)
         for member in [*self.members.values()]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from whalejax.distributed.standstill import Standstill
 from whalejax.elastic.phases import DEADLINES, STEP
 from whalejax.elastic.supervisor.failures import Failures
 from whalejax.elastic.supervisor.history import History, MemberHistory, Over, Phase
@@ -15,6 +14,7 @@ from whalejax.elastic.supervisor.pace import StepPace
 from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.telling import counted
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.lease import Lease
 
 
 MODE = "mode"
@@ -88,7 +88,7 @@ class RunState:
         self._reconnected_links: set[frozenset[str]] = set()
         self._effects: list[Effect] = []
         self._losses: dict[int, tuple[int, float]] = {}
-        self._standstill = Standstill(LONGEST_TURN_SECONDS)
+        self._lease: Lease[str] = Lease(settings.lease_seconds, LONGEST_TURN_SECONDS)
 
     def effects(self) -> list[Effect]:
         """What is to be done, in this order; each is given once."""
