@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.assignment import Node, check_tiles, total
 from whalejax.elastic.peers import Look, Peers
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.assignment import Node, check_tiles, total
 from whalejax.meshes.errors import WhaleError
 
 

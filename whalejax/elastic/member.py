@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.distributed.launch_env import is_loopback, joined_address
-from whalejax.elastic.assignment import Node
 from whalejax.elastic.control import (
     Control,
     NoSupervisorError,
@@ -28,7 +27,12 @@ from whalejax.elastic.control import (
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
-from whalejax.elastic.phases import (
+from whalejax.elastic.programs import Buffers, ReplicaPrograms
+from whalejax.elastic.saving import Saver
+from whalejax.elastic.wire.framing import Message, WireError
+from whalejax.lowering.state import TrainState
+from whalejax.membership.assignment import Node
+from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
     COMPUTING,
@@ -41,10 +45,6 @@ from whalejax.elastic.phases import (
     STOPPED,
     WAITING,
 )
-from whalejax.elastic.programs import Buffers, ReplicaPrograms
-from whalejax.elastic.saving import Saver
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import LOCK
 

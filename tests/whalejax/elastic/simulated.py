@@ -10,8 +10,22 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from whalejax.elastic.assignment import check_tiles
-from whalejax.elastic.phases import (
+from tests.whalejax.elastic.driven import Driven
+from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
+from whalejax.journals import journal
+from whalejax.membership.assignment import check_tiles
+from whalejax.membership.effects import (
+    End,
+    Kill,
+    Release,
+    Send,
+    Start,
+    StepCommit,
+    WriteEvent,
+)
+from whalejax.membership.history import History, history
+from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
     COMPUTING,
@@ -21,21 +35,7 @@ from whalejax.elastic.phases import (
     STOPPED,
     WAITING,
 )
-from whalejax.elastic.supervisor.history import History, history
-from whalejax.elastic.supervisor.member_record import (
-    End,
-    Kill,
-    Release,
-    Send,
-    Start,
-    StepCommit,
-    WriteEvent,
-)
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
-from whalejax.journals import journal
+from whalejax.membership.settings import SupervisorSettings
 
 
 COUNT = 8
@@ -211,7 +211,7 @@ class World:
     def __init__(self, seed: int, steps: int = 60, **settings: Any) -> None:
         self.drawn = random.Random(seed)
         self.settings = SupervisorSettings(**{"least": 1, "most": 3, **settings})
-        self.membership = Membership(self.settings)
+        self.membership = Driven(self.settings)
         self.steps, self.saved, self.now = steps, 0, 0.0
         self.members: dict[str, Simulated] = {}
         self.commits: list[StepCommit] = []
@@ -248,7 +248,7 @@ class World:
         self.later(2.0, self.restart)
 
     def restart(self) -> None:
-        self.membership = Membership(self.settings)
+        self.membership = Driven(self.settings)
         self.epoch, self.down = self.epoch + 1, False
         lines = [
             {"step": c.step, "generation": c.generation, "loss": c.loss}
@@ -354,8 +354,8 @@ class World:
             case Kill(name=name):
                 member = self.members[name]
                 self.later(0.01, lambda m=member: self.exit(m, -9))
-            case Send(name=name, message=message) if name in self.members:
-                checked(message, TO_MEMBER)
+            case Send(name=name, kind=kind, fields=fields) if name in self.members:
+                message = checked(Message(kind=kind, fields=fields), TO_MEMBER)
                 member = self.members[name]
                 member.heard_at = max(member.heard_at, self.now + self.delay())
                 self.later(

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.simulated import World
-from whalejax.elastic.phases import SAVING
-from whalejax.elastic.supervisor.endings import STATUS, Ending
-from whalejax.elastic.supervisor.member_record import End
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor import supervisor as loop
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.effects import End
+from whalejax.membership.endings import STATUS, Ending
+from whalejax.membership.phases import SAVING
+from whalejax.membership.run_ends import end, saves_last
+from whalejax.membership.settings import SupervisorSettings
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -100,7 +102,8 @@ def test_members_that_fail_with_the_run_are_not_lost() -> None:
     world = World(44)
     world.begin()
     world.run(9)
-    world.membership._end(world.now, Ending.FAILED, "a bug")
+    end(world.membership, world.now, Ending.FAILED, "a bug")
+    world.membership.tick(world.now)
     world.do()
     assert set(ended(world).values()) == {"drained"} and not world.names("lost")
 
@@ -359,20 +362,20 @@ def test_who_writes_the_last_checkpoint_has_as_long_as_any_other_may_take() -> N
     there, began = world.membership, world.now
     for seconds in range(900):
         beat(world, saver, began + seconds, SAVING)
-        assert there.saves_last(began + seconds, saver)
+        assert saves_last(there, began + seconds, saver)
     beat(world, saver, began + 902, SAVING)
-    assert not there.saves_last(began + 902, saver)
+    assert not saves_last(there, began + 902, saver)
     other = next(name for name in there.active if name != saver)
     beat(world, other, began + 902, SAVING)
-    assert not there.saves_last(began + 902, other)
+    assert not saves_last(there, began + 902, other)
 
 
 def test_who_is_silent_as_it_writes_the_last_checkpoint_is_not_waited_for() -> None:
     world = World(61)
     saver = draining(world)
     beat(world, saver, world.now, SAVING)
-    assert world.membership.saves_last(world.now + 9, saver)
-    assert not world.membership.saves_last(world.now + 11, saver)
+    assert saves_last(world.membership, world.now + 9, saver)
+    assert not saves_last(world.membership, world.now + 11, saver)
 
 
 @pytest.mark.parametrize("told", ["saved", "not_saved", ""])
@@ -391,7 +394,9 @@ def test_a_last_checkpoint_that_was_not_written_is_said(told: str) -> None:
     assert why == {"": [expected], "saved": [], "not_saved": ["no space"]}[told]
 
 
-def test_processes_that_do_not_end_are_killed_but_who_saves(tmp_path: Path) -> None:
+def test_processes_that_do_not_end_are_killed_but_who_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Supervised(
         command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=2)
     )
@@ -404,9 +409,7 @@ def test_processes_that_do_not_end_are_killed_but_who_saves(tmp_path: Path) -> N
     supervisor._processes = Two()  # type: ignore[assignment]
     supervisor._end, supervisor._ends_at = End(how=Ending.DRAINED, text=""), 0.0
     saving = ["m1"]
-    supervisor._membership.saves_last = (  # type: ignore[method-assign]
-        lambda now, name: name in saving
-    )
+    monkeypatch.setattr(loop, "saves_last", lambda run, now, name: name in saving)
     assert not supervisor._is_over() and killed == ["m2"]
     saving.clear()
     assert not supervisor._is_over() and killed == ["m2", "m1", "m2"]

@@ -7,16 +7,17 @@ import signal
 
 import pytest
 
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import Simulated, World
 from whalejax.elastic.agents.fleet import AgentFleet
-from whalejax.elastic.phases import FINISHED
-from whalejax.elastic.supervisor.endings import exit_text
-from whalejax.elastic.supervisor.failures import Failure, error_line
-from whalejax.elastic.supervisor.member_record import WriteEvent
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.supervisor.telling import shown
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.effects import WriteEvent
+from whalejax.membership.endings import exit_text
+from whalejax.membership.failures import Failure, error_line
+from whalejax.membership.phases import FINISHED
+from whalejax.membership.react import check_step
+from whalejax.membership.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import WhaleError
 
 
@@ -424,7 +425,7 @@ def test_wrong_times_are_refused_all_at_once() -> None:
 def test_an_error_of_its_own_is_told_from_a_loss(
     status: int | None, how: str, said: str
 ) -> None:
-    there = Membership(SupervisorSettings(least=1, most=1))
+    there = Driven(SupervisorSettings(least=1, most=1))
     there.begin(0.0)
     there.started(1.0, "m1", 0, 7)
     there.effects()
@@ -523,13 +524,13 @@ def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -
         there.phase = "running"
         said = {"generation": there.generation, "name": other, "why": "ended"}
         there.heard(at, one, Message(kind="suspect", fields=said))
-        there._check_step(at + 2)
+        check_step(there, at + 2)
     assert [m.status for m in there.members.values()] == ["active"] * 3
 
 
 @pytest.mark.parametrize("turn", [0.9, 1.1, 3.0])
 def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> None:
-    there = Membership(SupervisorSettings(least=1, most=1))
+    there = Driven(SupervisorSettings(least=1, most=1))
     there.started(0.0, "m1", 0, 7)
     there.members["m1"].becomes("active", 0.0)
     turns = 0
@@ -541,8 +542,10 @@ def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> N
 
 
 def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
-    there = Membership(SupervisorSettings(least=1, most=1))
-    fleet = AgentFleet[str](there, lambda link, said: None, lambda link: None, {})
+    there = Driven(SupervisorSettings(least=1, most=1))
+    fleet = AgentFleet[str](
+        there, there.take, lambda link, said: None, lambda link: None, {}
+    )
     there.started(0.0, "m1", 0, 7, agent="a")
     fleet.expect(0.0)
     turns = 0

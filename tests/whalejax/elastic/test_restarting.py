@@ -16,12 +16,13 @@ import pytest
 import whalejax as wh
 from tests.flags import QUICK
 from tests.whalejax.elastic import job as example
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
 from whalejax.elastic.placing import placed
-from whalejax.elastic.supervisor.member_record import End, Kill, Send, Start
-from whalejax.elastic.supervisor.membership import IN_GENERATIONS, MODE, Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.effects import End, Kill, Send, Start
+from whalejax.membership.run import IN_GENERATIONS, MODE
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 
@@ -62,7 +63,7 @@ class Scripts:
         settings = SupervisorSettings(
             least=least, most=most, gather_seconds=gather_seconds
         )
-        self.membership = Membership(settings)
+        self.membership = Driven(settings)
         self.count = 0
         self.kills: list[str] = []
         self.begun: list[list[str]] = []
@@ -82,8 +83,8 @@ class Scripts:
                         self.kills.append(name)
                     case End():
                         self.end = effect
-                    case Send(name=name, message=message):
-                        self.answer(now, name, message)
+                    case Send(name=name, kind=kind, fields=fields):
+                        self.answer(now, name, Message(kind=kind, fields=fields))
 
     def answer(self, now: float, name: str, message: Message) -> None:
         if message.kind == "begin" and name == message.fields["members"][0][0]:

@@ -21,7 +21,6 @@ from tests.whalejax.elastic.test_supervisor import live, register
 from whalejax.elastic.control import Control
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.wire.acceptor import Acceptor
 from whalejax.elastic.wire.connection import (
@@ -35,6 +34,7 @@ from whalejax.elastic.wire.connection import (
 from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
 from whalejax.elastic.wire.keys import make_key
 from whalejax.elastic.wire.messages import TO_PEER, TO_SUPERVISOR, checked
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 
@@ -247,7 +247,7 @@ def test_malformed_frames_change_nothing_in_a_supervisor(
         one, _ = there.join()
         one.send(report("ready"))
         asked = until_kind(one, "prepare")
-        membership, before = there.supervisor._membership, descriptors()
+        membership, before = there.supervisor._state, descriptors()
         was = membership.generation, membership.phase, [*membership.members]
         for number in range(count):
             if number % 4:

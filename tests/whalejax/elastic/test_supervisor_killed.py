@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.simulated import World
-from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.history import History, history
-from whalejax.elastic.supervisor.member_record import Start
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.effects import Start
+from whalejax.membership.endings import Ending
+from whalejax.membership.history import History, history
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -52,15 +52,17 @@ def test_what_was_said_to_it_last_is_said_again(kind: str) -> None:
         world.run(9)
         world.members[world.membership.active[0]].say("leaving", why="SIGTERM")
     # It has heard it, and is killed before it is written down.
-    heard, handler = [], getattr(world.membership, f"_{kind}")
+    heard, there = list[str](), world.membership
+    take = there.heard
 
-    def dies(now: float, member: Any, **fields: Any) -> None:
-        heard.append(member.name)
-        handler(now, member, **fields)
-        world.membership.effects()
-        world.die()
+    def dies(now: float, name: str, message: Message) -> None:
+        take(now, name, message)
+        if message.kind == kind:
+            heard.append(name)
+            there.effects()
+            world.die()
 
-    setattr(world.membership, f"_{kind}", dies)
+    there.heard = dies  # type: ignore[method-assign]
     world.run(world.now + 600)
     assert len(heard) == 1 and world.deaths == 1
     assert world.end is not None and world.end.how is Ending.COMPLETE

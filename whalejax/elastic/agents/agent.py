@@ -34,7 +34,7 @@ from whalejax.elastic.environment import (
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
-from whalejax.elastic.supervisor.telling import counted, tell_user
+from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.elastic.wire.connection import (
     Channel,
     OtherProtocol,
@@ -45,6 +45,7 @@ from whalejax.elastic.wire.connection import (
 from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.elastic.wire.keys import load_key
 from whalejax.elastic.wire.messages import TO_AGENT, checked
+from whalejax.membership.run import counted
 from whalejax.meshes.errors import Problems, WhaleError
 
 

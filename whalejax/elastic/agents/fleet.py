@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from whalejax._version import __version__
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
 from whalejax.elastic.wire.framing import Message
+from whalejax.membership.events import (
+    AgentJoined,
+    AgentLeft,
+    AgentLost,
+    Deferred,
+    Event,
+    Exited,
+    NotStarted,
+    RoomFreed,
+    Started,
+)
 from whalejax.membership.lease import Lease
+from whalejax.membership.run import LONGEST_TURN_SECONDS, Run
 
 
 RETURN_SECONDS: Final = 2.0
@@ -65,7 +75,8 @@ class AgentFleet(Generic[Link]):
 
     def __init__(
         self,
-        membership: Membership,
+        run: Run,
+        take: Callable[[float, Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
         program: Mapping[str, Any],
@@ -73,17 +84,18 @@ class AgentFleet(Generic[Link]):
         """No agent is there yet.
 
         Args:
-            membership: told of what agents do.
+            run: whose agents they are.
+            take: is told what agents do, with the time of it.
             send: sends a message over a connection.
             close: ends one; what is behind it connects anew.
             program: ``command``, words of the program that agents start, and
                 ``environment``, variables for it.
         """
-        self._membership, self._program = membership, program
+        self._run, self._take, self._program = run, take, program
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
-        lease_seconds = membership.settings.lease_seconds
-        self._lease: Lease[str] = Lease(lease_seconds, LONGEST_TURN_SECONDS)
+        self._linked: dict[Link, AgentRecord[Link]] = {}
+        self._lease: Lease[str] = Lease(run.lease.seconds, LONGEST_TURN_SECONDS)
         self._away: Lease[str] = Lease(RETURN_SECONDS, LONGEST_TURN_SECONDS)
         self._ended_for: str | None = None
 
@@ -108,7 +120,7 @@ class AgentFleet(Generic[Link]):
                     "Give this one another --name, or end that one"
                 )
         # An agent of the run comes back to the end of it.
-        if known is None and self._membership.phase == "ending":
+        if known is None and self._run.phase == "ending":
             return "the run is over"
         return ""
 
@@ -129,30 +141,34 @@ class AgentFleet(Generic[Link]):
         if known is not None and known.token not in ("", fields["token"]):
             self._lose(now, known, "another took its place")
             known = None
-        old = None if known is None else known.link
+        old = None if known is None else self._unlink(known)
         is_new = known is None or not known.token
         record = known or AgentRecord[Link](name=name)
         record.host, record.machine = fields["host"], fields["machine"]
         record.room, record.token = fields["room"], fields["token"]
         record.link, record.leaving = link, False
+        self._linked[link] = record
         self._lease.heard(name, now)
         self._away.forget(name)
         asked, record.asked = record.asked, {}
         before, record.there = record.there, set(told)
         self._agents[name] = record
-        beats = self._membership.settings.beat_seconds
+        beats = self._run.settings.beat_seconds
         self._tell(record, "enlisted", **self._program, beat_seconds=beats)
         if is_new:
-            self._membership.agent_came(now, name, record.host, record.room)
+            host, room = record.host, record.room
+            self._take(now, AgentJoined(agent=name, host=host, room=room))
         for one, slot in asked.items():
             if one in told:
                 self._started(now, record, one, slot, told[one][1], told[one][2])
             else:
-                self._membership.not_started(now, slot, "the agent was away")
+                self._take(now, NotStarted(slot=slot, why="the agent was away"))
         for one in before - set(told):
-            self._membership.exited(now, one, None)
+            self._take(now, Exited(name=one, status=None))
+        if not is_new:
+            self._take(now, RoomFreed(count=record.free))
         for one in told:
-            member = self._membership.members.get(one)
+            member = self._run.members.get(one)
             if member is None or not member.is_there or member.agent != name:
                 self._tell(record, "kill", name=one)
             else:
@@ -179,25 +195,26 @@ class AgentFleet(Generic[Link]):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     why = f"agent {record.name}: {why}"
-                    self._membership.not_started(now, slot, why)
+                    self._take(now, NotStarted(slot=slot, why=why))
             case Message(kind="exited", fields={"name": name, **more}):
                 record.there.discard(name)
-                self._membership.exited(now, name, more["status"], more["said"])
-                self._membership.room(now)
+                status, log = more["status"], more["said"]
+                self._take(now, Exited(name=name, status=status, log=log))
+                self._take(now, RoomFreed(count=1))
 
     def closed(self, now: float, link: Link) -> None:
         """A connection of an agent ended; it may come back."""
         record = self._of(link)
         if record is None:
             return
-        record.link = None
+        self._unlink(record)
         self._away.heard(record.name, now)
         if self._ended_for is not None:
             self._drop(record.name)
         elif record.leaving and not record.there:
             self._drop(record.name)
             self._give_back(now, record)
-            self._membership.agent_left(record.name)
+            self._take(now, AgentLeft(agent=record.name))
 
     def tick(self, now: float) -> None:
         """Time has passed: agents that are silent are lost, with their members."""
@@ -206,7 +223,7 @@ class AgentFleet(Generic[Link]):
         for name, silent in self._lease.overdue(now).items():
             self._lose(now, self._agents[name], f"it was silent for {silent:.1f} s")
         for name in self._away.overdue(now):
-            members = self._membership.members
+            members = self._run.members
             held = [members[n] for n in self._agents[name].there if n in members]
             if not any(m.is_there and m.connected for m in held):
                 self._lose(now, self._agents[name], "its connection ended")
@@ -214,9 +231,17 @@ class AgentFleet(Generic[Link]):
     def _lose(self, now: float, record: AgentRecord[Link], why: str) -> None:
         self._drop(record.name)
         self._give_back(now, record)
-        self._membership.agent_lost(now, record.name, why)
-        if record.link is not None:
-            self._close(record.link)  # It is told anew which of its processes end.
+        self._take(now, AgentLost(agent=record.name, why=why))
+        link = self._unlink(record)
+        if link is not None:
+            self._close(link)  # It is told anew which of its processes end.
+
+    def _unlink(self, record: AgentRecord[Link]) -> Link | None:
+        """Forget the connection of an agent, and give it."""
+        link, record.link = record.link, None
+        if link is not None:
+            self._linked.pop(link, None)
+        return link
 
     def _drop(self, name: str) -> None:
         self._agents.pop(name, None)
@@ -226,13 +251,12 @@ class AgentFleet(Generic[Link]):
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
         """Let other agents start what this one was asked to start."""
         for slot in record.asked.values():
-            self._membership.not_started(now, slot, f"agent {record.name} is gone")
+            self._take(now, NotStarted(slot=slot, why=f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
         """Give the agents of an earlier supervisor time to come back."""
-        settings = self._membership.settings
-        back_at = now + settings.rejoin_seconds
-        for member in self._membership.members.values():
+        back_at = now + self._run.settings.rejoin_seconds
+        for member in self._run.members.values():
             if member.is_there and member.agent:
                 new = AgentRecord[Link](name=member.agent)
                 record = self._agents.setdefault(member.agent, new)
@@ -252,12 +276,11 @@ class AgentFleet(Generic[Link]):
         """
         found = [r for r in self._agents.values() if r.free > 0]
         if not found:
-            members = self._membership.members
+            members = self._run.members
             ends = {n for r in self._agents.values() for n in r.there}
-            if any(n not in members or not members[n].is_there for n in ends):
-                self._membership.started_later(now + _SOON_SECONDS, slot)
-            else:
-                self._membership.unplaced(slot)
+            ending = any(n not in members or not members[n].is_there for n in ends)
+            until = now + _SOON_SECONDS if ending else None
+            self._take(now, Deferred(slot=slot, until=until))
             return False
         # Members are spread; among agents with equally many, the first that came.
         record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
@@ -294,10 +317,12 @@ class AgentFleet(Generic[Link]):
         return self._of(link) is not None
 
     def _of(self, link: Link) -> AgentRecord[Link] | None:
-        return next((r for r in self._agents.values() if r.link is link), None)
+        return self._linked.get(link)
 
     def _tell_holder(self, name: str, kind: str) -> None:
-        for record in self._agents.values():
+        member = self._run.members.get(name)
+        known = None if member is None else self._agents.get(member.agent)
+        for record in self._agents.values() if known is None else (known,):
             if name in record.there:
                 self._tell(record, kind, name=name)
 
@@ -315,15 +340,15 @@ class AgentFleet(Generic[Link]):
         began: str,
     ) -> None:
         record.there.add(name)
-        self._membership.started(
-            now,
-            name,
-            slot,
-            pid,
-            began,
+        event = Started(
+            name=name,
+            slot=slot,
+            pid=pid,
+            began=began,
             agent=record.name,
             machine=record.machine,
         )
+        self._take(now, event)
 
 
 def program(

@@ -1,6 +1,6 @@
 """The process outside the workers that holds a run together.
 
-It does what ``Membership`` decides: it starts and ends processes, carries messages and
+It does what ``react`` says: it starts and ends processes, carries messages and
 writes the journal. Killed and started again in the same folder, it takes its members
 back, and they do not stop for it.
 
@@ -34,19 +34,6 @@ from whalejax.distributed.launch_env import (
 from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
-from whalejax.elastic.supervisor.history import history
-from whalejax.elastic.supervisor.member_record import (
-    Effect,
-    End,
-    Kill,
-    Member,
-    Release,
-    Send,
-    Start,
-    StepCommit,
-    WriteEvent,
-)
-from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.run_folder import (
@@ -55,8 +42,6 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
-from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
 from whalejax.elastic.wire.acceptor import Acceptor
@@ -70,6 +55,39 @@ from whalejax.elastic.wire.messages import (
 )
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership.effects import (
+    Effect,
+    End,
+    Kill,
+    Release,
+    Send,
+    Start,
+    StepCommit,
+    WriteEvent,
+)
+from whalejax.membership.events import (
+    Begin,
+    Deferred,
+    Disconnected,
+    EndAtOnce,
+    Event,
+    Exited,
+    Heard,
+    NotStarted,
+    ReductionProposed,
+    Register,
+    Resume,
+    Started,
+    Terminate,
+    Tick,
+    Unrunnable,
+)
+from whalejax.membership.history import history
+from whalejax.membership.members import refusal
+from whalejax.membership.react import react
+from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
+from whalejax.membership.run_ends import saves_last
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 
@@ -135,7 +153,11 @@ class Supervisor:
         """
         self._run = run
         self._folder = run.folder / FOLDER
-        self._membership = Membership(run.settings)
+        self._state = Run(settings=run.settings)
+        self._effects: list[Effect] = []
+        self._unacknowledged: dict[Channel, str] = {}
+        self._answers: list[tuple[Channel, Message]] = []
+        self._ticked_at = float("-inf")
         self._held = contextlib.ExitStack()
         self._selector = self._held.enter_context(selectors.DefaultSelector())
         self._events: queue.Queue[tuple[str, Channel, Message]]
@@ -195,7 +217,7 @@ class Supervisor:
         events = journal.read_events(self._folder / journal.EVENTS)
         # A number is never used again in a folder, also by a later run in it.
         numbers = [e["generation"] for e in events if e["event"] == "preparing"]
-        self._membership.generation = max(numbers, default=0)
+        self._state.generation = max(numbers, default=0)
         self._count = sum(said["event"] == "started" for said in events)
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
@@ -235,7 +257,7 @@ class Supervisor:
             told = {**told, "run": self._name, **self._gpus.opened()}
             self._journal.write("opened", told)
             if self._run.command:
-                self._membership.begin(time.monotonic())
+                self._take(time.monotonic(), Begin())
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
@@ -291,21 +313,21 @@ class Supervisor:
         told = history(events)
         if told.over is None and told.facts:
             self._lock_save(told.facts.get("save", ""))
-        self._membership.go_on(
-            now,
-            told,
-            journal.losses(since),
+        resumed = Resume(
+            told=told,
+            losses=journal.losses(since),
             wall=time.time(),
             committed_at=since[-1]["time"] if since else 0.0,
         )
+        self._take(now, resumed)
         assert self._processes is not None
         if self._fleet is not None:
             self._fleet.expect(now)
-        for name, member in [*self._membership.members.items()]:
+        for name, member in [*self._state.members.items()]:
             if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
                     log = self._processes.said(name)
-                    self._membership.exited(now, name, None, log)
+                    self._take(now, Exited(name=name, status=None, log=log))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -342,18 +364,26 @@ class Supervisor:
                 else:
                     self._ended(key.data)
             now = self._take_all()
-            self._say_refused(now)
-            self._beat(now)
-            self._write_kept()
-            if self._at_once:
-                self._membership.end_at_once(now)
-                self._ends_at = 0.0
-            elif self._terminated:
-                self._membership.terminate(now)
-            if self._fleet is not None:
-                self._fleet.tick(now)
-            self._membership.tick(now)
+            if now - self._ticked_at >= _TICK_SECONDS:
+                self._ticked_at = now
+                self._say_refused(now)
+                self._beat(now)
+                self._write_kept()
+                if self._at_once:
+                    self._take(now, EndAtOnce())
+                    self._ends_at = 0.0
+                elif self._terminated:
+                    self._take(now, Terminate())
+                if self._fleet is not None:
+                    self._fleet.tick(now)
+                self._take(now, Tick())
+            elif not self._state.is_settled:  # Else it was a turn of beats alone.
+                self._take(now, Tick())
             self._do_all()
+
+    def _take(self, now: float, event: Event) -> None:
+        """Let the rules know; what follows is done at the end of the turn."""
+        self._effects += react(self._state, now, event)
 
     def _take_all(self) -> float:
         """Take what has come, before anybody is found silent; the time.
@@ -397,7 +427,7 @@ class Supervisor:
         held = [] if self._fleet is None else self._fleet.names
         if now > self._ends_at:
             for name in [*there, *held]:
-                if self._at_once or not self._membership.saves_last(now, name):
+                if self._at_once or not saves_last(self._state, now, name):
                     self._processes.kill(name)
                     self._kill_held(name)
         # Agents that are lost take their processes out of the list.
@@ -408,8 +438,8 @@ class Supervisor:
         status = self._processes.ended(name)
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
-        self._membership.exited(now, name, status, self._processes.said(name))
-        self._do_all()
+        log = self._processes.said(name)
+        self._take(now, Exited(name=name, status=status, log=log))
 
     def _close_channels(self) -> None:
         self._is_closed = True
@@ -454,11 +484,11 @@ class Supervisor:
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
-                    self._membership.disconnected(now, name)
+                    self._take(now, Disconnected(name=name))
             elif message.kind == "register":
                 self._register(now, channel, message)
             elif message.kind == "adding_up":
-                self._say_adding_up(channel, message)
+                self._say_adding_up(now, channel, message)
             elif message.kind == "refusal":
                 self._refused(now, channel, message)
             elif message.kind == "enlist":
@@ -466,37 +496,42 @@ class Supervisor:
             elif message.kind in TO_SUPERVISOR_OF_AGENT:
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
-                self._heard(now, channel, message)
-            self._do_all()
+                kind, fields = message.kind, message.fields
+                heard = Heard(name=self._names[channel], kind=kind, fields=fields)
+                self._take(now, heard)
+                if kind != "committed":  # Of those there are many.
+                    self._unacknowledged[channel] = heard.name
 
-    def _heard(self, now: float, channel: Channel, message: Message) -> None:
-        name = self._names[channel]
-        self._membership.heard(now, name, message)
-        self._do_all()
-        if message.kind != "committed":  # Of those there are many.
-            self._acknowledge(now, name, channel)
+    def _acknowledge(self) -> None:
+        """Tell members which of their reports they need not repeat: what is written.
 
-    def _acknowledge(self, now: float, name: str, channel: Channel) -> None:
-        """Tell a member which of its reports it need not repeat: what is written."""
-        member = self._membership.members.get(name)
-        if member is None:
-            return
-        number = member.reported if self._is_written() else 0
-        goodput = self._membership.pace.goodput(now)
-        fields = {"goodput": goodput, "number": number}
-        self._send(channel, Message(kind="heard", fields=fields))
+        Others that wait for an answer are told what was written, too.
+        """
+        is_written = self._journal.is_written and self._commits.is_written
+        heard, self._unacknowledged = self._unacknowledged, {}
+        goodput = self._state.pace.goodput(time.monotonic()) if heard else 0.0
+        for channel, name in heard.items():
+            member = self._state.members.get(name)
+            if member is not None:
+                number = member.reported if is_written else 0
+                fields = {"goodput": goodput, "number": number}
+                self._send(channel, Message(kind="heard", fields=fields))
+        answers, self._answers = self._answers, []
+        for channel, answer in answers:
+            if is_written or answer.kind != "noted":  # Else it is said again.
+                self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Message) -> None:
         name, slot = self._named(message.fields)
         # Only the folder of a member that is one is held.
         why = self._other_run(message.fields["run"])
-        why = why or self._membership.refusal(name, message)
+        why = why or refusal(self._state, name, message.fields)
         why = why or self._lock_save(message.fields["save"])
         if why:
-            self._do(WriteEvent(event="refused", fields={"name": name, "why": why}))
+            self._record("refused", name=name, why=why)
             self._send(channel, Message(kind="refused", fields={"why": why}))
             return
-        self._membership.register(now, message, name, slot)
+        self._take(now, Register(name=name, slot=slot, fields=message.fields))
         old = self._channels.get(name)
         if old is not None and old is not channel:
             self._names.pop(old, None)
@@ -516,13 +551,14 @@ class Supervisor:
         """A process says that it cannot be run, before it joins."""
         member = self._starting_member(message.fields)
         if member is not None:
-            self._membership.refused(now, member.name, message.fields["why"])
+            why = message.fields["why"]
+            self._take(now, Unrunnable(name=member.name, why=why))
         fields = {"why": "it cannot be run", "well": False}
         self._send(channel, Message(kind="over", fields=fields))
 
     def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
         """The member that a process is which was started and has not joined yet."""
-        for member in self._membership.members.values():
+        for member in self._state.members.values():
             where = member.machine or machine()
             if member.status == "starting" and fields["machine"] == where:
                 if member.pid == fields["pid"]:
@@ -531,7 +567,7 @@ class Supervisor:
 
     def _named(self, fields: Mapping[str, Any]) -> tuple[str, int | None]:
         """The name under which a member goes, and its slot if it was started here."""
-        members = self._membership.members
+        members = self._state.members
         if fields["name"]:
             known = members.get(fields["name"])
             return fields["name"], None if known is None else known.slot
@@ -572,9 +608,11 @@ class Supervisor:
     def _open_fleet(self) -> None:
         """Take agents, and say how they join."""
         given = program(self._run.command, self._environment, sys.executable)
-        self._fleet = AgentFleet(self._membership, self._send, Channel.close, given)
-        self._membership.placed = True
-        self._membership.awaited = set(self._run.awaited)
+        self._fleet = AgentFleet(
+            self._state, self._take, self._send, Channel.close, given
+        )
+        self._state.placed = True
+        self._state.awaited = set(self._run.awaited)
         host, port = self._address
         where = joined_address(reached_host(host), port)
         key = (self._folder / KEY).absolute()
@@ -582,21 +620,21 @@ class Supervisor:
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
         tell_user(text)
 
-    def _say_adding_up(self, channel: Channel, message: Message) -> None:
+    def _say_adding_up(self, now: float, channel: Channel, message: Message) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
         fields = dict(message.fields)
         if other := self._other_run(fields.pop("run")):
             self._send(channel, Message(kind="refused", fields={"why": other}))
             return
-        by, why = self._membership.add_up(**fields)
-        self._do_all()
+        self._take(now, ReductionProposed(**fields))
+        by, why = self._state.adding_up
         told = {
             "by": by,
             "why": why,
             "processes": self._run.settings.most,
-            "hosts": self._membership.hosts(),
+            "hosts": self._state.hosts(),
         }
-        self._send(channel, Message(kind="added_up", fields=told))
+        self._answers.append((channel, Message(kind="added_up", fields=told)))
 
     def _enlist(self, now: float, channel: Channel, message: Message) -> None:
         fields = message.fields
@@ -608,8 +646,7 @@ class Supervisor:
         else:
             why = self._fleet.refusal(fields)
         if why or self._fleet is None:
-            told = {"agent": fields["agent"], "why": why}
-            self._do(WriteEvent(event="agent_refused", fields=told))
+            self._record("agent_refused", agent=fields["agent"], why=why)
             self._send(channel, Message(kind="refused", fields={"why": why}))
             return
         self._fleet.enlist(now, channel, fields)
@@ -618,10 +655,9 @@ class Supervisor:
         if self._fleet is None:
             return
         self._fleet.heard(now, channel, message)
-        self._do_all()
-        if message.kind == "exited" and self._is_written():
+        if message.kind == "exited":
             fields = {"name": message.fields["name"]}
-            self._send(channel, Message(kind="noted", fields=fields))
+            self._answers.append((channel, Message(kind="noted", fields=fields)))
 
     def _kill_held(self, name: str) -> None:
         if self._fleet is not None:
@@ -641,26 +677,40 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
             self._take_events()
+            self._do_all()
 
     # Effects.
 
     def _do_all(self) -> None:
-        while effects := self._membership.effects():
+        """Do what follows from a turn, once what happened in it is on the disk."""
+        while effects := self._effects:
+            self._effects = []
+            for effect in effects:
+                self._write(effect)
+            self._is_written()
             for effect in effects:
                 self._do(effect)
+        self._acknowledge()
 
-    def _do(self, effect: Effect) -> None:
+    def _record(self, event: str, **fields: object) -> None:
+        """Have an event written down that the rules know nothing of."""
+        self._effects.append(WriteEvent(event=event, fields=fields))
+
+    def _write(self, effect: Effect) -> None:
         match effect:
             case WriteEvent(event=event, fields=fields):
-                self._journal.write(event, fields)
+                self._journal.add(event, fields)
                 tell_user(shown(event, fields, quiet=self._run.quiet))
             case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
                 fields = {"step": step, "generation": generation, "loss": loss}
-                self._commits.write(journal.COMMITTED, {**fields, "parts": parts})
-            case Send(name=name, message=message):
+                self._commits.add(journal.COMMITTED, {**fields, "parts": parts})
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Send(name=name, kind=kind, fields=fields):
                 channel = self._channels.get(name)
                 if channel is not None:
-                    self._send(channel, message)
+                    self._send(channel, Message(kind=kind, fields=fields))
             case Kill(name=name) if self._processes is not None:
                 self._processes.kill(name)
                 self._kill_held(name)
@@ -680,7 +730,7 @@ class Supervisor:
             return
         now = time.monotonic()
         if not self._is_written():
-            self._membership.failures.due[slot] = now + _FULL_SECONDS
+            self._take(now, Deferred(slot=slot, until=now + _FULL_SECONDS))
             return
         name = f"m{self._count + 1}"
         if self._fleet is not None:
@@ -688,33 +738,32 @@ class Supervisor:
             return
         if self._gpus.gpus and self._is_taken(now, slot):
             # Its GPUs are another's until that process has ended.
-            self._membership.started_later(now + _TICK_SECONDS, slot)
+            self._take(now, Deferred(slot=slot, until=now + _TICK_SECONDS))
             return
         try:
             own = self._gpus.of(slot)
         except WhaleError as error:  # The run began with fewer, and is not asked again.
-            told = {"slot": slot, "why": str(error)}
-            self._do(WriteEvent(event="not_started", fields=told))
-            self._membership.unplaced(slot)
+            self._record("not_started", slot=slot, why=str(error))
+            self._take(now, Deferred(slot=slot))
             return
         self._count += 1
         try:
             pid, began = self._processes.start(name, own)
         except OSError as error:  # Too many processes or files, or no memory.
             why = error.strerror or str(error)
-            self._membership.not_started(now, slot, why)
+            self._take(now, NotStarted(slot=slot, why=why))
             return
-        self._membership.started(now, name, slot, pid, began)
+        self._take(now, Started(name=name, slot=slot, pid=pid, began=began))
 
     def _is_taken(self, now: float, slot: int) -> bool:
         """Whether a process that filled a slot before has not ended yet."""
         assert self._processes is not None
-        members = self._membership.members
+        members = self._state.members
         there = [members[n] for n in self._processes.names if n in members]
         holder = next((member for member in there if member.slot == slot), None)
         if self._gpus.is_late(now, slot, 0 if holder is None else holder.pid):
             assert holder is not None
             why = f"it has not ended {HELD_SECONDS:g} s after it was given up"
-            told = {"name": holder.name, "pid": holder.pid, "slot": slot, "why": why}
-            self._do(WriteEvent(event="slot_held", fields=told))
+            told = {"name": holder.name, "pid": holder.pid, "slot": slot}
+            self._record("slot_held", **told, why=why)
         return holder is not None

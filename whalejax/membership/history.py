@@ -10,17 +10,34 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.failures import Failure
-from whalejax.elastic.supervisor.member_record import Status
+from whalejax.membership.endings import Ending
+from whalejax.membership.failures import Failure
 
 
 Phase = Literal["gathering", "preparing", "running", "draining", "ending"]
+Status = Literal[
+    "starting", "registered", "ready", "active", "finished", "left", "failed", "gone"
+]
 
 
 @dataclass(slots=True, kw_only=True)
-class MemberHistory:
-    """A member, as events tell of it; see ``Member`` for what these are."""
+class MemberRecord:
+    """A member, as events tell of it.
+
+    Attributes:
+        slot: the place among local processes that it fills; None for one that the
+            supervisor did not start.
+        pid: of a local process; 0 where it is not known.
+        began: when that process began.
+        agent: that holds the process; empty where it runs on the supervisor's machine.
+        machine: of the process, as ``processes.machine`` names it.
+        token: what its process drew, by which it is known before it has heard its name.
+        status: ``"starting"`` until it says something, ``"registered"`` while it
+            compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
+            ``"finished"`` behind the last step, ``"left"`` where its loop was left,
+            ``"failed"`` where it told its error and has not ended yet.
+        leaving: it asked to leave.
+    """
 
     slot: int | None
     pid: int = 0
@@ -48,13 +65,13 @@ class Over:
 
 
 @dataclass(slots=True, kw_only=True)
-class History:
-    """A run so far.
+class RunRecord:
+    """A run, as events tell of it.
 
     Attributes:
         generation: the newest that members were asked to form.
-        phase: what the run does; see ``RunState``.
-        members: all that ever were, by name.
+        phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
+            ``"draining"`` where it was told to end, ``"ending"``.
         active: of the newest generation that began, by rank.
         target, after: who was asked to form the newest one, and behind which step.
         step: at which the newest generation began.
@@ -63,15 +80,12 @@ class History:
         adding_up: how gradients are added up, and why; empty before it is decided.
         formed: a generation has begun.
         draining: the run was told to end.
-        well: who has done its work, in a generation by collectives.
+        well: who has done its work and ended, of the generation.
         over: how it ended; None before.
-        failed: each failure that counts, in seconds since the epoch.
-        errors: what members told of their errors, by name.
     """
 
     generation: int = 0
     phase: Phase = "gathering"
-    members: dict[str, MemberHistory] = field(default_factory=dict)
     active: list[str] = field(default_factory=list)
     target: list[str] = field(default_factory=list)
     after: int = -1
@@ -83,6 +97,19 @@ class History:
     draining: bool = False
     well: set[str] = field(default_factory=set)
     over: Over | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class History(RunRecord):
+    """A run so far.
+
+    Attributes:
+        members: all that ever were, by name.
+        failed: each failure that counts, in seconds since the epoch.
+        errors: what members told of their errors, by name.
+    """
+
+    members: dict[str, MemberRecord] = field(default_factory=dict)
     failed: list[Failure] = field(default_factory=list, compare=False)
     errors: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -110,7 +137,7 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
     """An event of one member."""
     match said["event"]:
         case "started":
-            found.members[name] = MemberHistory(
+            found.members[name] = MemberRecord(
                 slot=said["slot"],
                 pid=said["pid"],
                 began=said["began"],
@@ -118,7 +145,7 @@ def _take_of_member(found: History, name: str, said: Mapping[str, Any]) -> None:
                 machine=said.get("machine", ""),
             )
         case "registered":
-            known = found.members.setdefault(name, MemberHistory(slot=None))
+            known = found.members.setdefault(name, MemberRecord(slot=None))
             if known.status == "starting":  # Else it came back.
                 known.status = "registered"
             known.token = said.get("token", "")
