@@ -1,58 +1,50 @@
-"""What may happen in an elastic run, as its supervisor's loop hears of it."""
+"""What may happen in an elastic run, and what its supervisor's loop may have to do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from whalejax.membership.history import History
+from whalejax.membership.assignment import Node
+from whalejax.membership.endings import STATUS, Ending
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+# What may happen.
+
+
+class Begin(NamedTuple):
     """Processes may be started."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class Resume(NamedTuple):
     """A supervisor that was killed is started again.
 
     Attributes:
-        told: what its journal tells.
+        events: of its journal.
         losses: generation and loss of the steps that were written down.
         wall: the time by which failures in the journal are told.
         committed_at: when the newest step was, by the same.
     """
 
-    told: History
+    events: Sequence[Mapping[str, Any]]
     losses: Mapping[int, tuple[int, float]]
     wall: float = 0.0
     committed_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(NamedTuple):
     """A turn of the loop: time has passed, and what came in it has been told."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Register:
-    """A member that is not refused introduces itself, first or again.
-
-    Attributes:
-        name: that it goes by.
-        slot: of a process that was started here.
-        fields: of its message.
-    """
+class Register(NamedTuple):
+    """A member that is not refused introduces itself; ``slot`` if it was started."""
 
     name: str
     slot: int | None
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class Heard(NamedTuple):
     """A member said something; ``name`` is the one it was registered under."""
 
     name: str
@@ -60,24 +52,16 @@ class Heard:
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disconnected:
+class Disconnected(NamedTuple):
     """A connection ended; its member may come back while its lease lasts."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Started(NamedTuple):
     """A process was started, and waits until that is written down.
 
-    Attributes:
-        name: of its member.
-        slot: that it fills.
-        pid: its number.
-        began: when it began, by which a later supervisor knows it.
-        agent: that holds it; empty for none.
-        machine: of the process.
+    A later supervisor knows it by when it ``began``; ``agent`` is empty for none.
     """
 
     name: str
@@ -88,47 +72,36 @@ class Started:
     machine: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotStarted:
+class NotStarted(NamedTuple):
     """A process could not be started, as the system said; it is tried again."""
 
     slot: int
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
+class Deferred(NamedTuple):
     """A process is started later: at a time, or when an agent has room for it."""
 
     slot: int
     until: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exited:
-    """A process has ended.
-
-    Attributes:
-        name: of its member.
-        status: of the process; None where nobody can know.
-        log: the end of what it wrote.
-    """
+class Exited(NamedTuple):
+    """A process has ended, by a status if it is known; ``log`` ends what it wrote."""
 
     name: str
     status: int | None
     log: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unrunnable:
+class Unrunnable(NamedTuple):
     """A process that has not joined cannot be run with what it was given."""
 
     name: str
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentJoined:
+class AgentJoined(NamedTuple):
     """An agent joined the run, and may hold so many processes."""
 
     agent: str
@@ -136,68 +109,101 @@ class AgentJoined:
     room: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoomFreed:
-    """An agent has room for so many further processes."""
+class RoomFreed(NamedTuple):
+    """Agents have room for so many further processes."""
 
-    count: int
+    rooms: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentLeft:
+class AgentLeft(NamedTuple):
     """An agent was told to end, and holds no process any more."""
 
     agent: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentLost:
+class AgentLost(NamedTuple):
     """An agent is lost with all members that it holds, which is one failure."""
 
     agent: str
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReductionProposed:
-    """A process says how gradients are added up, and why; what is said first holds.
-
-    Attributes:
-        by: ``"messages"`` or ``"collectives"``; empty of a process that only asks.
-        why: for a user.
-    """
+class ReductionProposed(NamedTuple):
+    """A process says how gradients are added up, or asks; what is said first holds."""
 
     by: str
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terminate:
-    """The run is to end: members stop at a step, and one saves its state."""
+class Terminate(NamedTuple):
+    """The run is to end: at once, or at a step after which a member saves its state."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndAtOnce:
-    """The run is to end without waiting for anything; no state is saved."""
+    at_once: bool
 
 
 Event = (
-    Begin
-    | Resume
-    | Tick
-    | Register
-    | Heard
-    | Disconnected
-    | Started
-    | NotStarted
-    | Deferred
-    | Exited
-    | Unrunnable
-    | AgentJoined
-    | RoomFreed
-    | AgentLeft
-    | AgentLost
-    | ReductionProposed
-    | Terminate
-    | EndAtOnce
-)
+    Begin | Resume | Tick | Register | Heard | Disconnected | Started | NotStarted
+    | Deferred | Exited | Unrunnable | AgentJoined | RoomFreed | AgentLeft | AgentLost
+    | ReductionProposed | Terminate
+)  # fmt: skip
+
+
+# What is to be done.
+
+
+class Send(NamedTuple):
+    """Send a member a message, by its kind and fields."""
+
+    name: str
+    kind: str
+    fields: Mapping[str, Any]
+
+
+class Kill(NamedTuple):
+    """End a member's process at once, so that it can do nothing more."""
+
+    name: str
+    pid: int
+
+
+class Start(NamedTuple):
+    """Start a process in a slot."""
+
+    slot: int
+
+
+class Release(NamedTuple):
+    """Let a process run that was started: it is written down."""
+
+    name: str
+
+
+class WriteEvent(NamedTuple):
+    """Write an event down, before anything that follows it is done."""
+
+    event: str
+    fields: dict[str, object]
+
+
+class StepCommit(NamedTuple):
+    """A step was committed: what it took from whom."""
+
+    step: int
+    generation: int
+    loss: float
+    parts: Mapping[str, Sequence[Node]]
+
+
+class End(NamedTuple):
+    """The run is over: how, and what a user is told of it."""
+
+    how: Ending
+    text: str
+
+    @property
+    def status(self) -> int:
+        """For the process that started the run."""
+        return STATUS[self.how]
+
+
+Effect = Send | Kill | Start | Release | WriteEvent | StepCommit | End

@@ -6,10 +6,10 @@ from typing import Final
 
 from whalejax.membership.assignment import dealt, ranks, repaired
 from whalejax.membership.endings import Ending
-from whalejax.membership.history import Phase
+from whalejax.membership.history import record
 from whalejax.membership.losses import check_budget, count, lose, restart_world
 from whalejax.membership.phases import BETWEEN, FETCHING, RESTORING, SAVING
-from whalejax.membership.run import Member, Run
+from whalejax.membership.run import Member, Phase, Run
 from whalejax.membership.run_ends import end
 
 
@@ -136,7 +136,7 @@ def unfit(run: Run, now: float, size: int, why: str) -> None:
         return
     if size not in run.unfit:
         run.unfit[size] = why
-        run.record("unfit", count=size, why=why)
+        record(run, now, "unfit", count=size, why=why)
     if run.phase in ("draining", "ending"):
         return
     sizes = range(run.settings.least, run.settings.most + 1)
@@ -199,13 +199,7 @@ def _fail_left(run: Run, now: float, names: list[str]) -> None:
 
 
 def change(run: Run, now: float, after: int) -> None:
-    """Ask for a new generation of those who are there.
-
-    Args:
-        run: whose.
-        now: the time.
-        after: the step behind which members stop; -1 stops them at once.
-    """
+    """Ask for a new generation of those who are there, after a step or at once (-1)."""
     if run.phase == "ending":
         return
     members = run.fitting()
@@ -220,19 +214,18 @@ def change(run: Run, now: float, after: int) -> None:
     ask(run, now, target, after, phase="preparing" if enough else "gathering")
     if not enough:
         run.short_since = now
-        run.record("short", members=members, least=run.settings.least)
+        record(run, now, "short", members=members, least=run.settings.least)
 
 
 def ask(run: Run, now: float, target: list[str], after: int, *, phase: Phase) -> None:
     """Ask members to stop behind a step, for a new generation."""
-    run.generation += 1
-    run.phase, run.after, run.asked_at = phase, after, now
-    run.suspected_at = None
+    run.asked_at, run.suspected_at = now, None
     run.broken_links.clear()
-    run.target, run.well = list(target), set()
-    run.record(
+    record(
+        run,
+        now,
         "preparing",
-        generation=run.generation,
+        generation=run.generation + 1,
         members=list(target),
         after=after,
         phase=phase,
@@ -309,12 +302,12 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
     seconds = {m.name: m.seconds for m in members}
     held = {m.name: m.held for m in members if m.step == step}
     size, names = run.micro_batches, [m.name for m in members]
-    run.active, run.phase, run.target, run.after = names, "running", [], -1
-    run.step, run.formed, run.well = step, True, set()
     run.short_since, run.expected = None, 0
     run.pace.begun(step, now)
     kept = sum(last - first for nodes in held.values() for first, last in nodes)
-    run.record(
+    record(
+        run,
+        now,
         "begun",
         generation=run.generation,
         members=names,
@@ -332,8 +325,6 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
     for member in members:
         member.held, member.beyond = (), 0
         member.moved_at = now
-        if member.status != "finished":
-            member.becomes("active", now)
         run.send(member.name, "begin", **fields)
 
 
@@ -359,8 +350,7 @@ def terminate(run: Run, now: float) -> None:
     """The run is to end: members stop at a step, and one saves its state."""
     if run.draining or run.phase == "ending":
         return
-    run.draining = True
-    run.record("draining", step=run.pace.step)
+    record(run, now, "draining", step=run.pace.step)
     begin_draining(run, now)
 
 

@@ -6,11 +6,11 @@ import signal
 from typing import Final
 
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, LOSS_SIGNS
-from whalejax.membership.effects import Kill, Start
 from whalejax.membership.endings import Ending, exit_text
+from whalejax.membership.events import Kill, Start
 from whalejax.membership.failures import Failure
-from whalejax.membership.history import Status
-from whalejax.membership.run import Member, Run
+from whalejax.membership.history import record
+from whalejax.membership.run import Member, Run, Status
 from whalejax.membership.run_ends import end, how_ended, miss_checkpoint
 
 
@@ -42,7 +42,7 @@ def exited(run: Run, now: float, name: str, status: int | None, log: str) -> Non
     member = run.members.get(name)
     if member is None or not member.is_there:
         return
-    miss_checkpoint(run, member, status)
+    miss_checkpoint(run, now, member, status)
     how = how_ended(run, member, status)
     if how is None:
         why = f"its process ended {exit_text(status)}"
@@ -55,10 +55,7 @@ def exited(run: Run, now: float, name: str, status: int | None, log: str) -> Non
         lose(run, now, member, why, log, how=how)
     else:
         well = name in run.active and how is Ending.COMPLETE
-        run.record("ended", name=name, status=status, how=how, well=well)
-        remove(run, now, member)
-        if well:
-            run.well.add(name)
+        record(run, now, "ended", name=name, status=status, how=how, well=well)
         if run.restarts and well:
             pass  # It has done its work.
         elif member.slot is not None and run.phase not in ("draining", "ending"):
@@ -66,12 +63,6 @@ def exited(run: Run, now: float, name: str, status: int | None, log: str) -> Non
             run.failures.due.setdefault(member.slot, again)
     if run.restarts and run.active and run.well.issuperset(run.active):
         end(run, now, Ending.COMPLETE, "")
-
-
-def remove(run: Run, now: float, member: Member) -> None:
-    """Watch over a member no more."""
-    member.becomes("gone", now)
-    run.lease.forget(member.name)
 
 
 def lose(
@@ -86,23 +77,18 @@ def lose(
 ) -> None:
     """Give a member up, and end it before its work is given to others.
 
-    Args:
-        run: that it is part of.
-        now: the time.
-        member: which.
-        why: for a user.
-        log: the end of what it wrote.
-        counts: it is a failure of its own, unless it or the run is ending.
-        how: it has ended.
+    Its loss is a failure of its own where it ``counts`` and nothing is ending; ``log``
+    is the end of what it wrote.
     """
     if not member.is_there:
         return
     over = run.phase in ("draining", "ending")
     counts = counts and not member.leaving and not over
-    remove(run, now, member)
     failed = how is Ending.FAILED
     error = run.failures.error_of(member.name, log) if failed else ""
-    run.record(
+    record(
+        run,
+        now,
         "lost",
         name=member.name,
         why=why,
@@ -145,7 +131,7 @@ def count(
 
 def agent_lost(run: Run, now: float, agent: str, why: str) -> None:
     """Give up all members that an agent holds, which is one failure."""
-    run.record("agent_lost", agent=agent, why=why)
+    record(run, now, "agent_lost", agent=agent, why=why)
     run.agents.pop(agent, None)
     text, alone = f"its agent {agent} is lost: {why}", True
     for member in [m for m in run.there() if m.agent == agent]:
@@ -157,14 +143,13 @@ def restart_world(run: Run, now: float) -> None:
     """End those that are left of a generation by collectives, to start anew."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
-    run.phase, run.short_since = "gathering", now
-    run.record("restarting", members=list(run.active))
+    run.short_since = now
+    record(run, now, "restarting", members=list(run.active))
     for name in run.active:
         member = run.members[name]
         if member.is_there:
-            remove(run, now, member)
             why = "the world starts again"
-            run.record("ended", name=name, why=why, how=Ending.DRAINED)
+            record(run, now, "ended", name=name, why=why, how=Ending.DRAINED)
             run.outbox.append(Kill(name=name, pid=member.pid))
         if member.slot is not None:
             run.failures.due.setdefault(member.slot, now)
@@ -177,13 +162,7 @@ def _may_follow(run: Run, error: str) -> bool:
 
 
 def check_budget(run: Run, now: float, reached: Status = "active") -> None:
-    """End the run where it fails for good.
-
-    Args:
-        run: which.
-        now: the time.
-        reached: how far the member has come that failed.
-    """
+    """End the run where it fails for good; who failed last had ``reached`` this."""
     far = _FURTHER.index(reached)
     well = [m for m in run.there() if m.status != "failed"]
     passed = any(_FURTHER.index(m.reached) > far for m in well)

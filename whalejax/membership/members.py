@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from whalejax.membership.effects import Release, StepCommit
 from whalejax.membership.endings import Ending
-from whalejax.membership.events import Register, Started
+from whalejax.membership.events import Register, Release, Started, StepCommit
 from whalejax.membership.facts import difference, told_facts
 from whalejax.membership.generations import ask, ask_again, change, release, unfit
-from whalejax.membership.losses import remove
+from whalejax.membership.history import record
 from whalejax.membership.phases import IN_A_STEP, STOPPED
 from whalejax.membership.run import Member, Run
 from whalejax.membership.run_ends import dismiss, end
@@ -23,26 +22,15 @@ _LOSSES_KEPT: Final = 10_000
 def started(run: Run, now: float, event: Started) -> None:
     """A process was started; see ``Started``."""
     name, slot, pid, began = event.name, event.slot, event.pid, event.began
-    where: dict[str, Any] = {}
-    if event.agent:
-        where = {"agent": event.agent, "machine": event.machine}
+    where = {"agent": event.agent, "machine": event.machine} if event.agent else {}
     run.starting.discard(slot)
-    run.members[name] = Member(
-        name=name, slot=slot, pid=pid, began=began, since=now, **where
-    )
     run.lease.heard(name, now)
-    run.record("started", name=name, slot=slot, pid=pid, began=began, **where)
+    record(run, now, "started", name=name, slot=slot, pid=pid, began=began, **where)
     run.outbox.append(Release(name=name))
 
 
 def refusal(run: Run, name: str, fields: Mapping[str, Any]) -> str:
-    """Why a process cannot take part, or nothing.
-
-    Args:
-        run: that it would be part of.
-        name: that it would go by.
-        fields: of a checked ``"register"``.
-    """
+    """Why a process cannot take part under a name, by its fields; or nothing."""
     known = run.members.get(name)
     if known is not None and not known.is_there:
         return "this member was given up, and its generation is over"
@@ -55,27 +43,20 @@ def register(run: Run, now: float, event: Register) -> None:
     """A member introduces itself; see ``Register``."""
     name, slot, fields = event.name, event.slot, event.fields
     if not run.facts:
-        run.facts = told_facts(fields)
-        run.record("facts", **run.facts)
-    known = run.members.get(name)
-    if known is None:
-        known = run.members[name] = Member(name=name, slot=slot, since=now)
-    known.pid = known.pid or (fields["pid"] if slot is not None else 0)
-    known.host, known.port = fields["host"], fields["port"]
-    known.token, known.step, known.connected = fields["token"], fields["step"], True
-    run.lease.heard(name, now)
-    if known.status == "starting":
-        known.becomes("registered", now)
+        record(run, now, "facts", **told_facts(fields))
     ahead = fields["generation"] > run.generation
-    run.generation = max(run.generation, fields["generation"])
-    run.record(
+    record(
+        run,
+        now,
         "registered",
         name=name,
-        host=known.host,
-        step=known.step,
-        token=known.token,
-        generation=fields["generation"],
+        **{k: fields[k] for k in ("host", "step", "token", "generation")},
     )
+    known = run.members[name]
+    known.pid = known.pid or (fields["pid"] if slot is not None else 0)
+    known.host, known.port = fields["host"], fields["port"]
+    known.step, known.connected = fields["step"], True
+    run.lease.heard(name, now)
     _catch_up(run, now, known, ahead=ahead)
 
 
@@ -105,22 +86,12 @@ def unrunnable(run: Run, now: float, name: str, why: str) -> None:
     joined = any(m.token for m in run.members.values())
     if joined or run.formed or run.phase != "gathering":
         return
-    remove(run, now, member)
-    run.record("ended", name=name, status=None, how=Ending.FAILED, well=False)
+    record(run, now, "ended", name=name, status=None, how=Ending.FAILED, well=False)
     end(run, now, Ending.REFUSED, why)
 
 
 def hear(run: Run, now: float, name: str, kind: str, fields: Mapping[str, Any]) -> None:
-    """A member said something.
-
-    What it repeats, because it did not know that it was heard, is left out.
-
-    Args:
-        run: that it is part of.
-        now: the time.
-        name: under which it was registered.
-        kind, fields: of a checked message.
-    """
+    """A member said something; what it repeats, for want of an answer, is left out."""
     member = run.members.get(name)
     if member is None or not member.is_there:
         run.send(name, "over", why="this member was given up", well=False)
@@ -149,8 +120,7 @@ def _report(
     match kind, fields:
         case "ready", _:
             if member.status == "registered":
-                member.becomes("ready", now)
-                run.record("ready", name=name)
+                record(run, now, "ready", name=name)
         case "prepared", {"generation": generation, "step": step, "held": held}:
             if generation == run.generation:
                 member.prepared, member.step = generation, step
@@ -159,8 +129,7 @@ def _report(
             _suspect(run, now, member, generation, other, why)
         case "leaving", {"why": why}:
             if not member.leaving and member.status not in ("finished", "left"):
-                member.leaving = True
-                run.record("leaving", name=name, why=why)
+                record(run, now, "leaving", name=name, why=why)
                 if member.status in ("registered", "ready"):
                     release(run, now, member)
         case "left", {"step": step}:
@@ -168,13 +137,11 @@ def _report(
             # members, so that a condition on them is.
             member.step = max(member.step, step)
             if member.status == "active":
-                member.becomes("left", now)
-                run.record("left", name=name, step=step)
+                record(run, now, "left", name=name, step=step)
         case "finished", {"step": step}:
             member.step = max(member.step, step)
             if member.status != "finished":
-                member.becomes("finished", now)
-                run.record("finished", name=name, step=step)
+                record(run, now, "finished", name=name, step=step)
         case "failed", {"why": why}:
             _failed(run, now, member, why)
         case "unfit", {"count": count, "why": why}:
@@ -182,23 +149,14 @@ def _report(
         case "written", {"step": step}:
             # It asks whether its checkpoint may take its name: not if it was given up.
             run.send(name, "keep", step=step)
-        case "saved", {"step": step, "path": path}:
-            run.checkpoint = path
-            _saver_reports(run, name)
-            run.record("saved", name=name, step=step, path=path)
-        case "not_saved", {"step": step, "why": why}:
-            _saver_reports(run, name)
-            run.record("not_saved", name=name, step=step, why=why)
-        case "recovered", {"step": step, "source": source}:
-            # From copies in memory, a checkpoint, or none.
-            run.record("recovered", name=name, step=step, source=source)
-            run.pace.begun(step, now)
-        case "not_copied", {"step": step, "why": why}:
-            run.record("not_copied", name=name, step=step, why=why)
-        case "compiled_ahead", {"count": count, "seconds": seconds}:
-            run.record("compiled_ahead", name=name, count=count, seconds=seconds)
-        case "note", {"why": why}:
-            run.record("note", name=name, why=why)
+        case "saved" | "not_saved" | "recovered", _:
+            if kind in ("saved", "not_saved") and run.over is not None:
+                run.saver_reported |= name == run.over.saver
+            if kind == "recovered":  # From copies in memory, a checkpoint, or none.
+                run.pace.begun(fields["step"], now)
+            record(run, now, kind, name=name, **_told(fields))
+        case "compiled_ahead" | "not_copied" | "note", _:
+            record(run, now, kind, name=name, **_told(fields))
         case _:
             raise ValueError(f"a member said {kind!r}, which no rule is for")
 
@@ -264,7 +222,7 @@ def _compare(
 def _suspect(
     run: Run, now: float, member: Member, generation: int, other: str, why: str
 ) -> None:
-    run.record("suspect", name=other, by=member.name, why=why)
+    record(run, now, "suspect", name=other, by=member.name, why=why)
     known = run.members.get(other)
     if known is None or known.status in ("left", "failed", "gone"):
         return  # That it cannot be reached is known.
@@ -274,15 +232,13 @@ def _suspect(
             run.suspected_at = now
 
 
-def _saver_reports(run: Run, name: str) -> None:
-    """It has said what came of the last checkpoint, where that is what it wrote."""
-    if run.over is not None and name == run.over.saver:
-        run.saver_reported = True
+def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report tells, without the number that the member gave it."""
+    return {key: value for key, value in fields.items() if key != "number"}
 
 
 def _failed(run: Run, now: float, member: Member, why: str) -> None:
     """It ends by an error, and takes no part any more: the others do not wait."""
-    run.record("failed", name=member.name, why=why)
+    record(run, now, "failed", name=member.name, why=why)
     run.failures.said(member.name, why)
-    member.becomes("failed", now)
     member.released_at = now

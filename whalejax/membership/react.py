@@ -7,58 +7,22 @@ so that every order of events can be tried in a test with a clock of its own.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
-from typing import Any, Final
+from typing import Final
 
-from whalejax.membership.effects import Effect
-from whalejax.membership.events import (
-    AgentJoined,
-    AgentLeft,
-    AgentLost,
-    Begin,
-    Deferred,
-    Disconnected,
-    EndAtOnce,
-    Event,
-    Exited,
-    Heard,
-    NotStarted,
-    ReductionProposed,
-    Register,
-    Resume,
-    RoomFreed,
-    Started,
-    Terminate,
-    Tick,
-    Unrunnable,
-)
+from whalejax.membership import events as ev
+from whalejax.membership import generations, losses, members, run_ends
 from whalejax.membership.failures import Failure
-from whalejax.membership.generations import (
-    begin_draining,
-    change,
-    settle,
-    terminate,
-)
-from whalejax.membership.history import History, MemberRecord, RunRecord
+from whalejax.membership.history import apply, record
 from whalejax.membership.lease import shifted
-from whalejax.membership.losses import (
-    agent_lost,
-    check_budget,
-    exited,
-    lose,
-    start_due,
-)
-from whalejax.membership.members import hear, register, started, unrunnable
 from whalejax.membership.phases import COMPUTING
 from whalejax.membership.run import Member, Run
-from whalejax.membership.run_ends import end_again, end_at_once
 
 
 _SUSPECT_SECONDS: Final = 1.0
 """How long the end of a member may lag behind that of its connections."""
 
 
-def react(run: Run, now: float, event: Event) -> list[Effect]:
+def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
     """Take an event, and say what is to be done.
 
     Who takes part is decided once a turn of the loop, at ``Tick``.
@@ -73,76 +37,75 @@ def react(run: Run, now: float, event: Event) -> list[Effect]:
 
     >>> from whalejax.membership.settings import SupervisorSettings
     >>> run = Run(settings=SupervisorSettings(least=1, most=2))
-    >>> react(run, 0.0, Begin())
+    >>> react(run, 0.0, ev.Begin())
     [Start(slot=0), Start(slot=1)]
     """
     match event:
-        case Heard(name=name, kind=kind, fields=said):
-            hear(run, now, name, kind, said)
-        case Tick():
+        case ev.Heard(name=name, kind=kind, fields=said):
+            members.hear(run, now, name, kind, said)
+        case ev.Tick():
             _tick(run, now)
-        case Register():
-            register(run, now, event)
-        case Disconnected(name=name):
+        case ev.Register():
+            members.register(run, now, event)
+        case ev.Disconnected(name=name):
             if name in run.members:
                 run.members[name].connected = False
-        case Exited(name=name, status=status, log=log):
+        case ev.Exited(name=name, status=status, log=log):
             if not run.is_settled:
-                settle(run, now)  # What it said before counts first.
-            exited(run, now, name, status, log)
-        case Unrunnable(name=name, why=why):
-            unrunnable(run, now, name, why)
-        case ReductionProposed(by=by, why=why):
+                generations.settle(run, now)  # What it said before counts first.
+            losses.exited(run, now, name, status, log)
+        case ev.Unrunnable(name=name, why=why):
+            members.unrunnable(run, now, name, why)
+        case ev.ReductionProposed(by=by, why=why):
             if by and not run.adding_up[0]:
-                run.adding_up = by, why
-                run.record("adding_up", by=by, why=why)
-        case Begin():
+                record(run, now, "adding_up", by=by, why=why)
+        case ev.Begin():
             for slot in range(run.settings.most + run.settings.spares):
                 run.failures.due[slot] = now
             _tick(run, now)
-        case Resume():
+        case ev.Resume():
             _resume(run, now, event)
-        case Terminate():
-            terminate(run, now)
-        case EndAtOnce():
-            end_at_once(run, now)
-        case Started():
-            started(run, now, event)
+        case ev.Terminate(at_once=True):
+            run_ends.end_at_once(run, now)
+        case ev.Terminate():
+            generations.terminate(run, now)
+        case ev.Started():
+            members.started(run, now, event)
         case _:
             _place(run, now, event)
-    if not isinstance(event, Heard | Disconnected):
-        run.is_settled = isinstance(event, Tick)
+    if not isinstance(event, ev.Heard | ev.Disconnected):
+        run.is_settled = isinstance(event, ev.Tick)
         run.forget_left()
     effects, run.outbox = run.outbox, []
     return effects
 
 
-def _place(run: Run, now: float, event: Event) -> None:
+def _place(run: Run, now: float, event: ev.Event) -> None:
     """What comes of starting processes, and of the agents that hold them."""
     match event:
-        case NotStarted(slot=slot, why=why):
+        case ev.NotStarted(slot=slot, why=why):
             run.starting.discard(slot)
-            run.record("not_started", slot=slot, why=why)
+            record(run, now, "not_started", slot=slot, why=why)
             hold = max(run.settings.hold_seconds, run.failures.hold(now, slot))
             run.failures.due[slot] = now + hold
-        case Deferred(slot=slot, until=None):
+        case ev.Deferred(slot=slot, until=at):
             run.starting.discard(slot)
-            run.unplaced.add(slot)
-        case Deferred(slot=slot, until=float(at)):
-            run.starting.discard(slot)
-            run.failures.due[slot] = at
-        case RoomFreed(count=room):
+            if at is None:
+                run.unplaced.add(slot)
+            else:
+                run.failures.due[slot] = at
+        case ev.RoomFreed(rooms=room):
             _fill_room(run, now, room)
-        case AgentJoined(agent=agent, host=host, room=room):
-            run.record("agent_joined", agent=agent, host=host, room=room)
+        case ev.AgentJoined(agent=agent, host=host, room=room):
+            record(run, now, "agent_joined", agent=agent, host=host, room=room)
             run.awaited.discard(agent)
             run.agents[agent] = room
             _fill_room(run, now, room)
-        case AgentLeft(agent=agent):
-            run.record("agent_left", agent=agent)
+        case ev.AgentLeft(agent=agent):
+            record(run, now, "agent_left", agent=agent)
             run.agents.pop(agent, None)
-        case AgentLost(agent=agent, why=why):
-            agent_lost(run, now, agent, why)
+        case ev.AgentLost(agent=agent, why=why):
+            losses.agent_lost(run, now, agent, why)
 
 
 def _fill_room(run: Run, now: float, room: int) -> None:
@@ -163,11 +126,11 @@ def _tick(run: Run, now: float) -> None:
         for member in [*run.members.values()]:
             why = _overdue(run, now, member, silent.get(member.name))
             if why and run.over is None:
-                lose(run, now, member, why)
+                losses.lose(run, now, member, why)
     if not run.restarts:  # Else steps are between the processes, which watch over them.
         check_step(run, now)
-    start_due(run, now)
-    settle(run, now)
+    losses.start_due(run, now)
+    generations.settle(run, now)
 
 
 def _forgive(run: Run, now: float, seconds: float) -> None:
@@ -218,14 +181,14 @@ def check_step(run: Run, now: float) -> None:
         if own is not None and now - member.moved_at > own:
             step = member.phase in (COMPUTING, "")
             what = "in a step" if step else f"({member.phase})"
-            lose(run, now, member, f"it did not move on {what} for {own:.0f} s")
+            losses.lose(run, now, member, f"it did not move on {what} for {own:.0f} s")
     moved_at = max([run.pace.at, *(m.moved_at for m in there)])
     if there and now - moved_at > limit and not any(limits):
-        run.record("stuck", seconds=limit, members=list(run.active))
+        record(run, now, "stuck", seconds=limit, members=list(run.active))
         why, since = "waited for each other", run.pace.at
         run.failures.count(Failure(at=now, since=since, name="all members", why=why))
-        check_budget(run, now)
-        change(run, now, -1)
+        losses.check_budget(run, now)
+        generations.change(run, now, -1)
 
 
 def _connect_anew(run: Run, now: float) -> None:
@@ -246,53 +209,55 @@ def _connect_anew(run: Run, now: float) -> None:
         ends = Counter(name for link in again for name in link)
         order = [*there]
         worst = max(ends, key=lambda n: (ends[n], -there[n].step, order.index(n)))
-        lose(run, now, there[worst], "other members cannot reach it")
-    change(run, now, -1)
+        losses.lose(run, now, there[worst], "other members cannot reach it")
+    generations.change(run, now, -1)
 
 
-# The journal.
-
-
-def run_history(run: Run) -> History:
-    """What a journal must tell of this run by now."""
-    own = {f.name: getattr(run, f.name) for f in fields(RunRecord)}
-    members = {name: MemberRecord(**_record(m)) for name, m in run.members.items()}
-    return History(members=members, **own)
-
-
-def _record(member: MemberRecord) -> dict[str, Any]:
-    return {f.name: getattr(member, f.name) for f in fields(MemberRecord)}
-
-
-def _resume(run: Run, now: float, event: Resume) -> None:
+def _resume(run: Run, now: float, event: ev.Resume) -> None:
     """Go on where a supervisor that was killed has left the run; see ``Resume``.
 
     Its members are given time to come back.
     """
-    told, before = event.told, run.generation
-    for f in fields(RunRecord):
-        setattr(run, f.name, getattr(told, f.name))
-    run.generation, run.asked_at = max(before, told.generation), now
-    for name, one in told.members.items():
-        run.members[name] = Member(name=name, since=now, moved_at=now, **_record(one))
-        if one.status != "gone":
-            run.lease.expect(name, now + run.settings.rejoin_seconds)
-    run.losses = dict(event.losses)
-    since = [s for s, (g, _) in event.losses.items() if g >= told.generation]
-    run.pace.begun(max([told.step, *since]), now)
-    for name, error in told.errors.items():
-        run.failures.said(name, error)
-    for failure in told.failed:
-        at, began = now - event.wall + failure.at, now - event.wall + failure.since
-        run.failures.count(replace(failure, at=at, since=began))
-        if failure.at < event.committed_at:
-            run.failures.progressed()
+    before, newest = run.generation, event.losses
+    for said in event.events:
+        apply(run, now, said["event"], said)
+    since = [step for step, (made_in, _) in newest.items() if made_in >= run.generation]
+    run.generation, run.asked_at = max(before, run.generation), now
+    for member in run.there():
+        member.moved_at = now
+        run.lease.expect(member.name, now + run.settings.rejoin_seconds)
+    run.losses = dict(newest)
+    run.pace.begun(max([run.step, *since]), now)
+    _count_again(run, now - event.wall, event)
     if run.phase not in ("draining", "ending"):
         taken = {m.slot for m in run.there()}
         for slot in range(run.settings.most + run.settings.spares):
             if slot not in taken:
                 run.failures.due[slot] = now
     if run.over is not None:
-        end_again(run)
+        run_ends.end_again(run)
     elif run.draining and run.phase != "draining":
-        begin_draining(run, now)
+        generations.begin_draining(run, now)
+
+
+def _count_again(run: Run, shift: float, event: ev.Resume) -> None:
+    """Count the failures that a journal tells of; ``shift`` makes its times ours."""
+    for said in event.events:
+        match said:
+            case {"event": "failed", "name": name, "why": why}:
+                run.failures.said(name, why)
+    for said in event.events:
+        match said:
+            case {"event": "lost" | "ended", "counts": True, "name": name, "why": why}:
+                at = said.get("time", 0.0)
+                failure = Failure(
+                    at=shift + at,
+                    since=shift + at - said.get("seconds", 0.0),
+                    name=name,
+                    why=why,
+                    error=said.get("said", ""),
+                    step=said["step"],
+                )
+                run.failures.count(failure)
+                if at < event.committed_at:
+                    run.failures.progressed()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 from whalejax.membership.assignment import Node
 from whalejax.membership.commit_times import CommitTimes
-from whalejax.membership.effects import Effect, Send, WriteEvent
+from whalejax.membership.endings import Ending
+from whalejax.membership.events import Effect, Send
 from whalejax.membership.failures import Failures
-from whalejax.membership.history import MemberRecord, RunRecord, Status
 from whalejax.membership.lease import Lease
 from whalejax.membership.phases import DEADLINES, STEP
 from whalejax.membership.settings import SupervisorSettings
@@ -32,12 +32,38 @@ LONGEST_TURN_SECONDS: Final = 1.0
 """Between two turns of the supervisor: more, and it may have been stopped."""
 
 
+Phase = Literal["gathering", "preparing", "running", "draining", "ending"]
+Status = Literal[
+    "starting", "registered", "ready", "active", "finished", "left", "failed", "gone"
+]
+
+
+class Over(NamedTuple):
+    """The end of a run; ``saver`` writes a last checkpoint, and is empty for none."""
+
+    how: Ending
+    text: str
+    saver: str
+
+
 @dataclass(slots=True, kw_only=True)
-class Member(MemberRecord):
+class Member:
     """A member, as the supervisor last heard of it.
 
     Attributes:
         name: unlike that of any other process of the run, also of earlier ones.
+        slot: the place among local processes that it fills; None for one that the
+            supervisor did not start.
+        pid: of a local process; 0 where it is not known.
+        began: when that process began.
+        agent: that holds the process; empty where it runs on the supervisor's machine.
+        machine: of the process, as ``processes.machine`` names it.
+        token: what its process drew, by which it is known before it has heard its name.
+        status: ``"starting"`` until it says something, ``"registered"`` while it
+            compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
+            ``"finished"`` behind the last step, ``"left"`` where its loop was left,
+            ``"failed"`` where it told its error and has not ended yet.
+        leaving: it asked to leave.
         reached: its status before it failed or was given up.
         since: when it came to the status that it reached.
         connected: there is a connection.
@@ -55,6 +81,14 @@ class Member(MemberRecord):
     """
 
     name: str
+    slot: int | None
+    pid: int = 0
+    began: str = ""
+    agent: str = ""
+    machine: str = ""
+    token: str = ""
+    status: Status = "starting"
+    leaving: bool = False
     reached: Status = "starting"
     since: float = 0.0
     connected: bool = False
@@ -85,12 +119,25 @@ class Member(MemberRecord):
 
 
 @dataclass(slots=True, kw_only=True)
-class Run(RunRecord):
-    """A run: what its journal tells of it, and what is known beside that.
+class Run:
+    """A run: what its journal tells of it, down to ``over``, and what else is known.
 
     Attributes:
         settings: how it decides.
         members: all that ever were, by name.
+        generation: the newest that members were asked to form.
+        phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
+            ``"draining"`` where it was told to end, ``"ending"``.
+        active: of the newest generation that began, by rank.
+        target, after: who was asked to form the newest one, and behind which step.
+        step: at which the newest generation began.
+        facts: that all members have in common.
+        checkpoint: the newest.
+        adding_up: how gradients are added up, and why; empty before it is decided.
+        formed: a generation has begun.
+        draining: the run was told to end.
+        well: who has done its work and ended, of the generation.
+        over: how it ended; None before.
         pace: the steps that were committed.
         failures: of members, and when slots are filled again.
         lease: of the members that have said something.
@@ -115,6 +162,19 @@ class Run(RunRecord):
 
     settings: SupervisorSettings
     members: dict[str, Member] = field(default_factory=dict)
+    generation: int = 0
+    phase: Phase = "gathering"
+    active: list[str] = field(default_factory=list)
+    target: list[str] = field(default_factory=list)
+    after: int = -1
+    step: int = -1
+    facts: dict[str, str] = field(default_factory=dict)
+    checkpoint: str = ""
+    adding_up: tuple[str, str] = ("", "")
+    formed: bool = False
+    draining: bool = False
+    well: set[str] = field(default_factory=set)
+    over: Over | None = None
     pace: CommitTimes = field(init=False)
     failures: Failures = field(init=False)
     lease: Lease[str] = field(init=False)
@@ -233,12 +293,7 @@ class Run(RunRecord):
     # Times and texts.
 
     def limit(self, member: Member, step_seconds: float | None = None) -> float | None:
-        """How long what a member does may take; None where it waits for others.
-
-        Args:
-            member: whose phase counts.
-            step_seconds: after which a step is stuck, where that is known.
-        """
+        """How long what a member does may take; None where it waits for others."""
         name = DEADLINES.get(member.phase, STEP)
         if name == STEP:
             return self.pace.limit() if step_seconds is None else step_seconds
@@ -268,10 +323,6 @@ class Run(RunRecord):
     def send(self, name: str, kind: str, **fields: Any) -> None:
         """Have a member told something."""
         self.outbox.append(Send(name=name, kind=kind, fields=fields))
-
-    def record(self, event: str, **fields: object) -> None:
-        """Have an event written down."""
-        self.outbox.append(WriteEvent(event=event, fields=fields))
 
 
 def counted(processes: int) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.membership.effects import End, Kill
 from whalejax.membership.endings import STATUS, Ending, exit_text
-from whalejax.membership.history import Over
+from whalejax.membership.events import End, Kill
+from whalejax.membership.history import record
 from whalejax.membership.phases import BETWEEN, SAVING
 from whalejax.membership.run import Member, Run
 
@@ -16,20 +16,11 @@ _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 
 
 def end(run: Run, now: float, how: Ending, text: str, *, saves: bool = True) -> None:
-    """End the run.
-
-    Args:
-        run: which.
-        now: the time.
-        how: it ends.
-        text: for a user.
-        saves: a member writes its state, unless all steps are done.
-    """
+    """End the run; a member ``saves`` its state, unless all steps are done."""
     if run.phase == "ending":
         return
     saver = _saver(run) if saves and how is not Ending.COMPLETE else ""
-    run.phase, run.over = "ending", Over(how=how, text=text, saver=saver)
-    run.record("ending", how=how, status=STATUS[how], why=text, saver=saver)
+    record(run, now, "ending", how=how, status=STATUS[how], why=text, saver=saver)
     for member in run.there():
         dismiss(run, now, member)
     end_again(run)
@@ -58,13 +49,7 @@ def _saver(run: Run) -> str:
 
 
 def saves_last(run: Run, now: float, name: str) -> bool:
-    """Whether a member is about to write the last checkpoint, within its time.
-
-    Args:
-        run: that is over.
-        now: the time.
-        name: of the member.
-    """
+    """Whether a member is about to write the last checkpoint, within its time."""
     member = run.members.get(name)
     if run.over is None or member is None or name != run.over.saver:
         return False
@@ -74,13 +59,13 @@ def saves_last(run: Run, now: float, name: str) -> bool:
     return limit is not None and now - member.moved_at <= limit
 
 
-def miss_checkpoint(run: Run, member: Member, status: int | None) -> None:
+def miss_checkpoint(run: Run, now: float, member: Member, status: int | None) -> None:
     """Say so where a member ends that should have written the last checkpoint."""
     if run.over is None or member.name != run.over.saver or run.restarts:
         return
     if run.facts.get("save") and not run.saver_reported:
         why = f"{member.name} ended {exit_text(status)} before it was written"
-        run.record("not_saved", name=member.name, step=member.step, why=why)
+        record(run, now, "not_saved", name=member.name, step=member.step, why=why)
 
 
 def dismiss(run: Run, now: float, member: Member) -> None:
@@ -104,13 +89,7 @@ def dismiss(run: Run, now: float, member: Member) -> None:
 
 
 def how_ended(run: Run, member: Member, status: int | None) -> Ending | None:
-    """How the end of a process is meant; None where it should not have come.
-
-    Args:
-        run: that it was part of.
-        member: whose it is.
-        status: of the process; None where nobody can know.
-    """
+    """How the end of a process is meant; None where it should not have come."""
     if run.over is not None:
         ordered = status in (0, None, *_TERMINATED) or member.ends_by_kill
         if run.over.how is Ending.COMPLETE and ordered:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whalejax.elastic.wire.framing import Message
-from whalejax.membership.effects import Effect
 from whalejax.membership.events import (
     AgentJoined,
     Begin,
-    EndAtOnce,
+    Effect,
     Event,
     Exited,
     Heard,
@@ -23,9 +22,8 @@ from whalejax.membership.events import (
     Unrunnable,
 )
 from whalejax.membership.generations import settle
-from whalejax.membership.history import History
 from whalejax.membership.members import refusal
-from whalejax.membership.react import react, run_history
+from whalejax.membership.react import react
 from whalejax.membership.run import Run
 from whalejax.membership.settings import SupervisorSettings
 
@@ -66,11 +64,11 @@ class Driven(Run):
     def go_on(
         self,
         now: float,
-        told: History,
+        told: Sequence[Mapping[str, Any]],
         losses: Mapping[int, tuple[int, float]],
         **times: float,
     ) -> None:
-        self.take(now, Resume(told=told, losses=losses, **times))
+        self.take(now, Resume(events=told, losses=losses, **times))
 
     def tick(self, now: float) -> None:
         self.take(now, Tick())
@@ -103,10 +101,24 @@ class Driven(Run):
         return self.adding_up
 
     def terminate(self, now: float) -> None:
-        self.take(now, Terminate())
+        self.take(now, Terminate(at_once=False))
 
     def end_at_once(self, now: float) -> None:
-        self.take(now, EndAtOnce())
+        self.take(now, Terminate(at_once=True))
 
-    def history(self) -> History:
-        return run_history(self)
+    def written(self) -> dict[str, Any]:
+        return written(self)
+
+
+RUN = """generation phase active target after step facts checkpoint adding_up formed
+draining well over""".split()
+MEMBER = "slot pid began agent machine token status leaving".split()
+
+
+def written(run: Run) -> dict[str, Any]:
+    """What a journal must tell of a run."""
+    members = {
+        name: {key: getattr(member, key) for key in MEMBER}
+        for name, member in run.members.items()
+    }
+    return {"members": members, **{key: getattr(run, key) for key in RUN}}

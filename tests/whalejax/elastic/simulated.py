@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.whalejax.elastic.driven import Driven
+from tests.whalejax.elastic.driven import Driven, written
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
 from whalejax.journals import journal
 from whalejax.membership.assignment import check_tiles
-from whalejax.membership.effects import (
+from whalejax.membership.events import (
     End,
     Kill,
     Release,
@@ -24,7 +24,7 @@ from whalejax.membership.effects import (
     StepCommit,
     WriteEvent,
 )
-from whalejax.membership.history import History, history
+from whalejax.membership.history import replayed
 from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
@@ -230,13 +230,14 @@ class World:
         self.epoch, self.down, self.dies_in = 0, False, -1
         self.deaths = self.compared = 0
 
-    def told(self) -> History:
-        """What the journal tells."""
+    def told(self) -> list[dict[str, Any]]:
+        """What is in the journal."""
         lines = [
             {"time": at, "event": e.event, **e.fields}
             for at, e in zip(self.times, self.events, strict=True)
         ]
-        return history(json.loads(json.dumps(lines)))
+        found: list[dict[str, Any]] = json.loads(json.dumps(lines))
+        return found
 
     def die(self) -> None:
         """The supervisor is killed, and later started again."""
@@ -345,7 +346,8 @@ class World:
         if not self.down and len(self.events) > self.compared:
             # Killed now, a supervisor that is started again knows what this one does.
             self.compared = len(self.events)
-            assert self.told() == self.membership.history()
+            told = replayed(self.settings, self.told())
+            assert written(told) == self.membership.written()
 
     def do_one(self, effect: Any) -> None:
         match effect:

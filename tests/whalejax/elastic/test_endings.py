@@ -11,8 +11,8 @@ from tests.whalejax.elastic.simulated import World
 from whalejax.elastic.supervisor import supervisor as loop
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.wire.framing import Message
-from whalejax.membership.effects import End
 from whalejax.membership.endings import STATUS, Ending
+from whalejax.membership.events import End
 from whalejax.membership.phases import SAVING
 from whalejax.membership.run_ends import end, saves_last
 from whalejax.membership.settings import SupervisorSettings

@@ -12,8 +12,8 @@ from tests.whalejax.elastic.simulated import Simulated, World
 from whalejax.elastic.agents.fleet import AgentFleet
 from whalejax.elastic.supervisor.telling import shown
 from whalejax.elastic.wire.framing import Message
-from whalejax.membership.effects import WriteEvent
 from whalejax.membership.endings import exit_text
+from whalejax.membership.events import WriteEvent
 from whalejax.membership.failures import Failure, error_line
 from whalejax.membership.phases import FINISHED
 from whalejax.membership.react import check_step

@@ -21,8 +21,7 @@ from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
-from whalejax.membership.effects import WriteEvent
-from whalejax.membership.events import Started
+from whalejax.membership.events import Started, WriteEvent
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 

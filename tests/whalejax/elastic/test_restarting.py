@@ -20,7 +20,7 @@ from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
 from whalejax.elastic.placing import placed
 from whalejax.elastic.wire.framing import Message
-from whalejax.membership.effects import End, Kill, Send, Start
+from whalejax.membership.events import End, Kill, Send, Start
 from whalejax.membership.run import IN_GENERATIONS, MODE
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError

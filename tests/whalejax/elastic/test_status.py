@@ -16,7 +16,6 @@ from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of
-from whalejax.membership.history import history
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
@@ -284,7 +283,7 @@ def test_lines_without_their_fields_end_nothing(tmp_path: Path) -> None:
             events = journal.read_events(home / journal.EVENTS)
             commits = journal.read_commits(home / journal.COMMITS)
             there = Driven(SupervisorSettings(least=1, most=1))
-            there.go_on(0.0, history(events), journal.losses(commits))
+            there.go_on(0.0, events, journal.losses(commits))
 
 
 @pytest.mark.parametrize(

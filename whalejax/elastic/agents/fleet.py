@@ -12,17 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from whalejax._version import __version__
 from whalejax.elastic.wire.framing import Message
-from whalejax.membership.events import (
-    AgentJoined,
-    AgentLeft,
-    AgentLost,
-    Deferred,
-    Event,
-    Exited,
-    NotStarted,
-    RoomFreed,
-    Started,
-)
+from whalejax.membership import events as ev
 from whalejax.membership.lease import Lease
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Run
 
@@ -76,7 +66,7 @@ class AgentFleet(Generic[Link]):
     def __init__(
         self,
         run: Run,
-        take: Callable[[float, Event], None],
+        take: Callable[[float, ev.Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
         program: Mapping[str, Any],
@@ -156,17 +146,16 @@ class AgentFleet(Generic[Link]):
         beats = self._run.settings.beat_seconds
         self._tell(record, "enlisted", **self._program, beat_seconds=beats)
         if is_new:
-            host, room = record.host, record.room
-            self._take(now, AgentJoined(agent=name, host=host, room=room))
+            self._take(now, ev.AgentJoined(name, record.host, record.room))
         for one, slot in asked.items():
             if one in told:
                 self._started(now, record, one, slot, told[one][1], told[one][2])
             else:
-                self._take(now, NotStarted(slot=slot, why="the agent was away"))
+                self._take(now, ev.NotStarted(slot, "the agent was away"))
         for one in before - set(told):
-            self._take(now, Exited(name=one, status=None))
+            self._take(now, ev.Exited(one, None))
         if not is_new:
-            self._take(now, RoomFreed(count=record.free))
+            self._take(now, ev.RoomFreed(record.free))
         for one in told:
             member = self._run.members.get(one)
             if member is None or not member.is_there or member.agent != name:
@@ -195,12 +184,12 @@ class AgentFleet(Generic[Link]):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     why = f"agent {record.name}: {why}"
-                    self._take(now, NotStarted(slot=slot, why=why))
+                    self._take(now, ev.NotStarted(slot, why))
             case Message(kind="exited", fields={"name": name, **more}):
                 record.there.discard(name)
                 status, log = more["status"], more["said"]
-                self._take(now, Exited(name=name, status=status, log=log))
-                self._take(now, RoomFreed(count=1))
+                self._take(now, ev.Exited(name, status, log))
+                self._take(now, ev.RoomFreed(1))
 
     def closed(self, now: float, link: Link) -> None:
         """A connection of an agent ended; it may come back."""
@@ -214,7 +203,7 @@ class AgentFleet(Generic[Link]):
         elif record.leaving and not record.there:
             self._drop(record.name)
             self._give_back(now, record)
-            self._take(now, AgentLeft(agent=record.name))
+            self._take(now, ev.AgentLeft(record.name))
 
     def tick(self, now: float) -> None:
         """Time has passed: agents that are silent are lost, with their members."""
@@ -231,7 +220,7 @@ class AgentFleet(Generic[Link]):
     def _lose(self, now: float, record: AgentRecord[Link], why: str) -> None:
         self._drop(record.name)
         self._give_back(now, record)
-        self._take(now, AgentLost(agent=record.name, why=why))
+        self._take(now, ev.AgentLost(record.name, why))
         link = self._unlink(record)
         if link is not None:
             self._close(link)  # It is told anew which of its processes end.
@@ -251,7 +240,7 @@ class AgentFleet(Generic[Link]):
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
         """Let other agents start what this one was asked to start."""
         for slot in record.asked.values():
-            self._take(now, NotStarted(slot=slot, why=f"agent {record.name} is gone"))
+            self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
         """Give the agents of an earlier supervisor time to come back."""
@@ -280,7 +269,7 @@ class AgentFleet(Generic[Link]):
             ends = {n for r in self._agents.values() for n in r.there}
             ending = any(n not in members or not members[n].is_there for n in ends)
             until = now + _SOON_SECONDS if ending else None
-            self._take(now, Deferred(slot=slot, until=until))
+            self._take(now, ev.Deferred(slot, until=until))
             return False
         # Members are spread; among agents with equally many, the first that came.
         record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
@@ -340,15 +329,8 @@ class AgentFleet(Generic[Link]):
         began: str,
     ) -> None:
         record.there.add(name)
-        event = Started(
-            name=name,
-            slot=slot,
-            pid=pid,
-            began=began,
-            agent=record.name,
-            machine=record.machine,
-        )
-        self._take(now, event)
+        where = record.name, record.machine
+        self._take(now, ev.Started(name, slot, pid, began, *where))
 
 
 def program(

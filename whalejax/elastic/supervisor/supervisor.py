@@ -55,34 +55,8 @@ from whalejax.elastic.wire.messages import (
 )
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
-from whalejax.membership.effects import (
-    Effect,
-    End,
-    Kill,
-    Release,
-    Send,
-    Start,
-    StepCommit,
-    WriteEvent,
-)
-from whalejax.membership.events import (
-    Begin,
-    Deferred,
-    Disconnected,
-    EndAtOnce,
-    Event,
-    Exited,
-    Heard,
-    NotStarted,
-    ReductionProposed,
-    Register,
-    Resume,
-    Started,
-    Terminate,
-    Tick,
-    Unrunnable,
-)
-from whalejax.membership.history import history
+from whalejax.membership import events as ev
+from whalejax.membership.history import replayed
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
@@ -154,7 +128,7 @@ class Supervisor:
         self._run = run
         self._folder = run.folder / FOLDER
         self._state = Run(settings=run.settings)
-        self._effects: list[Effect] = []
+        self._effects: list[ev.Effect] = []
         self._unacknowledged: dict[Channel, str] = {}
         self._answers: list[tuple[Channel, Message]] = []
         self._ticked_at = float("-inf")
@@ -173,7 +147,7 @@ class Supervisor:
         self._save: Path | None = None
         self._is_full = False
         self._terminated = self._at_once = False
-        self._end: End | None = None
+        self._end: ev.End | None = None
         self._ends_at = float("inf")
         self._pulse_at = 0.0
         self._turn_at = time.monotonic()
@@ -257,7 +231,7 @@ class Supervisor:
             told = {**told, "run": self._name, **self._gpus.opened()}
             self._journal.write("opened", told)
             if self._run.command:
-                self._take(time.monotonic(), Begin())
+                self._take(time.monotonic(), ev.Begin())
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
@@ -270,7 +244,7 @@ class Supervisor:
             return True
         if journal.is_over(run):
             return False
-        there = [m for m in history(run).members.values() if m.status != "gone"]
+        there = replayed(self._run.settings, run).there()
         here = run[0].get("machine", machine()) == machine()
         if any(m.slot is None for m in there):
             return here and not self._run.command
@@ -310,16 +284,15 @@ class Supervisor:
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
         since = [said for said in commits if said["time"] >= events[0]["time"]]
-        told = history(events)
-        if told.over is None and told.facts:
-            self._lock_save(told.facts.get("save", ""))
-        resumed = Resume(
-            told=told,
+        resumed = ev.Resume(
+            events=events,
             losses=journal.losses(since),
             wall=time.time(),
             committed_at=since[-1]["time"] if since else 0.0,
         )
         self._take(now, resumed)
+        if self._state.over is None:
+            self._lock_save(self._state.facts.get("save", ""))
         assert self._processes is not None
         if self._fleet is not None:
             self._fleet.expect(now)
@@ -327,7 +300,7 @@ class Supervisor:
             if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
                     log = self._processes.said(name)
-                    self._take(now, Exited(name=name, status=None, log=log))
+                    self._take(now, ev.Exited(name, None, log))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -370,18 +343,18 @@ class Supervisor:
                 self._beat(now)
                 self._write_kept()
                 if self._at_once:
-                    self._take(now, EndAtOnce())
+                    self._take(now, ev.Terminate(at_once=True))
                     self._ends_at = 0.0
                 elif self._terminated:
-                    self._take(now, Terminate())
+                    self._take(now, ev.Terminate(at_once=False))
                 if self._fleet is not None:
                     self._fleet.tick(now)
-                self._take(now, Tick())
+                self._take(now, ev.Tick())
             elif not self._state.is_settled:  # Else it was a turn of beats alone.
-                self._take(now, Tick())
+                self._take(now, ev.Tick())
             self._do_all()
 
-    def _take(self, now: float, event: Event) -> None:
+    def _take(self, now: float, event: ev.Event) -> None:
         """Let the rules know; what follows is done at the end of the turn."""
         self._effects += react(self._state, now, event)
 
@@ -439,7 +412,7 @@ class Supervisor:
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
         log = self._processes.said(name)
-        self._take(now, Exited(name=name, status=status, log=log))
+        self._take(now, ev.Exited(name, status, log))
 
     def _close_channels(self) -> None:
         self._is_closed = True
@@ -484,7 +457,7 @@ class Supervisor:
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
-                    self._take(now, Disconnected(name=name))
+                    self._take(now, ev.Disconnected(name))
             elif message.kind == "register":
                 self._register(now, channel, message)
             elif message.kind == "adding_up":
@@ -496,11 +469,10 @@ class Supervisor:
             elif message.kind in TO_SUPERVISOR_OF_AGENT:
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
-                kind, fields = message.kind, message.fields
-                heard = Heard(name=self._names[channel], kind=kind, fields=fields)
-                self._take(now, heard)
-                if kind != "committed":  # Of those there are many.
-                    self._unacknowledged[channel] = heard.name
+                name = self._names[channel]
+                self._take(now, ev.Heard(name, message.kind, message.fields))
+                if message.kind != "committed":  # Of those there are many.
+                    self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
         """Tell members which of their reports they need not repeat: what is written.
@@ -531,7 +503,7 @@ class Supervisor:
             self._record("refused", name=name, why=why)
             self._send(channel, Message(kind="refused", fields={"why": why}))
             return
-        self._take(now, Register(name=name, slot=slot, fields=message.fields))
+        self._take(now, ev.Register(name, slot, message.fields))
         old = self._channels.get(name)
         if old is not None and old is not channel:
             self._names.pop(old, None)
@@ -552,7 +524,7 @@ class Supervisor:
         member = self._starting_member(message.fields)
         if member is not None:
             why = message.fields["why"]
-            self._take(now, Unrunnable(name=member.name, why=why))
+            self._take(now, ev.Unrunnable(member.name, why))
         fields = {"why": "it cannot be run", "well": False}
         self._send(channel, Message(kind="over", fields=fields))
 
@@ -626,7 +598,7 @@ class Supervisor:
         if other := self._other_run(fields.pop("run")):
             self._send(channel, Message(kind="refused", fields={"why": other}))
             return
-        self._take(now, ReductionProposed(**fields))
+        self._take(now, ev.ReductionProposed(**fields))
         by, why = self._state.adding_up
         told = {
             "by": by,
@@ -694,33 +666,32 @@ class Supervisor:
 
     def _record(self, event: str, **fields: object) -> None:
         """Have an event written down that the rules know nothing of."""
-        self._effects.append(WriteEvent(event=event, fields=fields))
+        self._effects.append(ev.WriteEvent(event, fields))
 
-    def _write(self, effect: Effect) -> None:
+    def _write(self, effect: ev.Effect) -> None:
         match effect:
-            case WriteEvent(event=event, fields=fields):
+            case ev.WriteEvent(event=event, fields=fields):
                 self._journal.add(event, fields)
                 tell_user(shown(event, fields, quiet=self._run.quiet))
-            case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
-                fields = {"step": step, "generation": generation, "loss": loss}
-                self._commits.add(journal.COMMITTED, {**fields, "parts": parts})
+            case ev.StepCommit():
+                self._commits.add(journal.COMMITTED, effect._asdict())
 
-    def _do(self, effect: Effect) -> None:
+    def _do(self, effect: ev.Effect) -> None:
         match effect:
-            case Send(name=name, kind=kind, fields=fields):
+            case ev.Send(name=name, kind=kind, fields=fields):
                 channel = self._channels.get(name)
                 if channel is not None:
                     self._send(channel, Message(kind=kind, fields=fields))
-            case Kill(name=name) if self._processes is not None:
+            case ev.Kill(name=name) if self._processes is not None:
                 self._processes.kill(name)
                 self._kill_held(name)
-            case Release(name=name) if self._processes is not None:
+            case ev.Release(name=name) if self._processes is not None:
                 self._processes.release(name)
                 if self._fleet is not None:
                     self._fleet.release(name)
-            case Start(slot=slot):
+            case ev.Start(slot=slot):
                 self._start(slot)
-            case End():
+            case ev.End():
                 self._end = self._end or effect
                 seconds = self._run.exit_seconds
                 self._ends_at = min(self._ends_at, time.monotonic() + seconds)
@@ -730,7 +701,7 @@ class Supervisor:
             return
         now = time.monotonic()
         if not self._is_written():
-            self._take(now, Deferred(slot=slot, until=now + _FULL_SECONDS))
+            self._take(now, ev.Deferred(slot, until=now + _FULL_SECONDS))
             return
         name = f"m{self._count + 1}"
         if self._fleet is not None:
@@ -738,22 +709,22 @@ class Supervisor:
             return
         if self._gpus.gpus and self._is_taken(now, slot):
             # Its GPUs are another's until that process has ended.
-            self._take(now, Deferred(slot=slot, until=now + _TICK_SECONDS))
+            self._take(now, ev.Deferred(slot, until=now + _TICK_SECONDS))
             return
         try:
             own = self._gpus.of(slot)
         except WhaleError as error:  # The run began with fewer, and is not asked again.
             self._record("not_started", slot=slot, why=str(error))
-            self._take(now, Deferred(slot=slot))
+            self._take(now, ev.Deferred(slot))
             return
         self._count += 1
         try:
             pid, began = self._processes.start(name, own)
         except OSError as error:  # Too many processes or files, or no memory.
             why = error.strerror or str(error)
-            self._take(now, NotStarted(slot=slot, why=why))
+            self._take(now, ev.NotStarted(slot, why))
             return
-        self._take(now, Started(name=name, slot=slot, pid=pid, began=began))
+        self._take(now, ev.Started(name, slot, pid, began))
 
     def _is_taken(self, now: float, slot: int) -> bool:
         """Whether a process that filled a slot before has not ended yet."""

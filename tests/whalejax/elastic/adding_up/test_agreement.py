@@ -31,7 +31,6 @@ from whalejax.journals import journal
 from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp, Way
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import show, status_of
-from whalejax.membership.history import history
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
@@ -70,7 +69,7 @@ def test_the_first_answer_holds_for_all_and_is_kept(tmp_path: Path) -> None:
         assert (event["by"], event["why"]) == (MESSAGES, "cheaper")
     events = journal.read(tmp_path / FOLDER / journal.EVENTS)
     again = Driven(SupervisorSettings(least=1, most=2))
-    again.go_on(0.0, history(events), {})
+    again.go_on(0.0, events, {})
     assert again.add_up(ASKED.by, ASKED.why) == (MESSAGES, "cheaper")
 
 

@@ -10,7 +10,7 @@ from whalejax._version import __version__
 from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
 from whalejax.elastic.wire.framing import Message
 from whalejax.elastic.wire.messages import TO_AGENT, TO_SUPERVISOR_OF_AGENT, checked
-from whalejax.membership.effects import Start
+from whalejax.membership.events import Start
 from whalejax.membership.settings import SupervisorSettings
 
 
