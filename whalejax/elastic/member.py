@@ -399,13 +399,15 @@ class Member:
         loss = float(metrics["loss"])
         control.phase = BETWEEN  # Before the step: it has not begun the next one.
         control.step = step + 1
+        parts = {name: [list(n) for n in nodes] for name, nodes in came.items()}
         control.post(
             "committed",
             generation=self._generation,
             step=step + 1,
             loss=loss,
             seconds=self._seconds,
-            parts={name: [list(n) for n in nodes] for name, nodes in came.items()},
+            # Of the others the supervisor knows what they were given.
+            parts=parts if self._names[0] == control.name else {},
         )
         return {
             **metrics,

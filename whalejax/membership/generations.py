@@ -314,13 +314,15 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
         step=step,
         kept_micro_batches=kept,
     )
+    first = repaired(names, seconds, held, size)
+    run.assigned = run.generation, first, dealt(names, seconds, size)
     fields = {
         "generation": run.generation,
         "members": [[m.name, m.host, m.port] for m in members],
         "step": step,
         "sources": sources,
-        "first": repaired(names, seconds, held, size),
-        "later": dealt(names, seconds, size),
+        "first": first,
+        "later": run.assigned[2],
     }
     for member in members:
         member.held, member.beyond = (), 0

@@ -186,11 +186,11 @@ def _committed(run: Run, now: float, member: Member, fields: Mapping[str, Any]) 
     known = run.losses.get(step)
     if known is None or generation > known[0]:
         run.losses[step] = generation, loss
-        run.outbox.append(
-            StepCommit(
-                step=step, generation=generation, loss=loss, parts=fields["parts"]
-            )
-        )
+        assigned_in, first, later = run.assigned
+        parts = fields["parts"]  # The first member alone tells them.
+        if not parts and generation == assigned_in:
+            parts = first if step == run.step + 1 else later
+        run.outbox.append(StepCommit(step, generation, loss, parts))
     elif generation == known[0]:
         _compare(run, now, member, step, loss, known[1])
     while len(run.losses) > _LOSSES_KEPT:

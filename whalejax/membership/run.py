@@ -32,6 +32,7 @@ LONGEST_TURN_SECONDS: Final = 1.0
 """Between two turns of the supervisor: more, and it may have been stopped."""
 
 
+Parts = Mapping[str, Sequence[Node]]
 Phase = Literal["gathering", "preparing", "running", "draining", "ending"]
 Status = Literal[
     "starting", "registered", "ready", "active", "finished", "left", "failed", "gone"
@@ -142,8 +143,8 @@ class Run:
         failures: of members, and when slots are filled again.
         lease: of the members that have said something.
         losses: generation and loss of committed steps.
-        assigned: micro-batches of each member, in the first step of the generation and
-            in those after it.
+        assigned: number of a generation, with micro-batches of each member in its
+            first step and in those after it.
         asked_at: when members were asked to form the newest generation.
         short_since: since when too few members are there; None where enough are.
         expected: members that are waited for, so that the world is no smaller.
@@ -179,9 +180,7 @@ class Run:
     failures: Failures = field(init=False)
     lease: Lease[str] = field(init=False)
     losses: dict[int, tuple[int, float]] = field(default_factory=dict)
-    assigned: tuple[Mapping[str, Sequence[Node]], Mapping[str, Sequence[Node]]] = field(
-        default=({}, {})
-    )
+    assigned: tuple[int, Parts, Parts] = field(default=(-1, {}, {}))
     asked_at: float = 0.0
     short_since: float | None = None
     expected: int = 0

@@ -553,3 +553,44 @@ def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
         turns += 1
         fleet.tick(1.1 * turns)
     assert 1.1 * turns < 60.0
+
+
+def test_what_a_step_took_from_whom_is_written_though_nobody_tells_it() -> None:
+    world = World(22)
+    told: dict[tuple[int, int], object] = {}
+    tell = world.tell
+
+    def untold(name: str, message: Message, epoch: int) -> None:
+        fields = message.fields
+        if message.kind == "committed":
+            told[fields["generation"], fields["step"]] = fields["parts"]
+            message = Message(kind=message.kind, fields={**fields, "parts": {}})
+        tell(name, message, epoch)
+
+    world.tell = untold  # type: ignore[method-assign]
+    world.begin()
+    world.run(9)
+    world.exit(world.members[world.membership.active[1]], -9)
+    world.run(300)
+    assert world.end is not None and world.end.status == 0 and len(begun(world)) > 1
+    for commit in world.commits:
+        assert commit.parts == told[commit.generation, commit.step]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loop_that_is_busy_settles_later_and_loses_nothing(seed: int) -> None:
+    """What comes is settled with the next tick, however much it is."""
+    world = World(seed, steps=120, spares=seed % 2, lease_seconds=3.0, fruitless=99)
+    world.membership.batched = True
+    world.begin()
+    for _ in range(8):
+        world.run(world.now + world.drawn.uniform(0.2, 4.0))
+        there = [m for m in world.members.values() if m.alive and m.is_ready]
+        if world.end or not there:
+            continue
+        world.exit(world.drawn.choice(there), -9)
+    world.run(world.now + 600)
+    assert world.end is not None, (world.membership.phase, world.events[-20:])
+    assert world.end.how == "complete", world.end.text
+    assert {c.step for c in world.commits} == set(range(1, 121))

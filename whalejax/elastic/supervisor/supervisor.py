@@ -130,6 +130,7 @@ class Supervisor:
         self._state = Run(settings=run.settings)
         self._effects: list[ev.Effect] = []
         self._unacknowledged: dict[Channel, str] = {}
+        self._acknowledged: dict[Channel, tuple[int, float]] = {}
         self._answers: list[tuple[Channel, Message]] = []
         self._ticked_at = float("-inf")
         self._held = contextlib.ExitStack()
@@ -437,8 +438,9 @@ class Supervisor:
                 break
             except queue.Full:
                 continue
-        with contextlib.suppress(OSError):  # Full: it is awake.
-            self._wakes.send(b"x")
+        if message.kind != "beat":  # Of those there are many, and they can wait a tick.
+            with contextlib.suppress(OSError):  # Full: it is awake.
+                self._wakes.send(b"x")
 
     def _say_refused(self, now: float) -> None:
         """Strangers are counted, so that many of them fill no disk."""
@@ -454,6 +456,7 @@ class Supervisor:
             if what == "closed":
                 if self._fleet is not None:
                     self._fleet.closed(now, channel)
+                self._acknowledged.pop(channel, None)
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
@@ -481,11 +484,15 @@ class Supervisor:
         """
         is_written = self._journal.is_written and self._commits.is_written
         heard, self._unacknowledged = self._unacknowledged, {}
-        goodput = self._state.pace.goodput(time.monotonic()) if heard else 0.0
+        now = time.monotonic()
+        goodput = self._state.pace.goodput(now) if heard else 0.0
         for channel, name in heard.items():
             member = self._state.members.get(name)
-            if member is not None:
-                number = member.reported if is_written else 0
+            number = member.reported if member is not None and is_written else 0
+            before, at = self._acknowledged.get(channel, (0, float("-inf")))
+            # A member that reports nothing hears now and then that it is heard.
+            if number > before or now - at > self._state.lease.seconds / 2:
+                self._acknowledged[channel] = number, now
                 fields = {"goodput": goodput, "number": number}
                 self._send(channel, Message(kind="heard", fields=fields))
         answers, self._answers = self._answers, []
