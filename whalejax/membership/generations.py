@@ -290,7 +290,10 @@ def _form(run: Run, now: float) -> None:
                 release(run, now, member)
         asked = [m for m in asked if not m.leaving]
     # Else who leaves stays for a step, to hand the state over.
-    _begin(run, now, asked, step)
+    if asked:
+        _begin(run, now, asked, step)
+    else:
+        change(run, now, -1)  # All have left since they were asked.
 
 
 def _begin(run: Run, now: float, members: list[Member], step: int) -> None:

@@ -251,7 +251,8 @@ class Run:
 
     def candidates(self) -> list[str]:
         """Who could take part now: those that do, then those that are ready."""
-        there = [m for m in self.there() if not m.leaving]
+        # Who has done all steps has nothing to leave any more.
+        there = [m for m in self.there() if not m.leaving or m.status == "finished"]
         took = [m.name for m in there if m.status in ("active", "finished")]
         if self.is_finishing:
             return took

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import World
+from tests.whalejax.elastic.test_restarting import register
 from whalejax.elastic.supervisor import supervisor as loop
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.wire.framing import Message
 from whalejax.membership.endings import STATUS, Ending
 from whalejax.membership.events import End
-from whalejax.membership.phases import SAVING
+from whalejax.membership.phases import FINISHED, SAVING
 from whalejax.membership.run_ends import end, saves_last
 from whalejax.membership.settings import SupervisorSettings
 
@@ -426,3 +428,54 @@ def test_a_run_that_is_ended_at_once_in_a_long_body_ends_so() -> None:
     assert world.end is not None and world.end.how is Ending.INTERRUPTED
     assert world.membership.over is not None and not world.membership.over.saver
     assert "the run was ended at once" in world.end.text
+
+
+def test_who_finishes_as_it_leaves_completes_the_run_though_others_are_lost() -> None:
+    world = World(64, most=2)
+    world.begin()
+    world.run(8)
+    last, other = (world.members[name] for name in world.membership.active)
+    last.running, last.phase, last.finished = -1, FINISHED, True
+    last.step = world.steps
+    last.say("leaving", why="SIGTERM")
+    last.say("finished", step=world.steps)
+    world.later(0.2, lambda: world.exit(other, -9))
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert world.names("lost") == [other.name]
+
+
+def test_where_all_leave_that_were_asked_others_are_waited_for() -> None:
+    there = Driven(SupervisorSettings(least=1, most=2, spares=1, gather_seconds=1.0))
+    there.begin(0.0)
+    for slot in range(3):
+        there.started(0.0, f"m{slot}", slot, 7)
+
+    def say(now: float, name: str, kind: str, **fields: Any) -> None:
+        there.heard(now, name, Message(kind=kind, fields=fields))
+
+    def prepared(now: float, name: str) -> None:
+        say(now, name, "prepared", generation=there.generation, step=-1, held=[])
+
+    for slot in range(2):
+        there.register(0.1, register(1 + slot, "messages"), f"m{slot}", slot)
+    say(0.2, "m0", "ready")
+    there.tick(0.9)
+    there.tick(1.8)
+    prepared(2.1, "m0")
+    assert there.active == ["m0"] and there.phase == "running"
+    say(2.2, "m0", "leaving", why="SIGTERM")
+    say(2.3, "m1", "ready")
+    assert there.phase == "preparing" and sorted(there.target) == ["m0", "m1"]
+    say(2.4, "m1", "leaving", why="SIGTERM")
+    prepared(2.5, "m0")
+    prepared(2.6, "m1")
+    assert there.phase == "gathering" and there.over is None
+    for name in ("m0", "m1"):
+        there.exited(2.7, name, 0)
+    there.register(3.0, register(3, "messages"), "m2", 2)
+    say(3.1, "m2", "ready")
+    for now in (3.2, 4.1, 5.0):
+        there.tick(now)
+    prepared(5.1, "m2")
+    assert there.active == ["m2"] and there.phase == "running"
