@@ -78,7 +78,7 @@ LINKED: Final = {"hidden": 8192}
 FRESH_SECONDS: Final = 300.0
 FRESH_EACH: Final = 3
 REFRESH_EACH: Final = 10
-PACKAGES: Final = ("jax", "jaxlib", "optax", "orbax-checkpoint", "msgpack", "numpy")
+PACKAGES: Final = ("jax", "jaxlib", "optax", "orbax-checkpoint", "msgspec", "numpy")
 
 
 def strike(run: Run, drawn: random.Random) -> dict[str, Any] | None:

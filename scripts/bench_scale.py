@@ -44,15 +44,16 @@ from whalejax.elastic.supervisor.supervisor import (
     Supervised,
     Supervisor,
 )
-from whalejax.elastic.wire.connection import Channel, dial
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Heard, Register, Tick
 from whalejax.membership.react import react
 from whalejax.membership.run import Run
 from whalejax.membership.settings import SupervisorSettings
+from whalejax.wire import run_messages as wire
+from whalejax.wire.connection import Channel, dial
+from whalejax.wire.keys import load_key
+from whalejax.wire.messages import WireError
 
 
 START_SECONDS: Final = 60.0
@@ -64,23 +65,23 @@ _DIALLERS: Final = 16
 _MICRO_BATCHES: Final = 1024
 
 
-def registration(number: int) -> dict[str, Any]:
+def registration(number: int) -> wire.Register:
     """What a member introduces itself with."""
-    return {
-        "run": "",
-        "name": "",
-        "machine": f"host-{number}",
-        "pid": 1,
-        "host": "127.0.0.1",
-        "port": 1 + number % 60_000,
-        "generation": 0,
-        "step": -1,
-        "micro_batches": _MICRO_BATCHES,
-        "steps": 1 << 20,
-        "save": "",
-        "facts": {"jax": "0"},
-        "token": secrets.token_hex(8),
-    }
+    return wire.Register(
+        run="",
+        name="",
+        machine=f"host-{number}",
+        pid=1,
+        host="127.0.0.1",
+        port=1 + number % 60_000,
+        generation=0,
+        step=-1,
+        micro_batches=_MICRO_BATCHES,
+        steps=1 << 20,
+        save="",
+        facts={"jax": "0"},
+        token=secrets.token_hex(8),
+    )
 
 
 # Processes that this script starts.
@@ -111,9 +112,9 @@ class Members:
         while True:
             try:
                 channel = dial(address, key, seconds=10.0)
-                channel.send(Message(kind="register", fields=registration(number)))
-                channel.receive(seconds=_WAIT_SECONDS)
-                self._report(channel, number, "ready")
+                channel.send(registration(number))
+                channel.receive(wire.TO_MEMBER, seconds=_WAIT_SECONDS)
+                self._report(channel, number, wire.Ready)
                 self._joined.put((number, channel))
                 return
             except WireError:
@@ -121,29 +122,27 @@ class Members:
                     raise
                 time.sleep(_AGAIN_SECONDS)
 
-    def _report(self, channel: Channel, number: int, kind: str, **fields: Any) -> None:
+    def _report(
+        self, channel: Channel, number: int, made: type[wire.Report], **fields: Any
+    ) -> None:
         self._numbers[number] += 1
-        fields["number"] = self._numbers[number]
-        channel.send(Message(kind=kind, fields=fields))
+        channel.send(made(number=self._numbers[number], **fields))
 
     def _answer(self, number: int) -> None:
         channel = self._channels[number]
-        said = channel.receive(seconds=_WAIT_SECONDS)
-        match said:
-            case Message(kind="prepare", fields={"generation": generation}):
+        match channel.receive(wire.TO_MEMBER, seconds=_WAIT_SECONDS):
+            case wire.Prepare(generation=generation):
                 told = {"generation": generation, "step": -1, "held": []}
-                self._report(channel, number, "prepared", **told)
-            case Message(kind="begin", fields={"generation": generation}):
+                self._report(channel, number, wire.Prepared, **told)
+            case wire.Begin(generation=generation):
                 self._generations[number] = generation
 
     def _commit(self) -> None:
         self._step += 1
         for number, channel in self._channels.items():
             fields = {"step": self._step, "loss": 1.0 / self._step, "seconds": 0.1}
-            generation = self._generations[number]
-            self._report(
-                channel, number, "committed", generation=generation, parts={}, **fields
-            )
+            more = {"generation": self._generations[number], "parts": {}}
+            self._report(channel, number, wire.Committed, **fields, **more)
 
     def run(self, orders: Iterator[str]) -> None:
         """Beat until the orders end; a line of them is a step to commit."""
@@ -167,8 +166,7 @@ class Members:
             # Each in turn, so that they are spread over the time of a beat.
             due = int((time.monotonic() - began) / BEAT_SECONDS * count)
             while beats < due:
-                fields = {"phase": "waiting", "step": self._step, "done": beats}
-                beat = Message(kind="beat", fields=fields)
+                beat = wire.Beat(phase="waiting", step=self._step, done=beats)
                 if beats % count in self._channels:
                     self._channels[beats % count].send(beat)
                 beats += 1
@@ -216,26 +214,25 @@ def rules_cost(members: int) -> dict[str, float]:
     run = Run(settings=SupervisorSettings(least=members, most=members))
     names = [f"x{number}" for number in range(members)]
     for number, name in enumerate(names):
-        fields = registration(number)
-        react(run, 0.0, Register(name=name, slot=None, fields=fields))
-        react(run, 0.0, Heard(name=name, kind="ready", fields={}))
+        react(run, 0.0, Register(name, None, registration(number)))
+        react(run, 0.0, Heard(name, wire.Ready()))
     react(run, 0.1, Tick())
-    prepared = {"generation": run.generation, "step": 0, "held": []}
+    prepared = wire.Prepared(generation=run.generation, step=0, held=[])
     for name in names:
-        react(run, 0.2, Heard(name=name, kind="prepared", fields=prepared))
+        react(run, 0.2, Heard(name, prepared))
     react(run, 0.3, Tick())
     assert run.phase == "running" and len(run.active) == members
 
-    def each(kind: str, **fields: Any) -> float:
-        events = [Heard(name=name, kind=kind, fields=fields) for name in names]
+    def each(message: wire.OfMember) -> float:
+        events = [Heard(name, message) for name in names]
         began = time.process_time()
         for event in events:
             react(run, 0.4, event)
         return (time.process_time() - began) / members * 1e6
 
-    beat = min(each("beat", phase="waiting", step=1, done=n) for n in range(5))
     commit = {"generation": run.generation, "loss": 0.5, "seconds": 0.1, "parts": {}}
-    committed = min(each("committed", step=step, **commit) for step in range(1, 6))
+    beat = min(each(wire.Beat(phase="waiting", step=1, done=n)) for n in range(5))
+    committed = min(each(wire.Committed(step=s, **commit)) for s in range(1, 6))
     began = time.process_time()
     for turn in range(10):
         react(run, 0.5 + 0.1 * turn, Tick())

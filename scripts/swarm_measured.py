@@ -75,7 +75,6 @@ from swarm_peer import cut_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
-from whalejax.elastic.wire.framing import Message
 from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
@@ -352,15 +351,13 @@ def noted(serving: Serving, is_wanted: Callable[[], bool]) -> tuple[Noted, Noted
     computed: Noted = {}
     ask = serving.trainer.caller.ask
 
-    def note(
-        address: Any, kind: str, fields: Any, *arrays: Any, seconds: float
-    ) -> Message:
+    def note(address: Any, question: Any, *, seconds: float) -> Any:
         begun = time.monotonic()
-        answer = ask(address, kind, fields, *arrays, seconds=seconds)
-        if kind in ("forward", "backward") and is_wanted():
-            key = fields["stage"], kind
+        answer = ask(address, question, seconds=seconds)
+        if question.kind in ("forward", "backward") and is_wanted():
+            key = question.stage, question.kind
             calls.setdefault(key, []).append(time.monotonic() - begun)
-            computed.setdefault(key, []).append(answer.fields["seconds"])
+            computed.setdefault(key, []).append(answer.seconds)
         return answer
 
     serving.trainer.caller.ask = note  # type: ignore[method-assign]

@@ -29,6 +29,7 @@ ORDERS: Final = {
     "whalejax": (
         "hlo",
         "jaxpr",
+        "wire",
         "user_code",
         "adapters",
         "capture",

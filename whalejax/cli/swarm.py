@@ -17,10 +17,12 @@ from whalejax.cli.swarm_options import (
     SwarmTrainCommand,
 )
 from whalejax.distributed.standard_streams import say
-from whalejax.elastic.wire.keys import load_key
-from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.user_code.losses import Job
+from whalejax.wire.keys import load_key
+from whalejax.wire.messages import A, Question
+from whalejax.wire.service import Address
+from whalejax.wire.swarm_messages import AskTerms, Show, Terms
 
 
 if TYPE_CHECKING:
@@ -81,8 +83,8 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         WhaleError: the job cannot be cut, or the run cannot go on.
     """
     _check(command)
-    from whalejax.elastic.wire.keys import make_key
     from whalejax.swarm_runtime.serving import opened
+    from whalejax.wire.keys import make_key
 
     # First of all: those that join see that the registry comes, however long it traces.
     make_key(command.key)
@@ -216,9 +218,9 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
         stage=ANY if command.stage is None else command.stage,
         host=command.host,
         port=command.port or 0,
-        wire=terms["wire"],
-        sum_wire=terms["sum_wire"],
-        pull_seconds=terms["pull_seconds"],
+        wire=terms.wire,
+        sum_wire=terms.sum_wire,
+        pull_seconds=terms.pull_seconds,
         patience_seconds=command.patience,
     )
 
@@ -251,9 +253,9 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         address,
         host=command.host,
         port=command.port or 0,
-        wire=terms["wire"],
-        sum_wire=terms["sum_wire"],
-        call_seconds=terms["call_seconds"],
+        wire=terms.wire,
+        sum_wire=terms.sum_wire,
+        call_seconds=terms.call_seconds,
         patience_seconds=command.patience,
         tell=lambda kind, **more: say(f"whalejax: {_words(kind, more)}"),
     )
@@ -264,7 +266,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
 
 def _terms(
     command: SwarmJoinCommand | SwarmTrainCommand,
-) -> tuple[Address, bytes, dict[str, Any]]:
+) -> tuple[Address, bytes, Terms]:
     """The registry's address, its key and its terms, once it listens.
 
     Raises:
@@ -278,7 +280,7 @@ def _terms(
         if waited >= most or command.key.exists():
             key = load_key(command.key)
             try:
-                return address, key, _asked(address, key, "terms")
+                return address, key, _asked(address, key, AskTerms())
             except _Absent as error:
                 if waited >= (command.patience if error.starts else most):
                     raise
@@ -289,7 +291,7 @@ def _terms(
 
 
 def _cut_by(
-    terms: Mapping[str, Any],
+    terms: Terms,
     command: SwarmJoinCommand | SwarmTrainCommand,
     find_job: FindJob,
 ) -> Cut:
@@ -298,12 +300,12 @@ def _cut_by(
 
     return Cut(
         find_job(command.model, named_values(command.set)),
-        stages=terms["stages"],
-        batch=terms["batch"],
-        micro_batches=terms["micro_batches"],
-        precision=terms["precision"],
-        seed=terms["seed"],
-        delayed_updates=terms["delayed_updates"],
+        stages=terms.stages,
+        batch=terms.batch,
+        micro_batches=terms.micro_batches,
+        precision=terms.precision,
+        seed=terms.seed,
+        delayed_updates=terms.delayed_updates,
     )
 
 
@@ -361,7 +363,8 @@ def show(command: SwarmShowCommand) -> int:
     Raises:
         WhaleError: the registry cannot be reached.
     """
-    found = _asked(parsed_address(command.registry), load_key(command.key), "show")
+    address, key = parsed_address(command.registry), load_key(command.key)
+    found = _asked(address, key, Show()).fields
     if command.json:
         print(json.dumps(found))
         return 0
@@ -442,13 +445,12 @@ class _Absent(WhaleError):
         self.starts = starts
 
 
-def _asked(address: Address, key: bytes, what: str) -> dict[str, Any]:
-    from whalejax.elastic.wire.service import Caller, Gone, Refused
-    from whalejax.swarm_runtime.wire.messages import ANSWERS
+def _asked(address: Address, key: bytes, question: Question[A]) -> A:
+    from whalejax.wire.service import Caller, Gone, Refused
 
-    caller = Caller(key, ANSWERS)
+    caller = Caller(key)
     try:
-        return dict(caller.ask(address, what, {}, seconds=_ASK_SECONDS).fields)
+        return caller.ask(address, question, seconds=_ASK_SECONDS)
     except (Gone, Refused) as error:
         text = (
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "

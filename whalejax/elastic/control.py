@@ -17,20 +17,34 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.processes import machine
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import is_free
+from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
     WrongKey,
     dial,
 )
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key
-from whalejax.elastic.wire.messages import TO_MEMBER, checked
-from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.folder_lock import is_free
+from whalejax.wire.keys import load_key
+from whalejax.wire.messages import WireError
+from whalejax.wire.run_messages import (
+    TO_MEMBER,
+    Beat,
+    Heard,
+    Keep,
+    Over,
+    Refused,
+    Register,
+    Report,
+    ToMember,
+    Welcome,
+    Written,
+)
 
 
 FIRST_SECONDS: Final = 30.0
@@ -149,12 +163,12 @@ class Control:
         self._seconds = supervisor_seconds
         self._channel: Channel | None = None
         self._changed = threading.Condition()
-        self._heard: collections.deque[Message] = collections.deque()
+        self._heard: collections.deque[ToMember] = collections.deque()
         # A supervisor that is killed may not have written down what it was told last:
         # reports stay until they are acknowledged, and are sent again till then. Their
         # numbers follow each other; the last two are of the newest that was sent over
         # this connection, and of the newest.
-        self._reports: collections.deque[Message] = collections.deque()
+        self._reports: collections.deque[Report] = collections.deque()
         self._sent = self._number = 0
         self._kept: set[int] = set()
         self._token = secrets.token_hex(16)
@@ -175,12 +189,12 @@ class Control:
 
     # For the member's own thread.
 
-    def post(self, kind: str, **fields: Any) -> None:
+    def post(self, report: Report) -> None:
         """Tell the supervisor something, again until it says that it is written."""
         with self._changed:
             self._number += 1
-            told = {"number": self._number, **fields}
-            self._reports.append(Message(kind=kind, fields=told))
+            numbered = msgspec.structs.replace(report, number=self._number)
+            self._reports.append(numbered)
             self._changed.notify_all()
 
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
@@ -211,13 +225,13 @@ class Control:
                 return False
             if time.monotonic() > ask_at:
                 ask_at = time.monotonic() + _ASK_SECONDS
-                self.post("written", step=step)
+                self.post(Written(step=step))
             with self._changed:
                 if step not in self._kept:
                     self._changed.wait(0.1)
         return False
 
-    def poll(self) -> Message | None:
+    def poll(self) -> ToMember | None:
         """What the supervisor said next, or None.
 
         Raises:
@@ -240,7 +254,7 @@ class Control:
             if self._error is not None:
                 raise self._error
 
-    def wait(self) -> Message | None:
+    def wait(self) -> ToMember | None:
         """What the supervisor says next; None where it says nothing for a second."""
         said = self.poll()
         if said is not None:
@@ -312,39 +326,32 @@ class Control:
             "token": self._token,
             **self._registers(),
         }
-        channel.send(Message(kind="register", fields=fields))
+        channel.send(Register(**fields))
         while True:
-            said = checked(channel.receive(seconds=30.0), TO_MEMBER)
-            if said.kind in ("refused", "over"):
+            said = channel.receive(TO_MEMBER, seconds=30.0)
+            if isinstance(said, Refused | Over):
                 channel.close()
-                raise RunStopped(
-                    f"the supervisor refused this member: {said.fields['why']}"
-                )
-            if said.kind == "welcome":
+                raise RunStopped(f"the supervisor refused this member: {said.why}")
+            if isinstance(said, Welcome):
                 break
             self._hear(said)  # Such as what it missed.
-        self.name, self._run_name = said.fields["name"], said.fields["run"]
-        self._beat_seconds = said.fields["beat_seconds"]
+        self.name, self._run_name = said.name, said.run
+        self._beat_seconds = said.beat_seconds
         with self._changed:
             self._channel, self._sent = channel, 0
             self._changed.notify_all()
 
-    def _hear(self, said: Message) -> None:
-        if said.kind == "heard":
-            self.goodput = said.fields["goodput"]
-            self._acknowledged(said.fields["number"])
-            return
+    def _hear(self, said: ToMember) -> None:
         with self._changed:
-            if said.kind == "keep":
-                self._kept.add(said.fields["step"])
-            else:
-                self._heard.append(said)
-            self._changed.notify_all()
-
-    def _acknowledged(self, number: int) -> None:
-        with self._changed:
-            while self._reports and self._reports[0].fields["number"] <= number:
-                self._reports.popleft()
+            match said:
+                case Heard(goodput=goodput, number=number):
+                    self.goodput = goodput
+                    while self._reports and self._reports[0].number <= number:
+                        self._reports.popleft()
+                case Keep(step=step):
+                    self._kept.add(step)
+                case _:
+                    self._heard.append(said)
             self._changed.notify_all()
 
     def _listen(self) -> None:
@@ -353,7 +360,7 @@ class Control:
             assert channel is not None
             try:
                 silent = _SILENT_BEATS * self._beat_seconds
-                self._hear(checked(channel.receive(seconds=silent), TO_MEMBER))
+                self._hear(channel.receive(TO_MEMBER, seconds=silent))
             except WireError:
                 channel.close()
                 with self._changed:
@@ -374,21 +381,21 @@ class Control:
                 continue
             try:
                 if time.monotonic() >= beat_at:
-                    fields = {"phase": self.phase, "step": self.step, "done": self.done}
-                    channel.send(Message(kind="beat", fields=fields))
+                    beat = Beat(phase=self.phase, step=self.step, done=self.done)
+                    channel.send(beat)
                     beat_at = time.monotonic() + self._beat_seconds
                 if said is not None:
                     channel.send(said)
                     with self._changed:
                         if channel is self._channel:
-                            self._sent = said.fields["number"]
+                            self._sent = said.number
             except WireError:
                 channel.shut_down()  # The other thread connects anew.
                 time.sleep(_AGAIN_SECONDS)
 
-    def _unsent(self) -> Message | None:
+    def _unsent(self) -> Report | None:
         """The next report that was neither sent over this connection nor taken."""
         if not self._reports or self._sent >= self._number:
             return None
-        place = self._sent + 1 - int(self._reports[0].fields["number"])
+        place = self._sent + 1 - self._reports[0].number
         return self._reports[max(place, 0)]

@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.elastic.peers import Look, Peers
-from whalejax.elastic.wire.framing import Message
 from whalejax.membership.assignment import Node, check_tiles, total
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.run_messages import Part, Total
 
 
 SMALL_BYTES: Final = 1 << 16
@@ -113,6 +113,7 @@ class _Block:
         self._dtypes = dtypes
         self._peers, self._names, self._me = peers, list(names), me
         self._step, self._count, self._look = step, count, look
+        self._at = {"generation": peers.generation, "step": step}
         self._others = [name for name in names if name != me]
 
     def run(
@@ -132,7 +133,8 @@ class _Block:
                 for node in nodes
                 for i, (a, b) in enumerate(several)
             ]
-            self._send("part", other, arrays, nodes=[list(node) for node in nodes])
+            part = Part(**self._at, nodes=nodes, arrays=tuple(arrays))
+            self._peers.send(other, part, self._look)
         mine = self._spans(spans, self._me, whole=whole)
         came: dict[Node, list[np.ndarray]] = {
             node: [parts[node][i][a:b] for i, (a, b) in enumerate(mine)]
@@ -155,8 +157,8 @@ class _Block:
         mine: Sequence[tuple[int, int]],
         came: dict[Node, list[np.ndarray]],
     ) -> list[Node]:
-        said = self._peers.take(other, "part", self._step, self._look)
-        nodes = [(first, end) for first, end in said.fields["nodes"]]
+        said = self._peers.take(other, Part, self._step, self._look)
+        nodes = said.nodes
         check_arrays(said, self._expected(mine) * len(nodes), other)
         for place, node in enumerate(nodes):
             if node not in came:  # Else ``check_tiles`` finds it doubled.
@@ -171,9 +173,9 @@ class _Block:
         sums: Sequence[np.ndarray],
     ) -> None:
         for other in self._others:
-            self._send("total", other, list(sums))
+            self._peers.send(other, Total(**self._at, arrays=tuple(sums)), self._look)
         for other in self._others:
-            said = self._peers.take(other, "total", self._step, self._look)
+            said = self._peers.take(other, Total, self._step, self._look)
             theirs = self._spans(spans, other, whole=False)
             check_arrays(said, self._expected(theirs), other)
             for (a, b), buffer, one in zip(theirs, found, said.arrays, strict=True):
@@ -196,15 +198,8 @@ class _Block:
         pairs = zip(spans, self._dtypes, strict=True)
         return [(b - a, dtype) for (a, b), dtype in pairs]
 
-    def _send(
-        self, kind: str, other: str, arrays: Sequence[np.ndarray], **fields: Any
-    ) -> None:
-        told = {"generation": self._peers.generation, "step": self._step, **fields}
-        message = Message(kind=kind, fields=told, arrays=tuple(arrays))
-        self._peers.send(other, message, self._look)
 
-
-def check_arrays(said: Message, expected: Sequence[Expected], other: str) -> None:
+def check_arrays(said: Part | Total, expected: Sequence[Expected], other: str) -> None:
     """Refuse arrays of another form than was agreed on.
 
     Args:

@@ -29,7 +29,6 @@ from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.lowering.state import TrainState
 from whalejax.membership.assignment import Node
 from whalejax.membership.phases import (
@@ -47,6 +46,24 @@ from whalejax.membership.phases import (
 )
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import LOCK
+from whalejax.wire.messages import WireError
+from whalejax.wire.run_messages import (
+    Begin,
+    Committed,
+    Done,
+    Failed,
+    Finished,
+    Leaving,
+    Left,
+    Over,
+    Prepare,
+    Prepared,
+    Ready,
+    State,
+    Stop,
+    Suspect,
+    ToMember,
+)
 
 
 _DRAINED_STATUS = 0
@@ -116,7 +133,7 @@ class Member:
         self._first: dict[str, list[Node]] = {}
         self._later: dict[str, list[Node]] = {}
         self._began_at = -1
-        self._asked: Message | None = None
+        self._asked: Prepare | None = None
         self._suspected: set[str] = set()
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
@@ -163,7 +180,7 @@ class Member:
             self._control.phase = COMPILING
             self._programs.warm_up()
             self._control.phase = STOPPED
-            self._control.post("ready")
+            self._control.post(Ready())
             while True:
                 try:
                     yield from self._generations()
@@ -171,7 +188,7 @@ class Member:
                 except _Regroup:
                     continue
                 except GeneratorExit:
-                    self._control.post("left", step=self._at)
+                    self._control.post(Left(step=self._at))
                     self._control.phase = SAVING
                     self._saver.wait()
                     raise
@@ -179,7 +196,7 @@ class Member:
                     self._save_last()
                     raise
                 except Exception as error:
-                    self._control.post("failed", why=str(error)[-5000:])
+                    self._control.post(Failed(why=str(error)[-5000:]))
                     raise
 
     def _generations(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
@@ -198,7 +215,7 @@ class Member:
         self._control.phase = SAVING
         self._saver.wait(self._look)
         self._control.phase = FINISHED
-        self._control.post("finished", step=self._at)
+        self._control.post(Finished(step=self._at))
         if self._asked is not None:  # A boundary that lies behind the last step.
             raise _Regroup
         while not self._done:
@@ -215,8 +232,10 @@ class Member:
             for name, why in self._peers.broken.items():
                 if name not in self._suspected:
                     self._suspected.add(name)
-                    told = {"generation": self._generation, "name": name}
-                    self._control.post("suspect", **told, why=why[:500])
+                    suspect = Suspect(
+                        generation=self._generation, name=name, why=why[:500]
+                    )
+                    self._control.post(suspect)
 
     def _look_later(self) -> None:
         """Take what was said; a generation that is asked for comes after the step."""
@@ -231,40 +250,40 @@ class Member:
     def _tell_leaving(self) -> None:
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
-            self._control.post("leaving", why="it was told to end (SIGTERM)")
+            self._control.post(Leaving(why="it was told to end (SIGTERM)"))
 
-    def _hear(self, said: Message) -> None:
-        match said.kind:
-            case "prepare":
+    def _hear(self, said: ToMember) -> None:
+        match said:
+            case Prepare(after=after):
                 self._asked = said
-                if said.fields["after"] < 0 or self._at >= self._training.steps:
+                if after < 0 or self._at >= self._training.steps:
                     raise _Regroup
-            case "stop":
+            case Stop():
                 self._stop(said)
-            case "over":
-                if said.fields["well"]:
+            case Over(why=why, well=well):
+                if well:
                     raise SystemExit(_DRAINED_STATUS)
-                raise RunStopped(f"{self._control.name}: {said.fields['why']}")
-            case "done":
+                raise RunStopped(f"{self._control.name}: {why}")
+            case Done():
                 self._done = True
 
-    def _stop(self, said: Message) -> None:
+    def _stop(self, said: Stop) -> None:
         """The run ends here."""
-        if said.fields["saves"] and self._state is not None and self._training.save:
+        if said.saves and self._state is not None and self._training.save:
             self._control.phase = SAVING
             self._saver.save(self._state, self._at)
             while not self._saver.wait():
                 pass  # The supervisor ends this process where it takes too long.
-        if said.fields["well"]:
+        if said.well:
             raise SystemExit(_TERMINATED_STATUS)
-        raise RunStopped(said.fields["why"])
+        raise RunStopped(said.why)
 
     def _stop_at_boundary(self) -> None:
         self._look()
-        if self._asked is not None and self._at >= self._asked.fields["after"]:
+        if self._asked is not None and self._at >= self._asked.after:
             raise _Regroup
 
-    def _await_begin(self) -> Message | None:
+    def _await_begin(self) -> Begin | None:
         """Say what is held, and wait until a generation begins; None at the end."""
         self._control.phase = STOPPED
         while True:
@@ -277,36 +296,34 @@ class Member:
             said = self._control.wait()
             if said is None:
                 continue
-            if said.kind != "begin":
+            if not isinstance(said, Begin):
                 with contextlib.suppress(_Regroup):
                     self._hear(said)
-            elif said.fields["generation"] == self._generation:
+            elif said.generation == self._generation:
                 return said
 
-    def _answer(self, asked: Message) -> None:
-        self._generation = asked.fields["generation"]
-        self._control.post(
-            "prepared",
-            generation=self._generation,
-            step=self._at,
-            held=[list(node) for node in sorted(self._held)],
+    def _answer(self, asked: Prepare) -> None:
+        self._generation = asked.generation
+        prepared = Prepared(
+            generation=self._generation, step=self._at, held=sorted(self._held)
         )
+        self._control.post(prepared)
 
     # A generation.
 
-    def _join(self, begin: Message) -> None:
+    def _join(self, begin: Begin) -> None:
         """Connect to the others, and come to the state that they have."""
-        fields, name = begin.fields, self._control.name
+        name = self._control.name
         self._suspected.clear()
-        members = [(m[0], m[1], m[2]) for m in fields["members"]]
+        members = begin.members
         self._names = [m[0] for m in members]
         self._first, self._later = (
-            {n: [(a, b) for a, b in fields[which].get(n, [])] for n in self._names}
-            for which in ("first", "later")
+            {n: shares.get(n, []) for n in self._names}
+            for shares in (begin.first, begin.later)
         )
         self._control.phase = CONNECTING
         self._connect(members)
-        sources = fields["sources"]
+        sources = begin.sources
         if name in sources:
             self._fetch(sources[name])
         elif self._state is None:
@@ -337,9 +354,9 @@ class Member:
     def _fetch(self, source: str) -> None:
         self._control.phase = FETCHING
 
-        def take() -> Message:
+        def take() -> State:
             self._control.done += 1
-            return self._peers.take(source, "state", -1, self._look)
+            return self._peers.take(source, State, -1, self._look)
 
         self._set(self._programs.assembled(take, source))
 
@@ -399,16 +416,15 @@ class Member:
         loss = float(metrics["loss"])
         control.phase = BETWEEN  # Before the step: it has not begun the next one.
         control.step = step + 1
-        parts = {name: [list(n) for n in nodes] for name, nodes in came.items()}
-        control.post(
-            "committed",
+        committed = Committed(
             generation=self._generation,
             step=step + 1,
             loss=loss,
             seconds=self._seconds,
             # Of the others the supervisor knows what they were given.
-            parts=parts if self._names[0] == control.name else {},
+            parts=came if self._names[0] == control.name else {},
         )
+        control.post(committed)
         return {
             **metrics,
             "generation": self._generation,

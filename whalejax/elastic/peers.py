@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, Closed, dial, listen
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.messages import TO_PEER, checked
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, dial, listen
+from whalejax.wire.messages import DATA_BYTES, M, Message, WireError
+from whalejax.wire.run_messages import HELLO, TO_PEER, Hello
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -53,7 +53,7 @@ class Peers:
         self.generation, self._least, self._name = -1, -1, ""
         self._changed = threading.Condition()
         self._channels: dict[tuple[int, str], Channel] = {}
-        self._inbox: dict[tuple[int, str, str, int], list[Message]] = {}
+        self._inbox: dict[tuple[int, str, type[Message], int], list[Message]] = {}
         self._broken: dict[str, str] = {}
         self._acceptor = Acceptor(listening, key, self._greet, most_bytes=DATA_BYTES)
 
@@ -111,9 +111,9 @@ class Peers:
                     raise
             look()
             time.sleep(_AGAIN_SECONDS)
-        fields = {"generation": self.generation, "name": self._name}
+        hello = Hello(generation=self.generation, name=self._name)
         try:
-            channel.send(Message(kind="hello", fields=fields))
+            channel.send(hello)
         except WireError:
             channel.close()
             raise
@@ -159,12 +159,12 @@ class Peers:
             self._breaks(self.generation, other, str(error))
             raise
 
-    def take(self, other: str, kind: str, step: int, look: Look) -> Message:
+    def take(self, other: str, kind: type[M], step: int, look: Look) -> M:
         """The next message of a kind and step from a member of this generation.
 
         Args:
             other: its name.
-            kind: of the message.
+            kind: type of the message.
             step: that it is about.
             look: called while it is waited for.
         """
@@ -176,7 +176,7 @@ class Peers:
                     message = found.pop(0)
                     if not found:
                         del self._inbox[key]
-                    return message
+                    return cast(M, message)
                 self._changed.wait(_TICK_SECONDS)
             look()
 
@@ -207,12 +207,11 @@ class Peers:
     def _greet(self, channel: Channel) -> None:
         """A connection that another member made, until its end."""
         try:
-            said = checked(channel.receive(seconds=CONNECT_SECONDS), TO_PEER)
+            said = channel.receive(HELLO, seconds=CONNECT_SECONDS)
         except WireError:
             return
-        generation, other = said.fields.get("generation", -1), said.fields.get("name")
-        if said.kind == "hello" and other and self._take(generation, other, channel):
-            self._read(generation, other, channel)
+        if said.name and self._take(said.generation, said.name, channel):
+            self._read(said.generation, said.name, channel)
 
     def _take(self, generation: int, other: str, channel: Channel) -> bool:
         """Use a connection; whether its generation is not over."""
@@ -230,15 +229,15 @@ class Peers:
     def _read(self, generation: int, other: str, channel: Channel) -> None:
         while True:
             try:
-                said = checked(channel.receive(seconds=_SILENT_SECONDS), TO_PEER)
+                said = channel.receive(TO_PEER, seconds=_SILENT_SECONDS)
             except WireError as error:
                 channel.close()
                 self._gone(generation, other, channel, str(error))
                 return
-            if said.fields.get("generation", generation) != generation:
+            if getattr(said, "generation", generation) != generation:
                 continue  # Of another generation: it counts for nothing here.
             with self._changed:
-                key = (generation, other, said.kind, said.fields.get("step", -1))
+                key = (generation, other, type(said), getattr(said, "step", -1))
                 self._inbox.setdefault(key, []).append(said)
                 self._changed.notify_all()
 

@@ -25,11 +25,20 @@ from whalejax.distributed.launch_env import (
 from whalejax.distributed.reserved_port import reserve_port
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.membership.phases import STOPPED, WAITING
+from whalejax.wire.run_messages import (
+    Begin,
+    Finished,
+    Over,
+    Prepare,
+    Prepared,
+    Ready,
+    Stop,
+)
 
 
 if TYPE_CHECKING:
     from whalejax.elastic.control import Control
-    from whalejax.elastic.wire.framing import Message
+    from whalejax.wire.run_messages import ToMember
 
 
 _FLUSH_SECONDS: Final = 5.0
@@ -47,7 +56,7 @@ def placed(
     environment: Mapping[str, str] = os.environ,
     *,
     told: Mapping[str, Any] | None = None,
-    hears: Callable[[Message], bool] = lambda said: False,
+    hears: Callable[[ToMember], bool] = lambda said: False,
 ) -> tuple[str, int, int] | None:
     """Coordinator, number of processes and rank; None without a supervisor.
 
@@ -82,20 +91,20 @@ def placed(
     control = Control(address, environment.get(KEY_FILE, ""), registers)
     control.open()
     control.phase = STOPPED
-    control.post("ready")
+    control.post(Ready())
     while True:
         said = control.wait()
         if said is None:
             continue
-        if said.kind == "begin":
+        if isinstance(said, Begin):
             break
         _obey(control, said)
-    control.phase, control.generation = WAITING, said.fields["generation"]
+    control.phase, control.generation = WAITING, said.generation
     _held.append(control)
     atexit.register(_finished, control)
     threading.Thread(target=_listen, args=(control, hears), daemon=True).start()
-    names = [m[0] for m in said.fields["members"]]
-    _, first_host, first_port = said.fields["members"][0]
+    names = [m[0] for m in said.members]
+    _, first_host, first_port = said.members[0]
     coordinator, rank = (
         joined_address(first_host, first_port),
         names.index(control.name),
@@ -140,12 +149,11 @@ def _facts() -> dict[str, str]:
 
 
 def _obey(control: Any, said: Any) -> None:
-    match said.kind:
-        case "prepare":
-            generation = said.fields["generation"]
-            control.post("prepared", generation=generation, step=-1, held=[])
-        case "over" | "stop":
-            if said.kind == "over" and said.fields["well"]:
+    match said:
+        case Prepare(generation=generation):
+            control.post(Prepared(generation=generation, step=-1, held=[]))
+        case Over() | Stop():
+            if isinstance(said, Over) and said.well:
                 control.flush(_FLUSH_SECONDS)
                 os._exit(0)  # Nobody needed it.
             os.kill(os.getpid(), signal.SIGTERM)
@@ -155,11 +163,11 @@ def _finished(control: Any) -> None:
     """Say that the script came to its end: a supervisor that was started again since
     cannot ask for the status of a process that another one started."""
     if not hasattr(sys, "last_value"):  # No exception ended it.
-        control.post("finished", step=-1)
+        control.post(Finished(step=-1))
     control.flush(_FLUSH_SECONDS)
 
 
-def _listen(control: Any, hears: Callable[[Message], bool]) -> None:
+def _listen(control: Any, hears: Callable[[ToMember], bool]) -> None:
     from whalejax.meshes.errors import WhaleError
 
     while True:

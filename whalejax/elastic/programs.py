@@ -22,7 +22,7 @@ from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
-from whalejax.elastic.wire.framing import Message
+from whalejax.elastic.saving import Tell
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.state import TrainState
@@ -38,6 +38,7 @@ from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import Resumed, batches_by_samples, checkpoints, resumed
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
+from whalejax.wire.run_messages import Note, Recovered, State
 
 
 MICRO_BATCHES: Final = 16
@@ -209,21 +210,19 @@ class ReplicaPrograms:
         key = jax.random.key(self._seed)
         return self.step.init(self.job.make_model, rng=key)
 
-    def newest(
-        self, save: Path | None, tell: Callable[..., None] = lambda kind, **more: None
-    ) -> TrainState:
+    def newest(self, save: Path | None, tell: Tell = lambda report: None) -> TrainState:
         """The newest whole checkpoint of a folder, or a fresh state.
 
         Args:
             save: the folder; None has none.
-            tell: is told ``"note"`` of what a user should know, and ``"recovered"``.
+            tell: is told what a user should know, and ``Recovered``.
         """
         found = resumed(self.step, checkpoints(save) if save else [])
         state = self.born() if found is None else found.state
         tell_source(state, found, tell)
         return state
 
-    def pieces(self, state: TrainState) -> Iterator[Message]:
+    def pieces(self, state: TrainState) -> Iterator[State]:
         """A state as messages, with a hash of all in the last.
 
         Args:
@@ -240,10 +239,9 @@ class ReplicaPrograms:
         for place in range(count):
             piece = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
             text = json.dumps(about) if place == count - 1 else ""
-            fields = {"place": place, "count": count, "text": text}
-            yield Message(kind="state", fields=fields, arrays=(piece,))
+            yield State(place=place, count=count, text=text, arrays=(piece,))
 
-    def assembled(self, take: Callable[[], Message], whose: str) -> TrainState:
+    def assembled(self, take: Callable[[], State], whose: str) -> TrainState:
         """A state of another member's messages.
 
         Args:
@@ -257,12 +255,12 @@ class ReplicaPrograms:
         while True:
             said = take()
             pieces.extend(said.arrays)
-            if said.fields["place"] != len(pieces) - 1 or len(said.arrays) != 1:
+            if said.place != len(pieces) - 1 or len(said.arrays) != 1:
                 raise WhaleError(f"{whose} sent the pieces of its state in disorder")
-            if len(pieces) == said.fields["count"]:
+            if len(pieces) == said.count:
                 break
         data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
-        about = json.loads(said.fields["text"])
+        about = json.loads(said.text)
         if hashlib.sha256(data.data).hexdigest() != about["sha256"]:
             raise WhaleError(f"the state that {whose} sent is not as it was sent")
         return self._unpacked(data, about["samples"], whose)
@@ -395,21 +393,19 @@ class ReplicaPrograms:
 NEW_STATE: Final = "a new state"
 
 
-def tell_source(
-    state: TrainState, found: Resumed | None, tell: Callable[..., None]
-) -> None:
+def tell_source(state: TrainState, found: Resumed | None, tell: Tell) -> None:
     """Say where a state is from, and what is to be known of that.
 
     Args:
         state: with which a run goes on.
         found: the checkpoint that it is of; None for a new one.
-        tell: is told ``"note"``, with a reason, and ``"recovered"``.
+        tell: is told with a ``Note`` and ``Recovered``.
     """
     for note in () if found is None else found.notes:
         say(f"whalejax: {note}")
-        tell("note", why=note[:_LONGEST_NOTE])
+        tell(Note(why=note[:_LONGEST_NOTE]))
     source = NEW_STATE if found is None else found.checkpoint.name
-    tell("recovered", step=int(state.step), source=source)
+    tell(Recovered(step=int(state.step), source=source))
 
 
 def most_micro_batches(size: int, group: int = 1) -> int:

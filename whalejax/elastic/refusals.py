@@ -15,9 +15,10 @@ from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.control import NoSupervisorError, key_of_run
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.supervisor.processes import machine
-from whalejax.elastic.wire.connection import dial
-from whalejax.elastic.wire.framing import Message, WireError
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import dial
+from whalejax.wire.messages import WireError
+from whalejax.wire.run_messages import TO_MEMBER, Refusal
 
 
 _SECONDS: Final = 10.0
@@ -47,9 +48,9 @@ def reported_refusals() -> Iterator[None]:
 def _report(address: str, key_file: str, why: str) -> None:
     key = key_of_run(key_file, address)
     channel = dial(split_address(address, "supervisor"), key, seconds=_SECONDS)
-    fields = {"machine": machine(), "pid": os.getpid(), "why": why[:_LONGEST]}
+    refusal = Refusal(machine=machine(), pid=os.getpid(), why=why[:_LONGEST])
     try:
-        channel.send(Message(kind="refusal", fields=fields))
-        channel.receive(seconds=_SECONDS)
+        channel.send(refusal)
+        channel.receive(TO_MEMBER, seconds=_SECONDS)
     finally:
         channel.close()

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import checkpoints
+from whalejax.wire.run_messages import NotSaved, Report, Saved
 
 
 SAVE_SECONDS: Final = 600.0
@@ -22,7 +23,7 @@ SAVE_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.05
 _REMOVED: Final = re.compile(r"step_\d{6,}\.deleted")
 
-Tell = Callable[..., None]
+Tell = Callable[[Report], None]
 
 
 class Saves(Protocol):
@@ -59,7 +60,7 @@ class Saver:
             folder: of the checkpoints; None saves none.
             every: steps between checkpoints.
             keep: how many stay, the newest ones.
-            tell: is told ``"saved"`` or ``"not_saved"``, with the step.
+            tell: is told with ``Saved`` or ``NotSaved``.
             may_keep: asked before a checkpoint that is written takes its name, so that
                 a member that was given up puts none in another's place.
         """
@@ -97,7 +98,7 @@ class Saver:
                 f"the checkpoint of step {self._writes} is still being written after "
                 f"{SAVE_SECONDS:.0f} s. Save less often, or to a faster disk"
             )
-            self._tell("not_saved", step=step, why=why)
+            self._tell(NotSaved(step=step, why=why))
             return
         copy = self._programs.copied(state)
         self._writes = step
@@ -131,9 +132,9 @@ class Saver:
                 self._programs.save(path, state, approve)
             self._remove_old(folder)
         except Exception as error:  # The run goes on, and the last one stays.
-            self._tell("not_saved", step=step, why=str(error)[:2000])
+            self._tell(NotSaved(step=step, why=str(error)[:2000]))
         else:
-            self._tell("saved", step=step, path=str(path))
+            self._tell(Saved(step=step, path=str(path)))
 
     def _approve(self, step: int) -> None:
         if self._may_keep is not None and not self._may_keep(step):

@@ -28,7 +28,6 @@ from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.placing import connection, placed
 from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
-from whalejax.elastic.wire.framing import Message
 from whalejax.lowering.state import TrainState
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.membership.run import AT_STEPS, MODE
@@ -37,6 +36,22 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
 from whalejax.runtime.resume import agreed_checkpoints, checkpoints
+from whalejax.wire.run_messages import (
+    Committed,
+    CompiledAhead,
+    Leaving,
+    NotCopied,
+    NotSaved,
+    Over,
+    Prepare,
+    Prepared,
+    Recovered,
+    Report,
+    Saved,
+    Stop,
+    ToMember,
+    Unfit,
+)
 
 
 _TERMINATED_STATUS: Final = 143
@@ -166,7 +181,7 @@ class SpreadMember:
                 raise
             why = str(error)[:_MOST_WORDS]
             print(f"whalejax: {why}", file=sys.stderr, flush=True)
-            self._control.post("unfit", count=jax.process_count(), why=why)
+            self._control.post(Unfit(count=jax.process_count(), why=why))
             while True:  # The supervisor ends it, and starts as many as there fit.
                 self._wait()
 
@@ -189,12 +204,12 @@ class SpreadMember:
         if state is not None:
             step = int(state.step)
             source = f"copies in memory, of step {step}"
-            self._post_first("recovered", step=step, source=source)
+            self._post_first(Recovered(step=step, source=source))
             return state
         return self._programs.begun(save, self._post_first)
 
     def _not_copied(self, done: int, why: str) -> None:
-        self._post_first("not_copied", step=done, why=why[:_MOST_WORDS])
+        self._post_first(NotCopied(step=done, why=why[:_MOST_WORDS]))
 
     def _look_ahead(self, done: int) -> None:
         """Prepare for other numbers of processes, once it is known what steps take."""
@@ -232,7 +247,7 @@ class SpreadMember:
             return self._programs.plan_for(count)
         except PlanError as error:
             why = str(error)[:_MOST_WORDS]
-            self._control.post("unfit", count=count, why=why)
+            self._control.post(Unfit(count=count, why=why))
         except Exception as error:
             # Nothing depends on it: the processes plan again when they begin.
             warn(f"no plan was made ahead for {count} processes: {error}")
@@ -246,7 +261,7 @@ class SpreadMember:
         try:
             if self._programs.compile_for(plan):
                 seconds = time.monotonic() - began
-                self._control.post("compiled_ahead", count=count, seconds=seconds)
+                self._control.post(CompiledAhead(count=count, seconds=seconds))
         except Exception as error:  # They compile when they begin.
             warn(f"nothing was compiled ahead for {count} processes: {error}")
 
@@ -255,28 +270,27 @@ class SpreadMember:
             return
         self._control.step = done
         if jax.process_index() == 0:
-            self._control.post(
-                "committed",
+            committed = Committed(
                 generation=self._control.generation,
                 step=done,
                 loss=loss,
                 seconds=0.0,
-                parts={self._control.name: [[0, self._programs.count]]},
+                parts={self._control.name: [(0, self._programs.count)]},
             )
+            self._control.post(committed)
 
     # Stopping.
 
-    def _hears(self, said: Message) -> bool:
+    def _hears(self, said: ToMember) -> bool:
         """What the supervisor says, in a thread of its own."""
         with self._changed:
-            match said.kind:
-                case "prepare":
-                    self._asked = said.fields["generation"]
-                case "stop" | "over":
-                    well = said.fields["well"]
+            match said:
+                case Prepare(generation=generation):
+                    self._asked = generation
+                case Stop(why=why, well=well) | Over(why=why, well=well):
                     self._status = _TERMINATED_STATUS if well else 1
                     if not self._stopped:
-                        text = f"whalejax: {said.fields['why']}\n"
+                        text = f"whalejax: {why}\n"
                         with contextlib.suppress(OSError):
                             os.write(2, text.encode())
                         # Its steps may wait for a process that is gone.
@@ -289,7 +303,7 @@ class SpreadMember:
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
-            self._control.post("leaving", why="it was told to end (SIGTERM)")
+            self._control.post(Leaving(why="it was told to end (SIGTERM)"))
         due = self._copying is not None and self._copying.is_due(done)
         busy = self._copying is not None and self._copying.busy
         mine = _COPIES if due else _BUSY if busy else ""
@@ -316,7 +330,7 @@ class SpreadMember:
             asked = self._asked
             if asked > told:
                 told = asked
-                self._control.post("prepared", generation=asked, step=done, held=[])
+                self._control.post(Prepared(generation=asked, step=done, held=[]))
             self._wait()
         self._control.flush(_FLUSH_SECONDS)
         raise SystemExit(self._status)
@@ -352,7 +366,7 @@ class SpreadMember:
         except WhaleError as error:
             self._not_saved(done, str(error))
             return
-        self._post_first("saved", step=done, path=str(path))
+        self._post_first(Saved(step=done, path=str(path)))
         if jax.process_index() == 0:
             try:
                 remove_old(folder, self._training.keep)
@@ -360,7 +374,7 @@ class SpreadMember:
                 warn(f"old checkpoints stay in {folder}: {error}")
 
     def _not_saved(self, done: int, why: str) -> None:
-        self._post_first("not_saved", step=done, why=why[:_MOST_WORDS])
+        self._post_first(NotSaved(step=done, why=why[:_MOST_WORDS]))
         if self._control is None:
             warn(f"no checkpoint was written after step {done}: {why}")
 
@@ -374,10 +388,10 @@ class SpreadMember:
                 error = "the supervisor gave this process up, or is gone"
         fail_together(error, f"step {done} kept")
 
-    def _post_first(self, kind: str, **fields: Any) -> None:
+    def _post_first(self, report: Report) -> None:
         """Tell the supervisor what holds of all, once."""
         if self._control is not None and jax.process_index() == 0:
-            self._control.post(kind, **fields)
+            self._control.post(report)
 
     def _phase(self, phase: str) -> None:
         if self._control is not None:

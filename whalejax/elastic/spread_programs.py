@@ -14,6 +14,7 @@ from whalejax import jobs
 from whalejax.capture.batch import aval_of
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.programs import most_micro_batches, tell_source
+from whalejax.elastic.saving import Tell
 from whalejax.lowering.state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -124,7 +125,7 @@ class SpreadPrograms:
         return True
 
     def begun(
-        self, folder: Path | None, tell: Callable[..., None] = lambda kind, **more: None
+        self, folder: Path | None, tell: Tell = lambda report: None
     ) -> TrainState:
         """The newest whole checkpoint, or a new state.
 

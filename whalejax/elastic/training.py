@@ -12,6 +12,7 @@ from whalejax.elastic.environment import SUPERVISOR
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.user_code.losses import Job
+from whalejax.wire.run_messages import NotSaved, Report
 
 
 if TYPE_CHECKING:
@@ -233,9 +234,9 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
     from whalejax.meshes.errors import warn
     from whalejax.runtime.resume import held
 
-    def tell(kind: str, *, step: int, path: str = "", why: str = "") -> None:
-        if kind == "not_saved":
-            warn(f"no checkpoint was written after step {step}: {why}")
+    def tell(report: Report) -> None:
+        if isinstance(report, NotSaved):
+            warn(f"no checkpoint was written after step {report.step}: {report.why}")
 
     with held(training.save):
         saver = Saver(programs, training.save, training.save_every, training.keep, tell)

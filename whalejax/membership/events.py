@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from whalejax.membership.assignment import Node
 from whalejax.membership.endings import STATUS, Ending
+from whalejax.wire import run_messages as wire
 
 
 # What may happen.
@@ -41,15 +42,14 @@ class Register(NamedTuple):
 
     name: str
     slot: int | None
-    fields: Mapping[str, Any]
+    message: wire.Register
 
 
 class Heard(NamedTuple):
     """A member said something; ``name`` is the one it was registered under."""
 
     name: str
-    kind: str
-    fields: Mapping[str, Any]
+    message: wire.OfMember
 
 
 class Disconnected(NamedTuple):
@@ -152,11 +152,10 @@ Event = (
 
 
 class Send(NamedTuple):
-    """Send a member a message, by its kind and fields."""
+    """Send a member a message."""
 
     name: str
-    kind: str
-    fields: Mapping[str, Any]
+    message: wire.ToMember
 
 
 class Kill(NamedTuple):

@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-
-def told_facts(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The facts in what a member registers with."""
-    return {
-        **fields["facts"],
-        "micro-batches": str(fields["micro_batches"]),
-        "steps": str(fields["steps"]),
-        "save": fields["save"],
-    }
 
 
 def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from whalejax.membership.losses import check_budget, count, lose, restart_world
 from whalejax.membership.phases import BETWEEN, FETCHING, RESTORING, SAVING
 from whalejax.membership.run import Member, Phase, Run
 from whalejax.membership.run_ends import end
+from whalejax.wire import run_messages as wire
 
 
 _LONG: Final = frozenset({BETWEEN, RESTORING, SAVING})
@@ -82,7 +83,7 @@ def release(run: Run, now: float, member: Member) -> None:
     """Let a member go that asked to."""
     if member.released_at is None:
         member.released_at = now
-    run.send(member.name, "over", why="drained", well=True)
+    run.send(member.name, wire.Over(why="drained", well=True))
 
 
 # Running.
@@ -236,7 +237,7 @@ def ask(run: Run, now: float, target: list[str], after: int, *, phase: Phase) ->
 
 def ask_again(run: Run, name: str) -> None:
     """Ask one member to stop, as all were asked."""
-    run.send(name, "prepare", generation=run.generation, after=run.after)
+    run.send(name, wire.Prepare(generation=run.generation, after=run.after))
 
 
 def _await_prepared(run: Run, now: float) -> None:
@@ -319,18 +320,18 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
     )
     first = repaired(names, seconds, held, size)
     run.assigned = run.generation, first, dealt(names, seconds, size)
-    fields = {
-        "generation": run.generation,
-        "members": [[m.name, m.host, m.port] for m in members],
-        "step": step,
-        "sources": sources,
-        "first": first,
-        "later": run.assigned[2],
-    }
+    begin = wire.Begin(
+        generation=run.generation,
+        members=[(m.name, m.host, m.port) for m in members],
+        step=step,
+        sources=sources,
+        first=first,
+        later=run.assigned[2],
+    )
     for member in members:
         member.held, member.beyond = (), 0
         member.moved_at = now
-        run.send(member.name, "begin", **fields)
+        run.send(member.name, begin)
 
 
 # The end.

@@ -12,6 +12,7 @@ from whalejax.membership.failures import Failure
 from whalejax.membership.history import record
 from whalejax.membership.run import Member, Run, Status
 from whalejax.membership.run_ends import end, how_ended, miss_checkpoint
+from whalejax.wire import run_messages as wire
 
 
 _LASTING_SECONDS: Final = 60.0
@@ -100,7 +101,7 @@ def lose(
     )
     if member.pid:
         run.outbox.append(Kill(name=member.name, pid=member.pid))
-    run.send(member.name, "over", why=f"it was given up: {why}", well=False)
+    run.send(member.name, wire.Over(why=f"it was given up: {why}", well=False))
     if over:
         return
     if counts:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from whalejax.membership.endings import Ending
 from whalejax.membership.events import Register, Release, Started, StepCommit
-from whalejax.membership.facts import difference, told_facts
+from whalejax.membership.facts import difference
 from whalejax.membership.generations import ask, ask_again, change, release, unfit
 from whalejax.membership.history import record
 from whalejax.membership.phases import IN_A_STEP, STOPPED
-from whalejax.membership.run import Member, Run
+from whalejax.membership.run import Member, Parts, Run
 from whalejax.membership.run_ends import dismiss, end
+from whalejax.wire import run_messages as wire
 
 
 _LOSSES_KEPT: Final = 10_000
@@ -29,33 +29,47 @@ def started(run: Run, now: float, event: Started) -> None:
     run.outbox.append(Release(name=name))
 
 
-def refusal(run: Run, name: str, fields: Mapping[str, Any]) -> str:
-    """Why a process cannot take part under a name, by its fields; or nothing."""
+def refusal(run: Run, name: str, message: wire.Register) -> str:
+    """Why a process cannot take part under a name, or nothing."""
     known = run.members.get(name)
     if known is not None and not known.is_there:
         return "this member was given up, and its generation is over"
     if run.phase == "ending" and known is None:
         return "the run is over"
-    return difference(told_facts(fields), run.facts) if run.facts else ""
+    return difference(_facts(message), run.facts) if run.facts else ""
+
+
+def _facts(message: wire.Register) -> dict[str, str]:
+    """What all members must have in common, of one."""
+    return {
+        **message.facts,
+        "micro-batches": str(message.micro_batches),
+        "steps": str(message.steps),
+        "save": message.save,
+    }
 
 
 def register(run: Run, now: float, event: Register) -> None:
     """A member introduces itself; see ``Register``."""
-    name, slot, fields = event.name, event.slot, event.fields
+    name, message = event.name, event.message
     if not run.facts:
-        record(run, now, "facts", **told_facts(fields))
-    ahead = fields["generation"] > run.generation
+        record(run, now, "facts", **_facts(message))
+    ahead = message.generation > run.generation
     record(
         run,
         now,
         "registered",
         name=name,
-        **{k: fields[k] for k in ("host", "step", "token", "generation")},
+        host=message.host,
+        step=message.step,
+        token=message.token,
+        generation=message.generation,
     )
     known = run.members[name]
-    known.pid = known.pid or (fields["pid"] if slot is not None else 0)
-    known.host, known.port = fields["host"], fields["port"]
-    known.step, known.connected = fields["step"], True
+    if event.slot is not None:
+        known.pid = known.pid or message.pid
+    known.host, known.port = message.host, message.port
+    known.step, known.connected = message.step, True
     run.lease.heard(name, now)
     _catch_up(run, now, known, ahead=ahead)
 
@@ -90,75 +104,76 @@ def unrunnable(run: Run, now: float, name: str, why: str) -> None:
     end(run, now, Ending.REFUSED, why)
 
 
-def hear(run: Run, now: float, name: str, kind: str, fields: Mapping[str, Any]) -> None:
+def hear(run: Run, now: float, name: str, message: wire.OfMember) -> None:
     """A member said something; what it repeats, for want of an answer, is left out."""
     member = run.members.get(name)
     if member is None or not member.is_there:
-        run.send(name, "over", why="this member was given up", well=False)
+        run.send(name, wire.Over(why="this member was given up", well=False))
         return
     run.lease.heard(name, now)
-    number = fields.get("number", 0)
-    if number and number <= member.reported:
-        return
-    member.reported = max(member.reported, number)
-    match kind:
-        case "beat":
-            _beat(run, now, member, fields["phase"], fields["step"], fields["done"])
-        case "committed":
-            _committed(run, now, member, fields)
-        case _:
+    match message:
+        case wire.Beat(phase=phase, step=step, done=done):
+            _beat(run, now, member, phase, step, done)
+        case wire.Report(number=number) if 0 < number <= member.reported:
+            pass
+        case wire.Committed():
+            member.reported = max(member.reported, message.number)
+            _committed(run, now, member, message)
+        case wire.Report(number=number):
+            member.reported = max(member.reported, number)
             run.is_settled = False
             run.forget_left()
-            _report(run, now, member, kind, fields)
+            _report(run, now, member, message)
 
 
-def _report(
-    run: Run, now: float, member: Member, kind: str, fields: Mapping[str, Any]
-) -> None:
+def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
     """What is said seldom, and may change who takes part."""
     name = member.name
-    match kind, fields:
-        case "ready", _:
-            if member.status == "registered":
-                record(run, now, "ready", name=name)
-        case "prepared", {"generation": generation, "step": step, "held": held}:
-            if generation == run.generation:
-                member.prepared, member.step = generation, step
-                member.held = [(first, last) for first, last in held]
-        case "suspect", {"generation": generation, "name": other, "why": why}:
+    match message:
+        case wire.Ready() if member.status == "registered":
+            record(run, now, "ready", name=name)
+        case wire.Prepared(generation=generation) if generation == run.generation:
+            member.prepared, member.step = generation, message.step
+            member.held = message.held
+        case wire.Suspect(generation=generation, name=other, why=why):
             _suspect(run, now, member, generation, other, why)
-        case "leaving", {"why": why}:
+        case wire.Leaving(why=why):
             if not member.leaving and member.status not in ("finished", "left"):
                 record(run, now, "leaving", name=name, why=why)
                 if member.status in ("registered", "ready"):
                     release(run, now, member)
-        case "left", {"step": step}:
+        case wire.Left(step=step):
             # The same will hold of all, or of it alone: losses are equal in all
             # members, so that a condition on them is.
             member.step = max(member.step, step)
             if member.status == "active":
                 record(run, now, "left", name=name, step=step)
-        case "finished", {"step": step}:
+        case wire.Finished(step=step):
             member.step = max(member.step, step)
             if member.status != "finished":
                 record(run, now, "finished", name=name, step=step)
-        case "failed", {"why": why}:
+        case wire.Failed(why=why):
             _failed(run, now, member, why)
-        case "unfit", {"count": count, "why": why}:
+        case wire.Unfit(count=count, why=why):
             unfit(run, now, count, why)
-        case "written", {"step": step}:
+        case wire.Written(step=step):
             # It asks whether its checkpoint may take its name: not if it was given up.
-            run.send(name, "keep", step=step)
-        case "saved" | "not_saved" | "recovered", _:
-            if kind in ("saved", "not_saved") and run.over is not None:
+            run.send(name, wire.Keep(step=step))
+        case wire.Saved() | wire.NotSaved():
+            if run.over is not None:
                 run.saver_reported |= name == run.over.saver
-            if kind == "recovered":  # From copies in memory, a checkpoint, or none.
-                run.pace.begun(fields["step"], now)
-            record(run, now, kind, name=name, **_told(fields))
-        case "compiled_ahead" | "not_copied" | "note", _:
-            record(run, now, kind, name=name, **_told(fields))
-        case _:
-            raise ValueError(f"a member said {kind!r}, which no rule is for")
+            _record_report(run, now, name, message)
+        case wire.Recovered(step=step):  # From copies in memory, or a checkpoint.
+            _record_report(run, now, name, message)
+            run.pace.begun(step, now)
+        case wire.NotCopied() | wire.CompiledAhead() | wire.Note():
+            _record_report(run, now, name, message)
+
+
+def _record_report(run: Run, now: float, name: str, message: wire.Report) -> None:
+    """Write down what a report tells, without the number that the member gave it."""
+    told = {key: told for key, told in message.fields.items() if key != "number"}
+    record(run, now, message.kind, name=name, **told)
 
 
 def _beat(
@@ -179,15 +194,15 @@ def _beat(
             change(run, now, -1)  # It never heard that this one began.
 
 
-def _committed(run: Run, now: float, member: Member, fields: Mapping[str, Any]) -> None:
-    generation, step, loss = fields["generation"], fields["step"], fields["loss"]
+def _committed(run: Run, now: float, member: Member, message: wire.Committed) -> None:
+    generation, step, loss = message.generation, message.step, message.loss
     member.step = max(member.step, step)
-    member.seconds, member.moved_at = fields["seconds"], now
+    member.seconds, member.moved_at = message.seconds, now
     known = run.losses.get(step)
     if known is None or generation > known[0]:
         run.losses[step] = generation, loss
         assigned_in, first, later = run.assigned
-        parts = fields["parts"]  # The first member alone tells them.
+        parts: Parts = message.parts  # The first member alone tells them.
         if not parts and generation == assigned_in:
             parts = first if step == run.step + 1 else later
         run.outbox.append(StepCommit(step, generation, loss, parts))
@@ -230,11 +245,6 @@ def _suspect(
         run.broken_links.add(frozenset((other, member.name)))
         if run.suspected_at is None:
             run.suspected_at = now
-
-
-def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report tells, without the number that the member gave it."""
-    return {key: value for key, value in fields.items() if key != "number"}
 
 
 def _failed(run: Run, now: float, member: Member, why: str) -> None:

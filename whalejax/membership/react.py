@@ -41,8 +41,8 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
     [Start(slot=0), Start(slot=1)]
     """
     match event:
-        case ev.Heard(name=name, kind=kind, fields=said):
-            members.hear(run, now, name, kind, said)
+        case ev.Heard(name=name, message=message):
+            members.hear(run, now, name, message)
         case ev.Tick():
             _tick(run, now)
         case ev.Register():

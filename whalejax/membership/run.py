@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from whalejax.membership.assignment import Node
 from whalejax.membership.commit_times import CommitTimes
@@ -17,6 +17,7 @@ from whalejax.membership.failures import Failures
 from whalejax.membership.lease import Lease
 from whalejax.membership.phases import DEADLINES, STEP
 from whalejax.membership.settings import SupervisorSettings
+from whalejax.wire import run_messages as wire
 
 
 MODE = "mode"
@@ -320,9 +321,9 @@ class Run:
 
     # What is to be done.
 
-    def send(self, name: str, kind: str, **fields: Any) -> None:
+    def send(self, name: str, message: wire.ToMember) -> None:
         """Have a member told something."""
-        self.outbox.append(Send(name=name, kind=kind, fields=fields))
+        self.outbox.append(Send(name, message))
 
 
 def counted(processes: int) -> str:

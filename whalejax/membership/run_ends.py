@@ -9,6 +9,7 @@ from whalejax.membership.events import End, Kill
 from whalejax.membership.history import record
 from whalejax.membership.phases import BETWEEN, SAVING
 from whalejax.membership.run import Member, Run
+from whalejax.wire import run_messages as wire
 
 
 _TERMINATED: Final = (143, -15)
@@ -79,13 +80,13 @@ def dismiss(run: Run, now: float, member: Member) -> None:
         member.ends_by_kill = True
         run.outbox.append(Kill(name=member.name, pid=member.pid))
     elif member.status not in ("active", "finished", "left"):
-        run.send(member.name, "over", why="the run is over", well=True)
+        run.send(member.name, wire.Over(why="the run is over", well=True))
     elif how is Ending.COMPLETE:
-        run.send(member.name, "done")
+        run.send(member.name, wire.Done())
     else:
         saves = member.name == run.over.saver
         well = how in (Ending.DRAINED, Ending.INTERRUPTED)
-        run.send(member.name, "stop", why=run.over.text, saves=saves, well=well)
+        run.send(member.name, wire.Stop(why=run.over.text, saves=saves, well=well))
 
 
 def how_ended(run: Run, member: Member, status: int | None) -> Ending | None:

@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.wiring import FORWARD_TASK
 from whalejax.swarm_runtime.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
 from whalejax.swarm_runtime.registry import Member
-
-
-Holders = list[list[Any]]
-Answers = dict[str, Any]
+from whalejax.wire.messages import A, Question
+from whalejax.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
+from whalejax.wire.swarm_messages import Holders, Sum, Summed, Told, Update
 
 
 class Commit:
@@ -143,14 +141,11 @@ class Commit:
             if holders is None:
                 continue
             self._rounds[stage] = self._rounds.get(stage, 0) + 1
-            fields = {
-                **context.at(),
-                "stage": stage,
-                "round": self._rounds[stage],
-                "peers": holders,
-            }
+            question = Sum(
+                **context.at(), stage=stage, round=self._rounds[stage], peers=holders
+            )
             seconds = context.call_seconds + self._sum_seconds(stage, len(members))
-            answers = self._ask(stage, members, "sum", fields, (), seconds)
+            answers = self._ask(stage, members, question, seconds)
             if members and len(answers) == len(members):
                 self._holders[stage], self._members[stage] = holders, members
                 self._note(stage, answers)
@@ -164,15 +159,14 @@ class Commit:
         sent = sum_bytes(cut.gradient_bytes(stage), peers, wire)
         return sent / SLOWEST_BYTES_PER_SECOND
 
-    def _note(self, stage: int, answers: Answers) -> None:
+    def _note(self, stage: int, answers: Mapping[str, Summed]) -> None:
         """Write down what the peers say that they added."""
         added = {
-            name: (answer.fields["numbers"], answer.fields["attempts"])
-            for name, answer in answers.items()
+            name: (answer.numbers, answer.attempts) for name, answer in answers.items()
         }
         self._errors[stage] = (
-            sum(answer.fields["lost"] for answer in answers.values()),
-            sum(answer.fields["whole"] for answer in answers.values()),
+            sum(answer.lost for answer in answers.values()),
+            sum(answer.whole for answer in answers.values()),
         )
         with self._context.lock:
             self._context.ledger.summed(stage, added)
@@ -193,38 +187,32 @@ class Commit:
             numbers, attempts = by_peer[attempt.peer, attempt.incarnation]
             numbers.append(attempt.number)
             attempts.append(attempt.attempt)
-        return [
-            [m.name, list(m.address), *by_peer[m.name, m.incarnation]] for m in members
-        ]
+        return [(m.name, m.address, *by_peer[m.name, m.incarnation]) for m in members]
 
     def _ask(
         self,
         stage: int,
         members: Sequence[Member],
-        kind: str,
-        fields: Mapping[str, Any],
-        arrays: Sequence[np.ndarray],
+        question: Question[A],
         seconds: float,
-    ) -> Answers:
+    ) -> dict[str, A]:
         """The answers of those that answered; others are taken note of."""
         context = self._context
         if context.stop.is_set():
             raise Stopped
 
-        def one(member: Member) -> Any:
+        def one(member: Member) -> A | Gone | Refused:
             try:
-                return context.caller.ask(
-                    member.address, kind, fields, *arrays, seconds=seconds
-                )
+                return context.caller.ask(member.address, question, seconds=seconds)
             except (Gone, Refused) as error:
                 return error
 
         with ThreadPoolExecutor(max(1, len(members))) as pool:
             answers = [*pool.map(one, members)]
-        found: Answers = {}
+        found: dict[str, A] = {}
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, Gone | Refused):
-                self._failed(stage, member, kind, answer)
+                self._failed(stage, member, question.kind, answer)
             else:
                 found[member.name] = answer
         return found
@@ -279,7 +267,7 @@ class Commit:
     ) -> dict[int, np.ndarray]:
         """A round of the update; what the stage tells all others."""
         for _ in range(MOST_ATTEMPTS):
-            answers: Answers = {}
+            answers: dict[str, Told] = {}
             for before in range(level + 1):
                 answers = self._updated(stage, before, sums)
                 if not answers:
@@ -293,23 +281,25 @@ class Commit:
             self._sum(stage)
         raise self._ended(stage, "apply")
 
-    def _updated(self, stage: int, level: int, sums: Sequence[np.ndarray]) -> Answers:
+    def _updated(
+        self, stage: int, level: int, sums: Sequence[np.ndarray]
+    ) -> dict[str, Told]:
         heard: dict[int, np.ndarray] = {}
         for earlier in self._heard[:level]:
             heard.update(earlier)
-        fields = {
+        question = Update(
             **self._context.at(),
-            "stage": stage,
-            "round": self._rounds[stage],
-            "level": level,
-            "heard": [*heard],
-            "peers": self._holders[stage],
-        }
-        arrays = tuple(sums) if level == 0 else tuple(heard.values())
+            stage=stage,
+            round=self._rounds[stage],
+            level=level,
+            heard=[*heard],
+            peers=self._holders[stage],
+            arrays=tuple(sums) if level == 0 else tuple(heard.values()),
+        )
         context = self._context
         members = [m for m in self._members[stage] if context.fleet.has(m)]
         seconds = context.call_seconds + self._sum_seconds(stage, len(members))
-        found = self._ask(stage, members, "update", fields, arrays, seconds)
+        found = self._ask(stage, members, question, seconds)
         last = level == context.cut.update.rounds - 1
         for member in members:
             answer = found.get(member.name)
@@ -324,22 +314,24 @@ class Commit:
                 self._failed(stage, member, "update", Refused("answer", why))
         return found
 
-    def _is_whole(self, stage: int, level: int, answer: Any) -> bool:
+    def _is_whole(self, stage: int, level: int, answer: Told) -> bool:
         """Whether an answer has the numbers that a stage tells all others."""
         cut = self._context.cut
         wanted = [cut.update.steps.avals[n] for n in cut.told(level, stage)]
         sent = [(x.shape, x.dtype) for x in answer.arrays]
-        named = answer.fields["numbers"] == [*cut.told(level, stage)]
+        named = answer.numbers == [*cut.told(level, stage)]
         return named and sent == [(tuple(a.shape), a.dtype) for a in wanted]
 
-    def _taken(self, stage: int, level: int, answers: Answers) -> dict[int, np.ndarray]:
+    def _taken(
+        self, stage: int, level: int, answers: Mapping[str, Told]
+    ) -> dict[int, np.ndarray]:
         """What the answers say; who says something else than most of them is behind."""
         context = self._context
         late = [m for m in self._members[stage] if m.name not in answers]
         if level < context.cut.update.rounds - 1:
             first = next(iter(answers.values()))
-            return dict(zip(first.fields["numbers"], first.arrays, strict=True))
-        digests = {name: str(a.fields["digest"]) for name, a in answers.items()}
+            return dict(zip(first.numbers, first.arrays, strict=True))
+        digests = {name: a.digest for name, a in answers.items()}
         ((good, _),) = Counter(digests.values()).most_common(1)
         known = next(name for name, said in digests.items() if said == good)
         self.digests[stage] = good

@@ -37,7 +37,6 @@ from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.units import avals_of, units_of
-from whalejax.elastic.wire.framing import MOST_ARRAY_BYTES, MOST_ARRAYS
 from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
@@ -67,6 +66,7 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.plan.plan import Plan
 from whalejax.user_code.losses import Job
+from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
 
 
 EVERY = -1

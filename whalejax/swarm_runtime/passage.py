@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
@@ -27,6 +26,8 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.registry import Member
 from whalejax.swarm_runtime.wire import coding
+from whalejax.wire.service import Address, Caller, Gone, Refused
+from whalejax.wire.swarm_messages import Backward, Forward, MadeBy, Ping, Receipt
 
 
 MOST_ATTEMPTS: Final = 100
@@ -166,7 +167,7 @@ class StepContext:
         fleet, culprit = self.fleet, blamed
         try:
             seconds = min(PING_SECONDS, self.call_seconds)
-            self.caller.ask(blamed.address, "ping", {}, seconds=seconds)
+            self.caller.ask(blamed.address, Ping(), seconds=seconds)
         except (Gone, Refused):
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
@@ -355,19 +356,19 @@ class Passage:
     # What another trainer has had made.
 
     @property
-    def made(self) -> list[list[Any]]:
+    def made(self) -> MadeBy:
         """Phase, stage and holder of all that was made, as ``take_in`` takes it."""
         with self._lock:
             held = {Phase.FORWARD: self._forward, Phase.BACKWARD: self.backward}
             return [
-                [
+                (
                     str(phase),
                     stage,
                     made.member.name,
                     made.member.incarnation,
                     made.attempt,
                     made.lost,
-                ]
+                )
                 for phase, several in held.items()
                 for stage, made in sorted(several.items())
             ]
@@ -375,7 +376,7 @@ class Passage:
     def take_in(
         self,
         trainer: str,
-        made: Sequence[Sequence[Any]],
+        made: MadeBy,
         sums: Sequence[Any],
         attempts: range,
     ) -> None:
@@ -484,27 +485,30 @@ class Passage:
             return None
         attempt = self._begin(stage, phase, member)
         number = self._attempts if attempt is None else attempt.attempt
-        fields = {
+        call = {
             **context.at(),
             "state": context.state,
             "stage": stage,
             "number": self._number,
             "attempt": number,
-            "batch": list(context.batch),
+            "batch": context.batch,
             "sources": [_told(s, made) for s, made in sources],
         }
-        if phase is Phase.BACKWARD:
-            fields["cotangents"] = [_told(s, made) for s, made in sinks]
+        question = (
+            Backward(**call, cotangents=[_told(s, made) for s, made in sinks])
+            if phase is Phase.BACKWARD
+            else Forward(**call)
+        )
         begun = context.fleet.now()
         try:
-            answer = context.caller.ask(
-                member.address, str(phase), fields, seconds=context.call_seconds
+            answer: Receipt = context.caller.ask(
+                member.address, question, seconds=context.call_seconds
             )
         except (Gone, Refused) as error:
             self._failed(stage, phase, member, attempt, error, begun, task)
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
-        made = Made(member=member, attempt=number, lost=answer.fields["lost"])
+        made = Made(member=member, attempt=number, lost=answer.lost)
         return self._answered(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: Member) -> Attempt | None:
@@ -641,6 +645,6 @@ class Passage:
         return None
 
 
-def _told(stage: int, made: Made) -> list[Any]:
+def _told(stage: int, made: Made) -> tuple[int, str, Address, int]:
     member = made.member
-    return [stage, member.name, list(member.address), made.attempt]
+    return stage, member.name, member.address, made.attempt

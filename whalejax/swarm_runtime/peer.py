@@ -13,17 +13,23 @@ import threading
 import time
 from typing import Final
 
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.registry import ANY, facts_of
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.holding import Hook
+from whalejax.wire.connection import listen
+from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
+from whalejax.wire.swarm_messages import (
+    Announce,
+    Join,
+    Move,
+    Moved,
+    Stop,
+    StopHeard,
+)
 
 
 BEAT_SECONDS: Final = 1.0
@@ -85,7 +91,7 @@ class Peer:
         self._beat_seconds, self._patience_seconds = beat_seconds, patience_seconds
         self._heard_at = time.monotonic()
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
-        self._caller = Caller(key, ANSWERS)
+        self._caller = Caller(key)
         self.worker = Worker(
             cut,
             self._caller,
@@ -95,7 +101,11 @@ class Peer:
             pull_seconds=pull_seconds,
             hook=hook,
         )
-        handlers = {**self.worker.handlers, "move": self._move, "stop": self._stop}
+        handlers: Handlers = {
+            **self.worker.handlers,
+            Move: self._move,
+            Stop: self._stop,
+        }
         try:
             listening = listen(host, port)
         except OSError as error:
@@ -104,7 +114,7 @@ class Peer:
                 f"({error.strerror or error}). Give an address of this machine and a "
                 "free port"
             ) from error
-        self._service = Service(listening, key, TO_PEER, handlers)
+        self._service = Service(listening, key, handlers)
         self._facts = facts_of(cut, wire, sum_wire)
         self._incarnation = 0
         self._leaving = threading.Event()
@@ -162,32 +172,30 @@ class Peer:
         )
 
     def _join_once(self) -> None:
-        fields = {
-            "name": self.name,
-            "address": list(told_address(self._service.address, self._registry)),
-            "stage": self._wanted,
-            "facts": self._facts,
-        }
-        answer = self._caller.ask(
-            self._registry, "join", fields, seconds=JOIN_ASK_SECONDS
+        question = Join(
+            name=self.name,
+            address=told_address(self._service.address, self._registry),
+            stage=self._wanted,
+            facts=self._facts,
         )
-        self._wanted = answer.fields["stage"]
-        self._incarnation = answer.fields["incarnation"]
-        self.worker.enter(answer.fields["run"])
+        answer = self._caller.ask(self._registry, question, seconds=JOIN_ASK_SECONDS)
+        self._wanted = answer.stage
+        self._incarnation = answer.incarnation
+        self.worker.enter(answer.run)
 
-    def _move(self, asked: Message) -> Message:
+    def _move(self, asked: Move) -> Moved:
         """Serve another stage; answered when its programs are compiled."""
-        stage = asked.fields["stage"]
+        stage = asked.stage
         if not 0 <= stage < self._cut.stages:
             raise Refused("stale", f"there is no stage {stage}")
         self.worker.serve(stage)
         self._wanted = stage
         self._try_to_announce()
-        return Message(kind="moved", fields={"stage": stage})
+        return Moved(stage=stage)
 
-    def _stop(self, asked: Message) -> Message:
-        self._end(asked.fields["why"] or "the run is over", asked.fields["failed"])
-        return Message(kind="stopped", fields={})
+    def _stop(self, asked: Stop) -> StopHeard:
+        self._end(asked.why or "the run is over", asked.failed)
+        return StopHeard()
 
     def _end(self, why: str, failed: bool) -> None:
         if not self._ended.is_set():
@@ -242,24 +250,22 @@ class Peer:
             number, step = self._wanted, -1
         else:
             number, step = stage.number, worker.step
-        fields = {
-            "name": self.name,
-            "incarnation": self._incarnation,
-            "stage": number,
-            "generation": worker.generation,
-            "step": step,
-            "queue": worker.waiting,
-            "done": worker.done,
-            "seconds": worker.seconds,
-            "leaving": self._leaving.is_set(),
-            "ready": stage is not None,
-        }
-        answer = self._caller.ask(
-            self._registry, "announce", fields, seconds=ASK_SECONDS
+        question = Announce(
+            name=self.name,
+            incarnation=self._incarnation,
+            stage=number,
+            generation=worker.generation,
+            step=step,
+            queue=worker.waiting,
+            done=worker.done,
+            seconds=worker.seconds,
+            leaving=self._leaving.is_set(),
+            ready=stage is not None,
         )
-        if answer.fields["free"]:
+        answer = self._caller.ask(self._registry, question, seconds=ASK_SECONDS)
+        if answer.free:
             self._end("left", failed=False)
-        elif answer.fields["known"]:
+        elif answer.known:
             return
         elif self._leaving.is_set():
             self._end("left", failed=False)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.elastic.wire.service import Address, Refused
 from whalejax.membership.lease import Lease
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
+from whalejax.wire.service import Address, Refused
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.elastic.saving import Saver
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals.journal import JournalLines, read
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import held
@@ -25,6 +24,8 @@ from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm_runtime.moving import PERIOD_SECONDS, Mover
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.serving import Serving
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.run_messages import Report
 
 
 KEY: Final = "swarm.key"
@@ -117,7 +118,11 @@ class Run:
             self._journal = JournalLines(folder / LEDGER, durable=False)
             self._write("opened", {"generation": generation})
         self._saver = Saver(
-            self._checkpoints, place.save, place.save_every, place.keep, tell
+            self._checkpoints,
+            place.save,
+            place.save_every,
+            place.keep,
+            self._tell_saved,
         )
         self.serving = Serving(
             cut,
@@ -185,6 +190,10 @@ class Run:
             peer.close()
         self.serving.close()
         self._stack.close()
+
+    def _tell_saved(self, report: Report) -> None:
+        fields = {n: x for n, x in report.fields.items() if n != "number"}
+        self._tell(report.kind, **fields)
 
     def snapshot(self) -> Snapshot:
         """The newest snapshot."""

@@ -6,14 +6,11 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from whalejax.distributed.launch_env import reached_host
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.ledger import Write
@@ -21,7 +18,29 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
 from whalejax.swarm_runtime.registry import Member, Registry, facts_of
 from whalejax.swarm_runtime.trainer import Trainer, as_told
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_TRAINER
+from whalejax.wire.connection import listen
+from whalejax.wire.messages import A, Question
+from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
+from whalejax.wire.swarm_messages import (
+    Announce,
+    AskTerms,
+    Batch,
+    Enlist,
+    Enlisted,
+    FetchState,
+    Heard,
+    Join,
+    Led,
+    Ping,
+    Pong,
+    Reach,
+    Show,
+    Shown,
+    Stop,
+    Take,
+    Terms,
+    Welcome,
+)
 
 
 REACH_SECONDS: Final = 5.0
@@ -81,7 +100,7 @@ class Serving:
         Raises:
             WhaleError: it cannot listen there.
         """
-        self._caller = Caller(key, ANSWERS)
+        self._caller = Caller(key)
         self.registry = Registry(
             facts_of(cut, wire, sum_wire),
             stages=cut.stages,
@@ -103,9 +122,9 @@ class Serving:
             **more,
         )
         self._settings, self._tell = settings, tell
-        self._shown = {"wire": wire, "sum_wire": sum_wire}
+        self._wires = wire, sum_wire
         listening = listening or opened(host, port)
-        self._service = Service(listening, key, TO_TRAINER, self._handlers)
+        self._service = Service(listening, key, self._handlers)
         host, port = self._service.address
         self.address = self.trainer.address = reached_host(host), port
         self._loss: float | None = None
@@ -113,19 +132,19 @@ class Serving:
         self._lock = threading.Lock()
 
     @property
-    def _handlers(self) -> Mapping[str, Callable[[Message], Message]]:
+    def _handlers(self) -> Handlers:
         """What answers each kind of question."""
         return {
-            "ping": lambda _: Message(kind="pong", fields={"name": "registry"}),
-            "batch": self.trainer.give_batch,
-            "state": self.trainer.give_state,
-            "join": self._join,
-            "announce": self._announce,
-            "enlist": self._enlist,
-            "take": self.trainer.sharing.give,
-            "led": self.trainer.sharing.take_in,
-            "show": self._show,
-            "terms": self._terms,
+            Ping: lambda _: Pong(name="registry"),
+            Batch: self.trainer.give_batch,
+            FetchState: self.trainer.give_state,
+            Join: self._join,
+            Announce: self._announce,
+            Enlist: self._enlist,
+            Take: self.trainer.sharing.give,
+            Led: self.trainer.sharing.take_in,
+            Show: self._show,
+            AskTerms: self._terms,
         }
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -147,24 +166,22 @@ class Serving:
             why: in words.
             failed: it has ended otherwise than it should.
         """
-        fields = {"why": why, "failed": failed}
         members = self.registry.members(time.monotonic())
         addresses = [m.address for m in members]
         addresses += self.trainer.sharing.addresses()
-        self._all(addresses, "stop", fields, REACH_SECONDS)
+        self._all(addresses, Stop(why=why, failed=failed), REACH_SECONDS)
 
     def _all(
         self,
         addresses: Sequence[Address],
-        kind: str,
-        fields: Mapping[str, Any],
+        question: Question[A],
         seconds: float,
-    ) -> list[Message | None]:
+    ) -> list[A | None]:
         """The answers of several peers; none of those that are gone or refuse."""
 
-        def one(address: Address) -> Message | None:
+        def one(address: Address) -> A | None:
             try:
-                return self._caller.ask(address, kind, fields, seconds=seconds)
+                return self._caller.ask(address, question, seconds=seconds)
             except (Gone, Refused):
                 return None
 
@@ -182,16 +199,16 @@ class Serving:
         why = self._ping(address)
         others = self._neighbours(address)
         if others and not why:
-            peers = [[m.name, list(m.address)] for m in others]
-            own = self._all([address], "reach", {"peers": peers}, LINK_SECONDS)[0]
-            outward = {} if own is None else own.fields["unreached"]
+            question = Reach(peers=[(m.name, m.address) for m in others])
+            (own,) = self._all([address], question, LINK_SECONDS)
+            outward = {} if own is None else own.unreached
             self._check_links("peer", address, others, outward)
         return why
 
     def _ping(self, address: Address) -> str:
         """Why a process does not answer; empty where it does."""
         try:
-            self._caller.ask(address, "ping", {}, seconds=REACH_SECONDS)
+            self._caller.ask(address, Ping(), seconds=REACH_SECONDS)
         except (Gone, Refused) as error:
             return str(error)
         return ""
@@ -227,10 +244,10 @@ class Serving:
             Refused: which of them, and why.
         """
         where = f"{address[0]}:{address[1]}"
-        fields = {"peers": [[where, list(address)]]}
-        told = self._all([m.address for m in others], "reach", fields, LINK_SECONDS)
+        question = Reach(peers=[(where, address)])
+        told = self._all([m.address for m in others], question, LINK_SECONDS)
         there = {
-            m.name: answer.fields["unreached"].get(where, "")
+            m.name: answer.unreached.get(where, "")
             for m, answer in zip(others, told, strict=True)
             if answer is not None
         }
@@ -254,34 +271,29 @@ class Serving:
             "and open its port",
         )
 
-    def _join(self, asked: Message) -> Message:
-        fields = asked.fields
-        name, stage, (host, port) = fields["name"], fields["stage"], fields["address"]
-        self.registry.admit(name, (host, port), stage, fields["facts"])
+    def _join(self, asked: Join) -> Welcome:
+        name, stage, address = asked.name, asked.stage, asked.address
+        self.registry.admit(name, address, stage, asked.facts)
         # That may have taken longer than a lease.
-        member = self.registry.join(name, (host, port), stage, time.monotonic())
-        return Message(
-            kind="welcome",
-            fields={
-                "stage": member.stage,
-                "incarnation": member.incarnation,
-                "run": self.trainer.run_id,
-            },
+        member = self.registry.join(name, address, stage, time.monotonic())
+        return Welcome(
+            stage=member.stage,
+            incarnation=member.incarnation,
+            run=self.trainer.run_id,
         )
 
-    def _announce(self, asked: Message) -> Message:
-        told = dict(asked.fields)
+    def _announce(self, asked: Announce) -> Heard:
+        told = asked.fields
         name = told.pop("name")
         if self.registry.is_free(name):
-            return Message(kind="heard", fields={"known": False, "free": True})
+            return Heard(known=False, free=True)
         found = self.registry.announce(name, time.monotonic(), **told)
-        return Message(kind="heard", fields={"known": found is not None, "free": False})
+        return Heard(known=found is not None, free=False)
 
-    def _enlist(self, asked: Message) -> Message:
+    def _enlist(self, asked: Enlist) -> Enlisted:
         """One more trainer."""
-        fields = asked.fields
-        name, (host, port) = fields["name"], fields["address"]
-        self.registry.check(f"trainer {name}", fields["facts"])
+        name, (host, port) = asked.name, asked.address
+        self.registry.check(f"trainer {name}", asked.facts)
         if why := self._ping((host, port)):
             raise Refused(
                 "failed",
@@ -293,45 +305,46 @@ class Serving:
         if others:
             self._check_links("trainer", (host, port), others, {})
         self.trainer.sharing.enlist(name, (host, port))
-        return Message(kind="enlisted", fields={"run": self.trainer.run_id})
+        return Enlisted(run=self.trainer.run_id)
 
-    def _terms(self, asked: Message) -> Message:
+    def _terms(self, asked: AskTerms) -> Terms:
         """What a newcomer must know to cut the job alike."""
         del asked
         cut = self.trainer.cut
-        fields = {
-            **self._shown,
-            "stages": cut.stages,
-            "batch": cut.size,
-            "micro_batches": cut.count,
-            "precision": cut.precision,
-            "seed": cut.seed,
-            "delayed_updates": cut.delayed_updates,
-            "pull_seconds": self._settings.call_seconds / 3,
-            "call_seconds": self._settings.call_seconds,
-        }
-        return Message(kind="terms", fields=fields)
+        return Terms(
+            wire=self._wires[0],
+            sum_wire=self._wires[1],
+            stages=cut.stages,
+            batch=cut.size,
+            micro_batches=cut.count,
+            precision=cut.precision,
+            seed=cut.seed,
+            delayed_updates=cut.delayed_updates,
+            pull_seconds=self._settings.call_seconds / 3,
+            call_seconds=self._settings.call_seconds,
+        )
 
-    def _show(self, asked: Message) -> Message:
+    def _show(self, asked: Show) -> Shown:
         del asked
         trainer, now = self.trainer, time.monotonic()
         show = functools.partial(_shown, trainer=trainer)
         ledger = trainer.ledger
-        fields = {
-            **self._shown,
-            "stages": trainer.cut.stages,
-            "step": trainer.step,
-            "steps": self._settings.steps,
-            "generation": trainer.generation,
-            "micro_batches": trainer.cut.count,
-            "loss": self._loss,
-            **{name: self._errors.get(name) for name in ERRORS},
-            "left": 0 if ledger is None else ledger.left,
-            "counts": as_told(trainer.counts),
-            "trainers": trainer.sharing.shown(),
-            "peers": [show(m) for m in self.registry.members(now)],
-        }
-        return Message(kind="shown", fields=fields)
+        return Shown(
+            wire=self._wires[0],
+            sum_wire=self._wires[1],
+            stages=trainer.cut.stages,
+            step=trainer.step,
+            steps=self._settings.steps,
+            generation=trainer.generation,
+            micro_batches=trainer.cut.count,
+            loss=self._loss,
+            sum_error=self._errors.get("sum_error"),
+            wire_error=self._errors.get("wire_error"),
+            left=0 if ledger is None else ledger.left,
+            counts=as_told(trainer.counts),
+            trainers=trainer.sharing.shown(),
+            peers=[show(m) for m in self.registry.members(now)],
+        )
 
 
 def opened(host: str, port: int) -> socket.socket:
@@ -353,7 +366,7 @@ def opened(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _shown(member: Member, *, trainer: Trainer) -> Mapping[str, Any]:
+def _shown(member: Member, *, trainer: Trainer) -> dict[str, Any]:
     synced = trainer.fleet.has(member)
     return {
         "name": member.name,

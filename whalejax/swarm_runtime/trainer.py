@@ -22,8 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm_runtime.commit import Commit
@@ -45,6 +43,8 @@ from whalejax.swarm_runtime.passage import (
     Stopped,
 )
 from whalejax.swarm_runtime.registry import Member, Registry
+from whalejax.wire.service import Caller, Gone, Refused
+from whalejax.wire.swarm_messages import Batch, Move, Tensors
 
 
 LOOK_SECONDS: Final = 0.05
@@ -132,19 +132,18 @@ class Trainer(TrainerState):
 
     # What peers ask.
 
-    def give_batch(self, asked: Message) -> Message:
+    def give_batch(self, asked: Batch) -> Tensors:
         """Leaves of a micro-batch of the step that is under way."""
-        fields = asked.fields
         self._check_now(asked, ahead=int(self.cut.delayed_updates))
-        if not 0 <= fields["number"] < self.cut.count:
-            raise Refused("stale", f"there is no micro-batch {fields['number']}")
+        if not 0 <= asked.number < self.cut.count:
+            raise Refused("stale", f"there is no micro-batch {asked.number}")
         with self._lock:
-            leaves = self.cut.micro_batch(fields["step"], fields["number"])
-        places = fields["places"]
+            leaves = self.cut.micro_batch(asked.step, asked.number)
+        places = asked.places
         if any(not 0 <= p < len(leaves) for p in places):
             raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
         arrays = tuple(leaves[p] for p in places)
-        return Message(kind="tensors", fields={}, arrays=arrays)
+        return Tensors(arrays=arrays)
 
     # The run.
 
@@ -510,8 +509,7 @@ class Trainer(TrainerState):
             try:
                 self.caller.ask(
                     member.address,
-                    "move",
-                    {"stage": target},
+                    Move(stage=target),
                     seconds=self.settings.state_seconds,
                 )
             except (Gone, Refused) as error:

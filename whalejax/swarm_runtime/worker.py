@@ -10,19 +10,41 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Refused
 from whalejax.swarm_runtime.stage import Stage, StageState
 from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
 from whalejax.swarm_runtime.working.holding import Part, at
 from whalejax.swarm_runtime.working.summing import SumHolder
+from whalejax.wire.service import SLOWEST_BYTES_PER_SECOND, Gone, Handlers, Refused
+from whalejax.wire.swarm_messages import (
+    Address,
+    At,
+    Backward,
+    Batch,
+    Call,
+    Fetch,
+    FetchState,
+    Forward,
+    Gradients,
+    Ping,
+    Pong,
+    Reach,
+    Reached,
+    Receipt,
+    StateChunk,
+    Sum,
+    SumPart,
+    Sync,
+    Tensors,
+    Told,
+    Update,
+)
 
 
 REACH_SECONDS: Final = 10.0
@@ -39,50 +61,50 @@ class Worker(SumHolder):
     """The work of one peer at one stage at a time."""
 
     @property
-    def handlers(self) -> Mapping[str, Callable[[Message], Message]]:
+    def handlers(self) -> Handlers:
         """What answers each kind of question."""
         return {
-            "ping": lambda _: Message(kind="pong", fields={"name": self.name}),
-            "forward": self._forward,
-            "backward": self._backward,
-            "fetch": self._fetch,
-            "sum": self._sum,
-            "gradients": self._send_gradients,
-            "part": self._send_part,
-            "update": self._update,
-            "sync": self._sync,
-            "state": self._send_state,
-            "reach": self._reach,
+            Ping: lambda _: Pong(name=self.name),
+            Forward: self._forward,
+            Backward: self._backward,
+            Fetch: self._fetch,
+            Sum: self._sum,
+            Gradients: self._send_gradients,
+            SumPart: self._send_part,
+            Update: self._update,
+            Sync: self._sync,
+            FetchState: self._send_state,
+            Reach: self._reach,
         }
 
     # Micro-batches.
 
-    def _computes_with(self, asked: Message) -> tuple[Stage, StageState]:
+    def _computes_with(self, asked: Call) -> tuple[Stage, StageState]:
         """The stage, and its state as the step of a call is computed with it."""
-        stage, state = self._at(asked, asked.fields["stage"])
-        step, delay = asked.fields["step"], int(self.cut.delayed_updates)
+        stage, state = self._at(asked, asked.stage)
+        step, delay = asked.step, int(self.cut.delayed_updates)
         if not state.step <= step <= state.step + delay:
             raise Refused(
                 "stale", f"step {step} is not computed with the state of {state.step}"
             )
         return stage, stage.at(state, step)
 
-    def _forward(self, asked: Message) -> Message:
+    def _forward(self, asked: Forward) -> Receipt:
         stage, state = self._computes_with(asked)
-        step, number = state.step, asked.fields["number"]
+        step, number = state.step, asked.number
         self._hook("forward", step)
         batch, imports = self._given(stage, asked)
         begun = time.monotonic()
         results = self._computed(lambda: stage.forward(state, number, batch, imports))
         coding.check_finite(results, self.name)
-        key = step, "forward", number, asked.fields["attempt"]
+        key = step, "forward", number, asked.attempt
         coded, lost = self._coded(results, number)
         self._keep(asked, stage, lambda: self._tensors.update({key: coded}))
         return _receipt(time.monotonic() - begun, lost)
 
-    def _backward(self, asked: Message) -> Message:
+    def _backward(self, asked: Backward) -> Receipt:
         stage, state = self._computes_with(asked)
-        step, number = state.step, asked.fields["number"]
+        step, number = state.step, asked.number
         self._hook("backward", step)
         batch, imports = self._given(stage, asked)
         cotangents = self._cotangents(stage, asked)
@@ -91,7 +113,7 @@ class Worker(SumHolder):
             lambda: stage.backward(state, number, batch, imports, cotangents)
         )
         coding.check_finite([*found.sums, *found.returns, *found.gradients], self.name)
-        attempt = asked.fields["attempt"]
+        attempt = asked.attempt
         returns, lost = self._coded(found.returns, number)
 
         def keep() -> None:
@@ -116,10 +138,10 @@ class Worker(SumHolder):
         lost = coding.squared([a - b for a, b in pairs])
         return sent, lost / whole if whole else 0.0
 
-    def _given(self, stage: Stage, asked: Message) -> tuple[Part, Part]:
+    def _given(self, stage: Stage, asked: Call) -> tuple[Part, Part]:
         """Leaves of the micro-batch, and what earlier stages made of it."""
-        step, number = asked.fields["step"], asked.fields["number"]
-        sources = asked.fields["sources"]
+        step, number = asked.step, asked.number
+        sources = asked.sources
         key = step, number, tuple(s[3] for s in sources)
         with self._lock:
             held = self._inputs.get(key)
@@ -134,26 +156,22 @@ class Worker(SumHolder):
             batch[n - first] = leaf
         return batch, held[count:]
 
-    def _leaves(self, stage: Stage, asked: Message) -> Part:
+    def _leaves(self, stage: Stage, asked: Call) -> Part:
         """Leaves of the micro-batch that the stage reads, from the trainer."""
         first = self.cut.params + self.cut.rest
         places = [n - first for n in stage.place.batch]
         if not places:
             return []
-        fields = {
-            **at(asked),
-            "number": asked.fields["number"],
-            "places": places,
-        }
-        answer = self._pull(asked.fields["batch"], "batch", fields, "the trainer", "")
+        question = Batch(**at(asked), number=asked.number, places=places)
+        answer = self._pull(asked.batch, question, "the trainer", "")
         if len(answer.arrays) != len(places):
             raise Refused("shape", "the trainer sent another batch than this job has")
         return list(answer.arrays)
 
-    def _imports(self, stage: Stage, asked: Message) -> Part:
+    def _imports(self, stage: Stage, asked: Call) -> Part:
         found: list[Any] = [None] * len(stage.imports)
         wanted = self.cut.sources(stage.number)
-        for source, name, address, attempt in asked.fields["sources"]:
+        for source, name, address, attempt in asked.sources:
             places = wanted.get(source, [])
             arrays = self._fetched(
                 asked, "forward", source, stage, name, address, attempt
@@ -166,10 +184,10 @@ class Worker(SumHolder):
             raise Refused("stale", f"stage {stage.number} was given too few sources")
         return found
 
-    def _cotangents(self, stage: Stage, asked: Message) -> Part:
+    def _cotangents(self, stage: Stage, asked: Backward) -> Part:
         """Of what was handed on, added up over the stages that read it."""
         sums: dict[Any, np.ndarray] = {}
-        for source, name, address, attempt in asked.fields["cotangents"]:
+        for source, name, address, attempt in asked.cotangents:
             values = self.cut.returned(source, stage.number)
             arrays = self._fetched(
                 asked, "backward", source, stage, name, address, attempt
@@ -186,28 +204,28 @@ class Worker(SumHolder):
 
     def _fetched(
         self,
-        asked: Message,
+        asked: Call,
         phase: str,
         stage_of: int,
         stage: Stage,
         name: str,
-        address: Sequence[Any],
+        address: Address,
         attempt: int,
     ) -> Sequence[np.ndarray]:
-        fields = {
+        question = Fetch(
             **at(asked),
-            "phase": phase,
-            "number": asked.fields["number"],
-            "attempt": attempt,
-            "target": stage.number,
-        }
+            phase=phase,
+            number=asked.number,
+            attempt=attempt,
+            target=stage.number,
+        )
         wanted = (
             self.cut.handed(stage_of, stage.number)
             if phase == "forward"
             else self.cut.returned(stage_of, stage.number)
         )
         with self._turn(sum(_bytes(self.cut.avals[v]) for v in wanted)):
-            return self._pull(address, "fetch", fields, name, name).arrays
+            return self._pull(address, question, name, name).arrays
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[None]:
@@ -227,10 +245,9 @@ class Worker(SumHolder):
             if taken:
                 self._turns.release()
 
-    def _fetch(self, asked: Message) -> Message:
-        fields = asked.fields
-        phase, target = fields["phase"], fields["target"]
-        key = fields["step"], phase, fields["number"], fields["attempt"]
+    def _fetch(self, asked: Fetch) -> Tensors:
+        phase, target = asked.phase, asked.target
+        key = asked.step, phase, asked.number, asked.attempt
         with self._lock:
             held, stage = self._tensors.get(key), self.stage
             if held is None or stage is None or not self._is_of_now(asked):
@@ -255,17 +272,17 @@ class Worker(SumHolder):
         arrays = tuple(named[v] for v in wanted)
         with self._lock:
             self.sent_bytes += sum(x.nbytes for x in arrays)
-        return Message(kind="tensors", fields={}, arrays=arrays)
+        return Tensors(arrays=arrays)
 
     # The update.
 
-    def _update(self, asked: Message) -> Message:
-        step, level = asked.fields["step"], asked.fields["level"]
-        round_ = asked.fields["round"]
-        stage, state = self._at(asked, asked.fields["stage"])
+    def _update(self, asked: Update) -> Told:
+        step, level = asked.step, asked.level
+        round_ = asked.round
+        stage, state = self._at(asked, asked.stage)
         with self._lock:
             if step + 1 in self._states and (step, round_, level) not in self._answers:
-                return _applied(self._digests[step + 1], ())
+                return _applied(self._digests[step + 1])
             told = self._answers.get((step, round_, level))
         if told is not None:
             return told  # The question came twice.
@@ -281,26 +298,22 @@ class Worker(SumHolder):
             if found is None:
                 raise Refused("missing", f"{self.name} began no update of step {step}")
             update = found
-            heard = dict(zip(asked.fields["heard"], asked.arrays, strict=True))
+            heard = dict(zip(asked.heard, asked.arrays, strict=True))
         said = self._computed(lambda: update.run(level, heard))
-        answer = Message(
-            kind="told",
-            fields={"numbers": [*said], "digest": ""},
-            arrays=tuple(said.values()),
-        )
+        answer = Told(numbers=[*said], digest="", arrays=tuple(said.values()))
         after = None
         if level == self.cut.update.rounds - 1:
             after = update.finished()
             raw = stage.raw(after)
             self._check_state(stage, state, raw)
-            answer = _applied(digest_of(raw), ())
+            answer = _applied(digest_of(raw))
 
         def keep() -> None:
             self._updates[step, round_] = update
             self._answers[step, round_, level] = answer
             if after is not None:
                 self._states[step + 1] = after
-                self._digests[step + 1] = answer.fields["digest"]
+                self._digests[step + 1] = answer.digest
 
         self._keep(asked, stage, keep)
         return answer
@@ -319,27 +332,26 @@ class Worker(SumHolder):
 
     # The state.
 
-    def _sync(self, asked: Message) -> Message:
+    def _sync(self, asked: Sync) -> Told:
         """Be at a step of a generation; what is not there is pulled from a mate."""
-        fields = asked.fields
-        generation, step = fields["generation"], fields["step"]
+        generation, step = asked.generation, asked.step
         with self._lock:
             stage, state = self.stage, self._states.get(step)
-            if stage is None or stage.number != fields["stage"]:
-                raise Refused("stale", f"{self.name} does not serve {fields['stage']}")
+            if stage is None or stage.number != asked.stage:
+                raise Refused("stale", f"{self.name} does not serve {asked.stage}")
             self._check_newer(asked)
             self._syncs += 1
             number = self._syncs
-            if fields["keeps"] and state is not None:
+            if asked.keeps and state is not None:
                 if generation != self.generation:
                     self._clear()
                 self.generation = generation
                 for other in [k for k in self._states if k != step]:
                     del self._states[other]
                     self._digests.pop(other, None)
-                return _applied(self._digests[step], ())
+                return _applied(self._digests[step])
         self._hook("download", step)
-        if not fields["sources"]:
+        if not asked.sources:
             state = self._computed(stage.born)
         else:
             state = self._downloaded(stage, asked)
@@ -355,11 +367,11 @@ class Worker(SumHolder):
             self._clear()
             self._states, self._digests = {step: state}, {step: digest}
             self._packed, self.generation = None, generation
-        return _applied(digest, ())
+        return _applied(digest)
 
-    def _check_newer(self, asked: Message) -> None:
+    def _check_newer(self, asked: At) -> None:
         """Refuse to go back to a generation that is over, or to another run."""
-        run, generation = asked.fields["run"], asked.fields["generation"]
+        run, generation = asked.run, asked.generation
         if run != self.run or generation < self.generation:
             raise Refused(
                 "stale",
@@ -367,15 +379,17 @@ class Worker(SumHolder):
                 f"and was asked for generation {generation} of run {run!r}",
             )
 
-    def _downloaded(self, stage: Stage, asked: Message) -> StageState:
+    def _downloaded(self, stage: Stage, asked: Sync) -> StageState:
         """The state of a mate, or of the trainer; the next one where one fails."""
-        step, sources = asked.fields["step"], asked.fields["sources"]
+        step, sources = asked.step, asked.sources
         failed: Refused | None = None
         for name, address, _, _ in sources:
 
-            def ask(place: int, name: str = name, address: Any = address) -> Message:
-                fields = {**at(asked), "stage": stage.number, "place": place}
-                answer = self._pull(address, "state", fields, name, name)
+            def ask(
+                place: int, name: str = name, address: Address = address
+            ) -> StateChunk:
+                question = FetchState(**at(asked), stage=stage.number, place=place)
+                answer = self._pull(address, question, name, name)
                 self._hook("downloading", step)
                 return answer
 
@@ -387,20 +401,20 @@ class Worker(SumHolder):
         assert failed is not None
         raise failed
 
-    def _send_state(self, asked: Message) -> Message:
-        step, place = asked.fields["step"], asked.fields["place"]
+    def _send_state(self, asked: FetchState) -> StateChunk:
+        step, place = asked.step, asked.place
         with self._lock:
             stage, state = self.stage, self._states.get(step)
             if (
                 stage is None
                 or state is None
-                or stage.number != asked.fields["stage"]
+                or stage.number != asked.stage
                 or not self._is_of_now(asked)
             ):
                 raise Refused(
                     "missing",
                     f"{self.name} does not hold the state of stage "
-                    f"{asked.fields['stage']} at step {step}",
+                    f"{asked.stage} at step {step}",
                     self.name,
                 )
             known, digest = self._packed, self._digests[step]
@@ -416,22 +430,21 @@ class Worker(SumHolder):
 
     # Other peers.
 
-    def _reach(self, asked: Message) -> Message:
+    def _reach(self, asked: Reach) -> Reached:
         """Which peers do not answer this one, and why."""
 
-        def why(one: Sequence[Any]) -> str:
-            host, port = one[1]
+        def why(one: tuple[str, Address]) -> str:
             try:
-                self._caller.ask((host, port), "ping", {}, seconds=REACH_SECONDS)
+                self._caller.ask(one[1], Ping(), seconds=REACH_SECONDS)
             except (Gone, Refused) as error:
                 return str(error)
             return ""
 
-        peers = asked.fields["peers"]
+        peers = asked.peers
         with ThreadPoolExecutor(max(1, min(len(peers), _MOST_PINGS))) as pool:
             found = zip(peers, pool.map(why, peers), strict=True)
             unreached = {one[0]: text for one, text in found if text}
-        return Message(kind="reached", fields={"unreached": unreached})
+        return Reached(unreached=unreached)
 
 
 def _bytes(aval: Any) -> int:
@@ -442,10 +455,9 @@ def _is_finite(array: np.ndarray) -> bool:
     return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
 
 
-def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> Message:
-    fields = {"seconds": seconds, "lost": lost}
-    return Message(kind="receipt", fields=fields, arrays=arrays)
+def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> Receipt:
+    return Receipt(seconds=seconds, lost=lost, arrays=arrays)
 
 
-def _applied(digest: str, arrays: tuple[np.ndarray, ...]) -> Message:
-    return Message(kind="told", fields={"numbers": [], "digest": digest}, arrays=arrays)
+def _applied(digest: str) -> Told:
+    return Told(numbers=[], digest=digest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whalejax.elastic.wire.framing import Message
 from whalejax.membership.events import (
     AgentJoined,
     Begin,
@@ -73,14 +72,14 @@ class Driven(Run):
     def tick(self, now: float) -> None:
         self.take(now, Tick())
 
-    def register(self, now: float, message: Message, name: str, slot: Any) -> str:
-        why = refusal(self, name, message.fields)
+    def register(self, now: float, message: Any, name: str, slot: Any) -> str:
+        why = refusal(self, name, message)
         if not why:
-            self.turn(now, Register(name=name, slot=slot, fields=message.fields))
+            self.turn(now, Register(name, slot, message))
         return why
 
-    def heard(self, now: float, name: str, message: Message) -> None:
-        self.turn(now, Heard(name=name, kind=message.kind, fields=message.fields))
+    def heard(self, now: float, name: str, message: Any) -> None:
+        self.turn(now, Heard(name, message))
 
     def started(
         self, now: float, name: str, slot: int, pid: int, *, agent: str = ""

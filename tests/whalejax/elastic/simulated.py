@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.whalejax.elastic.driven import Driven, written
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import TO_MEMBER, TO_SUPERVISOR, checked
+from tests.whalejax.messages import arrives, received
 from whalejax.journals import journal
 from whalejax.membership.assignment import check_tiles
 from whalejax.membership.events import (
@@ -36,6 +35,8 @@ from whalejax.membership.phases import (
     WAITING,
 )
 from whalejax.membership.settings import SupervisorSettings
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import TO_MEMBER
 
 
 COUNT = 8
@@ -64,7 +65,7 @@ class Simulated:
             return
         if kind != "beat":
             fields = {"number": next(self.counts), **fields}
-        message = checked(Message(kind=kind, fields=fields), TO_SUPERVISOR)
+        message = received(kind, fields)
         if kind != "beat":
             self.reports.append(message)
         self.send(message)
@@ -79,7 +80,7 @@ class Simulated:
         )
 
     def acknowledged(self, number: int) -> None:
-        self.reports = [r for r in self.reports if r.fields["number"] > number]
+        self.reports = [r for r in self.reports if r.number > number]
 
     def connected(self) -> None:
         """A supervisor has taken it, again perhaps: it repeats what is not known."""
@@ -117,7 +118,7 @@ class Simulated:
 
     def stop(self) -> None:
         assert self.asked is not None
-        self.generation = self.asked.fields["generation"]
+        self.generation = self.asked.generation
         self.asked, self.running, self.phase = None, -1, STOPPED
         held = []
         if self.entered == self.step and self.begin is not None:
@@ -126,7 +127,7 @@ class Simulated:
 
     def share(self) -> Any:
         assert self.begin is not None
-        first = self.begin.fields["step"] == self.step
+        first = self.begin.step == self.step
         which = "first" if first else "later"
         return self.begin.fields[which].get(self.name, [])
 
@@ -134,16 +135,16 @@ class Simulated:
         """Come to the newest state, from who has it."""
         if not self.alive or self.running != self.generation or self.begin is None:
             return
-        source = self.begin.fields["sources"].get(self.name)
+        source = self.begin.sources.get(self.name)
         if self.frozen:
             self.world.later(1.0, self.join)
             return
         if source is not None:
             other = self.world.members[source]
-            if not other.alive or other.step < max(self.begin.fields["step"], 0):
+            if not other.alive or other.step < max(self.begin.step, 0):
                 self.world.later(0.1, self.join)  # Not there yet, or never.
                 return
-            self.step = max(self.begin.fields["step"], other.world.saved)
+            self.step = max(self.begin.step, other.world.saved)
         elif self.step < 0:
             self.step = self.world.saved
         self.enter()
@@ -152,7 +153,7 @@ class Simulated:
         """Begin a step, or stop where that was asked."""
         if not self.alive or self.running < 0:
             return
-        if self.asked is not None and self.step >= self.asked.fields["after"]:
+        if self.asked is not None and self.step >= self.asked.after:
             self.stop()
             return
         if self.step >= self.world.steps:
@@ -356,8 +357,8 @@ class World:
             case Kill(name=name):
                 member = self.members[name]
                 self.later(0.01, lambda m=member: self.exit(m, -9))
-            case Send(name=name, kind=kind, fields=fields) if name in self.members:
-                message = checked(Message(kind=kind, fields=fields), TO_MEMBER)
+            case Send(name=name, message=message) if name in self.members:
+                arrives(message, TO_MEMBER)
                 member = self.members[name]
                 member.heard_at = max(member.heard_at, self.now + self.delay())
                 self.later(
@@ -409,7 +410,7 @@ class World:
             "facts": {"jax": "1"},
             "token": member.name,
         }
-        message = checked(Message(kind="register", fields=fields), TO_SUPERVISOR)
+        message = received("register", fields)
         slot = self.membership.members[member.name].slot
         why = self.membership.register(self.now, message, member.name, slot)
         self.do()

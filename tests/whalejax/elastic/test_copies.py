@@ -29,6 +29,7 @@ from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.shard_copies.machines import (
     CopyExchange,
     CopyHolder,
+    Put,
     names_in,
 )
 from whalejax.elastic.spread_programs import SpreadPrograms
@@ -37,7 +38,7 @@ from whalejax.elastic.supervisor.memory_folder import (
     memory_folders,
     remove_copies,
 )
-from whalejax.elastic.wire.service import Gone, Refused
+from whalejax.wire.service import Gone, Refused
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -246,23 +247,26 @@ def test_machines_are_asked_for_copies_alone(
             first.file(name, holder(second))
         fields = {"name": name, "place": 0, "last": True}
         with pytest.raises((Gone, Refused)):
-            first._caller.ask(
-                (second.host, second.port), "put", fields, BYTE, seconds=10.0
-            )
+            question = Put(**fields, arrays=(BYTE,))
+            first._caller.ask((second.host, second.port), question, seconds=10.0)
     fields = {"name": "1-1-0of1", "place": 0, "last": True}
     address = second.host, second.port
+
+    def put(fields: dict[str, Any], array: np.ndarray) -> None:
+        first._caller.ask(address, Put(**fields, arrays=(array,)), seconds=10.0)
+
     with pytest.raises(Refused, match="one array of bytes"):
-        first._caller.ask(address, "put", fields, np.zeros(1), seconds=10.0)
+        put(fields, np.zeros(1))
     with pytest.raises(Refused, match="what comes before 5"):
         late = {**fields, "place": 5}
         (tmp_path / "b" / ".1-1-0of1.put").write_bytes(b"x")
-        first._caller.ask(address, "put", late, BYTE, seconds=10.0)
+        put(late, BYTE)
     (tmp_path / "b" / ".1-1-0of1.put").unlink()
     # The last part may come again where its answer was lost.
-    first._caller.ask(address, "put", {**fields, "last": False}, BYTE, seconds=10.0)
+    put({**fields, "last": False}, BYTE)
     for _ in range(2):
         last = {**fields, "place": 1}
-        first._caller.ask(address, "put", last, BYTE, seconds=10.0)
+        put(last, BYTE)
     assert first.file("1-1-0of1", holder(second)).size == 2
     (tmp_path / "b" / "1-1-0of1").unlink()
     with pytest.raises(OSError, match="did not come"):

@@ -10,9 +10,9 @@ import pytest
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.elastic.test_restarting import register
+from tests.whalejax.messages import received
 from whalejax.elastic.supervisor import supervisor as loop
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.wire.framing import Message
 from whalejax.membership.endings import STATUS, Ending
 from whalejax.membership.events import End
 from whalejax.membership.phases import FINISHED, SAVING
@@ -355,7 +355,7 @@ def draining(world: World) -> str:
 
 def beat(world: World, name: str, now: float, phase: str) -> None:
     fields = {"phase": phase, "step": 20, "done": 0}
-    world.membership.heard(now, name, Message(kind="beat", fields=fields))
+    world.membership.heard(now, name, received("beat", fields))
 
 
 def test_who_writes_the_last_checkpoint_has_as_long_as_any_other_may_take() -> None:
@@ -387,7 +387,7 @@ def test_a_last_checkpoint_that_was_not_written_is_said(told: str) -> None:
     if told:
         fields = {"path": "p"} if told == "saved" else {"why": "no space"}
         fields["number"] = 1 << 20  # type: ignore[assignment]
-        said = Message(kind=told, fields={"step": 20, **fields})
+        said = received(told, {"step": 20, **fields})
         world.membership.heard(world.now, saver, said)
     world.membership.exited(world.now, saver, -9)
     world.do()
@@ -452,7 +452,7 @@ def test_where_all_leave_that_were_asked_others_are_waited_for() -> None:
         there.started(0.0, f"m{slot}", slot, 7)
 
     def say(now: float, name: str, kind: str, **fields: Any) -> None:
-        there.heard(now, name, Message(kind=kind, fields=fields))
+        there.heard(now, name, received(kind, fields))
 
     def prepared(now: float, name: str) -> None:
         say(now, name, "prepared", generation=there.generation, step=-1, held=[])

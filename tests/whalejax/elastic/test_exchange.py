@@ -10,8 +10,8 @@ import pytest
 
 from whalejax.elastic.exchange import SMALL_BYTES, check_arrays, exchanged
 from whalejax.elastic.peers import Peers
-from whalejax.elastic.wire.framing import Message
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.run_messages import Part
 
 
 KEY = b"k" * 32
@@ -77,11 +77,10 @@ def test_all_members_come_to_the_same_sums(size: int) -> None:
     ids=str,
 )
 def test_other_arrays_than_agreed_on_are_refused(arrays: Any) -> None:
-    said = Message(kind="part", fields={}, arrays=arrays)
+    said = Part(generation=0, step=0, nodes=[], arrays=arrays)
     with pytest.raises(
         WhaleError, match=r"b sent . arrays for part \(.*\); expected 1 \(float32\[6\]"
     ):
         check_arrays(said, [(6, F32)], "b")
-    check_arrays(
-        Message(kind="part", fields={}, arrays=(np.ones(6, "f4"),)), [(6, F32)], "b"
-    )
+    good = Part(generation=0, step=0, nodes=[], arrays=(np.ones(6, "f4"),))
+    check_arrays(good, [(6, F32)], "b")

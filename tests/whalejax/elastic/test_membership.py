@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import signal
+from typing import Any
 
 import pytest
 
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import Simulated, World
+from tests.whalejax.messages import received
 from whalejax.elastic.agents.fleet import AgentFleet
 from whalejax.elastic.supervisor.telling import shown
-from whalejax.elastic.wire.framing import Message
 from whalejax.membership.endings import exit_text
 from whalejax.membership.events import WriteEvent
 from whalejax.membership.failures import Failure, error_line
@@ -523,7 +524,7 @@ def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -
     for at, one, other in ((1.0, "m1", "m2"), (9.0, "m1", "m3"), (19.0, "m2", "m3")):
         there.phase = "running"
         said = {"generation": there.generation, "name": other, "why": "ended"}
-        there.heard(at, one, Message(kind="suspect", fields=said))
+        there.heard(at, one, received("suspect", said))
         check_step(there, at + 2)
     assert [m.status for m in there.members.values()] == ["active"] * 3
 
@@ -560,11 +561,10 @@ def test_what_a_step_took_from_whom_is_written_though_nobody_tells_it() -> None:
     told: dict[tuple[int, int], object] = {}
     tell = world.tell
 
-    def untold(name: str, message: Message, epoch: int) -> None:
-        fields = message.fields
+    def untold(name: str, message: Any, epoch: int) -> None:
         if message.kind == "committed":
-            told[fields["generation"], fields["step"]] = fields["parts"]
-            message = Message(kind=message.kind, fields={**fields, "parts": {}})
+            told[message.generation, message.step] = message.parts
+            message = received("committed", {**message.fields, "parts": {}})
         tell(name, message, epoch)
 
     world.tell = untold  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
 from whalejax.membership.assignment import Node, cover, dealt, total
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.run_messages import Report
 
 
 # Optax promotes the number of a step.
@@ -138,8 +139,8 @@ def test_a_failed_save_is_told_and_ends_nothing(
 ) -> None:
     told: list[dict[str, Any]] = []
 
-    def tell(kind: str, **fields: Any) -> None:
-        told.append({"kind": kind, **fields})
+    def tell(report: Report) -> None:
+        told.append({"kind": report.kind, **report.fields})
 
     saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell)
     assert [step for step in range(8) if saver.is_due(step, 7)] == [2, 4, 6, 7]
@@ -158,6 +159,7 @@ def test_a_failed_save_is_told_and_ends_nothing(
     assert [one["kind"] for one in told] == ["saved", "saved", "not_saved"]
     assert told[-1] == {
         "kind": "not_saved",
+        "number": 0,
         "step": 6,
         "why": "no space is left on the device",
     }
@@ -173,8 +175,8 @@ def test_a_checkpoint_that_may_not_appear_leaves_nothing(
 ) -> None:
     told: list[str] = []
 
-    def tell(kind: str, **fields: Any) -> None:
-        told.append(fields.get("why", kind))
+    def tell(report: Report) -> None:
+        told.append(report.fields.get("why", report.kind))
 
     asked: list[int] = []
 
@@ -198,8 +200,8 @@ def test_a_slow_checkpoint_is_not_forgotten(
     told: list[tuple[str, int]] = []
     goes_on, looks = threading.Event(), []
 
-    def tell(kind: str, **fields: Any) -> None:
-        told.append((kind, fields["step"]))
+    def tell(report: Report) -> None:
+        told.append((report.kind, report.fields["step"]))
 
     def slow(path: Path, state: object, before: object) -> None:
         goes_on.wait()
@@ -225,12 +227,14 @@ def test_damaged_checkpoints_that_are_passed_over_are_told(
 ) -> None:
     told: list[tuple[str, Any]] = []
 
-    def tell(kind: str, **fields: Any) -> None:
-        told.append((kind, fields.get("why") or (fields["step"], fields["source"])))
+    def tell(report: Report) -> None:
+        fields = report.fields
+        why = fields.get("why") or (fields["step"], fields["source"])
+        told.append((report.kind, why))
 
     state = programs.newest(tmp_path, tell)
     assert told == [("recovered", (0, "a new state"))]
-    saver = Saver(programs, tmp_path, every=1, keep=9, tell=lambda kind, **more: None)
+    saver = Saver(programs, tmp_path, every=1, keep=9, tell=lambda report: None)
     for step in (1, 2):
         state = dataclasses.replace(state, step=jax.numpy.asarray(step))
         saver.save(state, step)

@@ -18,12 +18,13 @@ from tests.flags import QUICK
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
+from tests.whalejax.messages import received
 from whalejax.elastic.placing import placed
-from whalejax.elastic.wire.framing import Message
 from whalejax.membership.events import End, Kill, Send, Start
 from whalejax.membership.run import IN_GENERATIONS, MODE
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.messages import Message
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -45,7 +46,7 @@ def register(port: int, mode: str = IN_GENERATIONS) -> Message:
         "facts": {MODE: mode, "jax": "1"},
         "token": str(port),
     }
-    return Message(kind="register", fields=fields)
+    return received("register", fields)
 
 
 class Scripts:
@@ -83,16 +84,16 @@ class Scripts:
                         self.kills.append(name)
                     case End():
                         self.end = effect
-                    case Send(name=name, kind=kind, fields=fields):
-                        self.answer(now, name, Message(kind=kind, fields=fields))
+                    case Send(name=name, message=message):
+                        self.answer(now, name, message)
 
     def answer(self, now: float, name: str, message: Message) -> None:
-        if message.kind == "begin" and name == message.fields["members"][0][0]:
-            self.begun.append([m[0] for m in message.fields["members"]])
+        if message.kind == "begin" and name == message.members[0][0]:
+            self.begun.append([m[0] for m in message.members])
         if message.kind == "prepare" and self.answers:
-            generation = message.fields["generation"]
+            generation = message.generation
             told = {"generation": generation, "step": self.step, "held": []}
-            self.membership.heard(now, name, Message(kind="prepared", fields=told))
+            self.membership.heard(now, name, received("prepared", told))
 
     def started(self) -> list[str]:
         """Processes that were started and have not joined."""
@@ -105,7 +106,7 @@ class Scripts:
             slot = self.membership.members[name].slot
             told = register(number, self.mode)
             assert not self.membership.register(now, told, name, slot)
-            self.membership.heard(now, name, Message(kind="ready", fields={}))
+            self.membership.heard(now, name, received("ready", {}))
             self.do(now)
 
 

@@ -51,7 +51,7 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         _watched.append(look)
 
     told: list[str] = []
-    saver = Saver(programs, folder, 1, 1, lambda kind, **_: told.append(kind))
+    saver = Saver(programs, folder, 1, 1, lambda report: told.append(report.kind))
     sys.addaudithook(_look)
     state = programs.born()
     for step in (1, 2, 3):

@@ -18,16 +18,17 @@ import whalejax as wh
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import Run
 from tests.whalejax.elastic.test_restarting import Scripts
+from tests.whalejax.messages import received
 from whalejax.elastic.member import Training
 from whalejax.elastic.mesh_sizes import mesh_of
 from whalejax.elastic.spread import SpreadMember
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.elastic.supervisor.run_folder import COMPILED
-from whalejax.elastic.wire.framing import Message
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.run import AT_STEPS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.wire.run_messages import Prepared, Report, Unfit
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -36,7 +37,7 @@ BATCH = 12
 
 
 def said(there: Scripts, now: float, name: str, kind: str, **fields: Any) -> None:
-    there.membership.heard(now, name, Message(kind=kind, fields=fields))
+    there.membership.heard(now, name, received(kind, fields))
     there.do(now)
 
 
@@ -370,8 +371,8 @@ def test_a_job_that_has_no_plan_from_the_first_step_on_is_refused() -> None:
 
 def test_a_process_that_stopped_ends_where_its_supervisor_does_not_come_back() -> None:
     class Gone:
-        def post(self, kind: str, **fields: object) -> None:
-            assert kind == "prepared" or kind == "unfit"
+        def post(self, report: Report) -> None:
+            assert isinstance(report, Prepared | Unfit)
 
         def check(self) -> None:
             raise WhaleError("the supervisor is gone")

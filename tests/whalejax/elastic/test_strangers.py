@@ -18,12 +18,15 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic.test_supervisor import live, register
+from tests.whalejax.messages import Loose, received
 from whalejax.elastic.control import Control
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import (
+from whalejax.membership.settings import SupervisorSettings
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import (
     Channel,
     Closed,
     WrongKey,
@@ -31,16 +34,23 @@ from whalejax.elastic.wire.connection import (
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.keys import make_key
-from whalejax.elastic.wire.messages import TO_PEER, TO_SUPERVISOR, checked
-from whalejax.membership.settings import SupervisorSettings
-from whalejax.meshes.errors import WhaleError
+from whalejax.wire.keys import make_key
+from whalejax.wire.messages import DATA_BYTES, WireError
+from whalejax.wire.run_messages import (
+    TO_MEMBER,
+    TO_PEER,
+    TO_SUPERVISOR,
+    Hello,
+    Part,
+    Total,
+    Welcome,
+)
 
 
 KEY = b"k" * 32
 SECONDS = 120.0
 NUMBERS = itertools.count(1)
+A = Total(generation=1, step=2)
 
 
 def until(true: Callable[[], object]) -> None:
@@ -51,10 +61,9 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def report(kind: str, **fields: Any) -> Message:
-    """What a member says, with a number where such messages have one."""
-    numbers = {"number": next(NUMBERS)} if "number" in TO_SUPERVISOR[kind] else {}
-    return Message(kind=kind, fields={**numbers, **fields})
+def report(kind: str, **fields: Any) -> Any:
+    """What a member says, with a number."""
+    return received(kind, {"number": next(NUMBERS), **fields})
 
 
 def look() -> None:
@@ -92,7 +101,7 @@ def accepting(
 def echo(channel: Channel) -> None:
     with contextlib.suppress(WireError):
         while True:
-            channel.send(channel.receive(seconds=SECONDS))
+            channel.send(channel.receive(TO_PEER, seconds=SECONDS))
 
 
 def test_a_listener_without_file_descriptors_goes_on_later() -> None:
@@ -100,8 +109,8 @@ def test_a_listener_without_file_descriptors_goes_on_later() -> None:
     listening.errors = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EPROTO]
     with accepting(listening, echo) as (acceptor, address):
         channel = dial(address, KEY, seconds=SECONDS)
-        channel.send(Message(kind="a", fields={}))
-        assert channel.receive(seconds=SECONDS).kind == "a"
+        channel.send(A)
+        assert channel.receive(TO_PEER, seconds=SECONDS) == A
         refused = acceptor.refused(0.0)
         assert refused is not None and refused.count == 4
         assert "a connection was not accepted" in refused.why
@@ -118,7 +127,7 @@ def test_a_listener_without_threads_goes_on_later(
                 raise RuntimeError("can't start new thread")
 
         with monkeypatch.context() as patch:
-            patch.setattr("whalejax.elastic.wire.acceptor.threading.Thread", Full)
+            patch.setattr("whalejax.wire.acceptor.threading.Thread", Full)
             with pytest.raises(Closed):
                 dial(address, KEY, seconds=SECONDS)
         dial(address, KEY, seconds=SECONDS).close()
@@ -131,8 +140,8 @@ def test_who_says_nothing_keeps_nobody_out_and_leaves_nothing() -> None:
     with accepting(listen(), echo, most_strangers=8) as (acceptor, address):
         idle = [socket.create_connection(address) for _ in range(100)]
         channel = dial(address, KEY, seconds=SECONDS)
-        channel.send(Message(kind="a", fields={}))
-        assert channel.receive(seconds=SECONDS).kind == "a"
+        channel.send(A)
+        assert channel.receive(TO_PEER, seconds=SECONDS) == A
         found = []
         # The oldest went; refusals are told at most once a second.
         until(lambda: acceptor._refused >= 92)
@@ -150,11 +159,11 @@ def test_members_have_a_limit_of_their_own() -> None:
     with accepting(listen(), echo, most_channels=2) as (acceptor, address):
         channels = [dial(address, KEY, seconds=SECONDS) for _ in range(2)]
         for channel in channels:
-            channel.send(Message(kind="a", fields={}))
-            assert channel.receive(seconds=SECONDS).kind == "a"
+            channel.send(A)
+            assert channel.receive(TO_PEER, seconds=SECONDS) == A
         third = dial(address, KEY, seconds=SECONDS)
         with pytest.raises(Closed):
-            third.receive(seconds=SECONDS)
+            third.receive(TO_PEER, seconds=SECONDS)
         channels[0].close()
         until(lambda: len(acceptor._channels) < 2)
         dial(address, KEY, seconds=SECONDS).close()
@@ -186,11 +195,11 @@ def test_who_sends_more_than_is_read_waits(
     with supervisor._held:
         one, other = socket.socketpair()
         channel = Channel(one, KEY, KEY)
-        said = Message(kind="ready", fields={})
+        said = report("ready")
 
         def tells() -> None:
             for _ in range(10):
-                supervisor._tell("said", channel, said)
+                supervisor._tell(channel, said)
 
         thread = threading.Thread(target=tells)
         thread.start()
@@ -231,11 +240,11 @@ def malformed(drawn: random.Random, channel: Channel, kinds: list[str]) -> None:
             case 3:
                 kind = drawn.choice(["__init__", "effects", "x", "said", *kinds])
                 array = np.zeros(drawn.randrange(9))
-                fields = {"a": drawn.randrange(9)}
-                channel.send(Message(kind=kind, fields=fields, arrays=(array,)))
+                fields = {"a": drawn.randrange(9), "arrays": (array,)}
+                channel.send(Loose({"kind": kind, **fields}))  # type: ignore[arg-type]
             case _:
                 fields = mutated(drawn, register())
-                channel.send(Message(kind="register", fields=fields))
+                channel.send(Loose({"kind": "register", **fields}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.full)])
@@ -252,16 +261,16 @@ def test_malformed_frames_change_nothing_in_a_supervisor(
         for number in range(count):
             if number % 4:
                 channel = dial(there.address, there.key, seconds=SECONDS)
-                malformed(drawn, channel, [*TO_SUPERVISOR])
+                malformed(drawn, channel, [*TO_SUPERVISOR.kinds])
                 channel.close()
             else:
                 with socket.create_connection(there.address) as link:
                     link.sendall(drawn.randbytes(drawn.randrange(1, 300)))
         until(lambda: descriptors() <= before)
         assert was == (membership.generation, membership.phase, [*membership.members])
-        generation = asked.fields["generation"]
+        generation = asked.generation
         one.send(report("prepared", generation=generation, step=-1, held=[]))
-        assert until_kind(one, "begin").fields["generation"] == generation
+        assert until_kind(one, "begin").generation == generation
         one.send(report("finished", step=10))
         until_kind(one, "done")
         one.close()
@@ -280,15 +289,14 @@ def test_malformed_frames_change_nothing_between_members(count: int) -> None:
         address = (one.host, one.port)
         if number % 4:
             channel = dial(address, KEY, seconds=SECONDS, most_bytes=DATA_BYTES)
-            malformed(drawn, channel, [kind for kind in TO_PEER if kind != "hello"])
+            malformed(drawn, channel, [*TO_PEER.kinds])
             channel.close()
         else:
             with socket.create_connection(address) as link:
                 link.sendall(drawn.randbytes(drawn.randrange(1, 300)))
-    fields = {"generation": 3, "step": 1, "nodes": [[0, 8]]}
-    sent = Message(kind="part", fields=fields, arrays=(np.arange(4.0),))
+    sent = Part(generation=3, step=1, nodes=[(0, 8)], arrays=(np.arange(4.0),))
     other.send("a", sent, look)
-    (array,) = one.take("b", "part", 1, look).arrays
+    (array,) = one.take("b", Part, 1, look).arrays
     np.testing.assert_array_equal(array, np.arange(4.0))
     assert not one.broken and not one._inbox
     one.close()
@@ -296,8 +304,8 @@ def test_malformed_frames_change_nothing_between_members(count: int) -> None:
     until(lambda: descriptors() <= before)
 
 
-def until_kind(channel: Channel, kind: str) -> Message:
-    while (said := channel.receive(seconds=SECONDS)).kind != kind:
+def until_kind(channel: Channel, kind: str) -> Any:
+    while (said := channel.receive(TO_MEMBER, seconds=SECONDS)).kind != kind:
         pass
     return said
 
@@ -317,9 +325,9 @@ def test_members_leave_no_connection_behind() -> None:
         other.connect(generation, "b", members, look)
         thread.join()
     late = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
-    late.send(Message(kind="hello", fields={"generation": 2, "name": "b"}))
+    late.send(Hello(generation=2, name="b"))
     with pytest.raises(Closed):
-        late.receive(seconds=SECONDS)
+        late.receive(TO_PEER, seconds=SECONDS)
     late.close()
     one.close()
     other.close()
@@ -330,17 +338,16 @@ def test_members_leave_no_connection_behind() -> None:
 def test_a_connection_that_takes_the_place_of_another_is_used() -> None:
     one = Peers(KEY)
     one.generation, one._name = 1, "a"
-    hello = Message(kind="hello", fields={"generation": 1, "name": "b"})
+    hello = Hello(generation=1, name="b")
     first = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
     first.send(hello)
     until(lambda: one._channels)
     second = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
     second.send(hello)
     with pytest.raises(Closed):
-        first.receive(seconds=SECONDS)
-    fields = {"generation": 1, "step": 0}
-    second.send(Message(kind="total", fields=fields))
-    assert one.take("b", "total", 0, look).kind == "total"
+        first.receive(TO_PEER, seconds=SECONDS)
+    second.send(Total(generation=1, step=0))
+    assert one.take("b", Total, 0, look).kind == "total"
     assert not one.broken
     first.close()
     second.close()
@@ -363,9 +370,8 @@ def test_a_listener_that_is_killed_has_not_refused_the_key(tmp_path: Path) -> No
         link.recv(1)
         link.close()
         channel = accept(listening.accept()[0], control.key)
-        channel.receive(seconds=SECONDS)
-        welcome = {"run": "r", "name": "x1", "beat_seconds": 1.0}
-        channel.send(Message(kind="welcome", fields=welcome))
+        channel.receive(TO_SUPERVISOR, seconds=SECONDS)
+        channel.send(Welcome(run="r", name="x1", beat_seconds=1.0))
         channel.close()
 
     thread = threading.Thread(target=serves)
@@ -451,7 +457,7 @@ def test_numbers_that_would_spread_are_refused(
             "committed", generation=1, step=1, loss=float("nan"), seconds=0.1, parts={}
         ).fields,
     }[kind]
-    checked(Message(kind=kind, fields=good), TO_SUPERVISOR)  # A loss may be NaN.
+    received(kind, good)  # A loss may be NaN.
     (name,) = changed
-    with pytest.raises(WireError, match=f"{kind!r} has {name} "):
-        checked(Message(kind=kind, fields={**good, **changed}), TO_SUPERVISOR)
+    with pytest.raises(WireError, match=rf"at `\$\.{name}`"):
+        received(kind, {**good, **changed})

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.whalejax.messages import Loose, received
 from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.control import Control, NoSupervisorError, RunStopped
 from whalejax.elastic.supervisor.supervisor import (
@@ -25,14 +26,15 @@ from whalejax.elastic.supervisor.supervisor import (
     Supervised,
     Supervisor,
 )
-from whalejax.elastic.wire.connection import Channel, dial
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
+from whalejax.wire.connection import Channel, dial
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import Message, WireError
+from whalejax.wire.run_messages import TO_MEMBER, Heard, Ready, Saved
 
 
 class Live:
@@ -60,8 +62,8 @@ class Live:
     def join(self, **changed: Any) -> tuple[Channel, Message]:
         """A member, and what it is answered."""
         channel = dial(self.address, self.key)
-        channel.send(Message(kind="register", fields=register(**changed)))
-        return channel, channel.receive(seconds=60)
+        channel.send(received("register", register(**changed)))
+        return channel, channel.receive(TO_MEMBER, seconds=60)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         found = journal.read(self.folder / FOLDER / journal.EVENTS)
@@ -109,7 +111,7 @@ def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def until(channel: Channel, kind: str) -> Message:
     """The next message of a kind."""
-    while (said := channel.receive(seconds=60)).kind != kind:
+    while (said := channel.receive(TO_MEMBER, seconds=60)).kind != kind:
         pass
     return said
 
@@ -117,15 +119,15 @@ def until(channel: Channel, kind: str) -> Message:
 def test_members_that_others_start_are_taken(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         one, welcome = there.join()
-        assert welcome.kind == "welcome" and welcome.fields["name"] == "x1"
-        one.send(Message(kind="ready", fields={"number": 1}))
+        assert welcome.kind == "welcome" and welcome.name == "x1"
+        one.send(received("ready", {"number": 1}))
         asked = until(one, "prepare")
-        generation = asked.fields["generation"]
+        generation = asked.generation
         told = {"number": 2, "generation": generation, "step": -1, "held": []}
-        one.send(Message(kind="prepared", fields=told))
+        one.send(received("prepared", told))
         begin = until(one, "begin")
-        assert begin.fields["members"] == [["x1", "127.0.0.1", 1]]
-        assert begin.fields["first"] == {"x1": [[0, 8]]}
+        assert begin.members == [("x1", "127.0.0.1", 1)]
+        assert begin.first == {"x1": [(0, 8)]}
         one.close()
 
 
@@ -136,7 +138,7 @@ def test_members_that_differ_are_refused(tmp_path: Path) -> None:
             facts={"jax": "0.10.3", "optimizer": "abd"}, micro_batches=4
         )
         assert answer.kind == "refused"
-        assert answer.fields["why"] == (
+        assert answer.why == (
             "this member differs from the others: jax is 0.10.3, not 0.10.2; "
             "micro-batches is 4, not 8; optimizer is abd, not abc. Run the same code, "
             "versions, data and optimizer in all"
@@ -150,11 +152,11 @@ def test_members_that_differ_are_refused(tmp_path: Path) -> None:
 def test_a_member_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         one, welcome = there.join()
-        run = welcome.fields["run"]
+        run = welcome.run
         late = {"name": "m3", "generation": 17, "step": 500}
         other, answer = there.join(run="of an earlier one", **late)
         assert answer.kind == "refused"
-        assert "is of an earlier run in the same folder" in answer.fields["why"]
+        assert "is of an earlier run in the same folder" in answer.why
         assert there.supervisor._state.generation < 17
         again, answer = there.join(run=run)  # As after a lost connection.
         assert answer.kind == "welcome"
@@ -208,7 +210,7 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
     with FolderLock(save), live(tmp_path / "run") as there:
         channel, answer = there.join(save=str(save))
         assert answer.kind == "refused"
-        assert "two runs would remove each other's checkpoints" in answer.fields["why"]
+        assert "two runs would remove each other's checkpoints" in answer.why
         channel.close()
 
 
@@ -232,24 +234,24 @@ def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
             ("register", {**register(), "more": 1}),
         ]:
             channel = dial(there.address, there.key)
-            channel.send(Message(kind=kind, fields=fields))
+            channel.send(Loose({"kind": kind, **fields}))
             with pytest.raises(WireError):
-                channel.receive(seconds=60)
+                channel.receive(TO_MEMBER, seconds=60)
             channel.close()
         assert before == (
             membership.generation,
             membership.phase,
             [*membership.members],
         )
-        one.send(Message(kind="ready", fields={"number": 1}))
-        assert until(one, "prepare").fields["generation"] == 1
+        one.send(received("ready", {"number": 1}))
+        assert until(one, "prepare").generation == 1
         one.close()
 
 
 def test_who_is_not_registered_is_not_heard(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         channel = dial(there.address, there.key)
-        channel.send(Message(kind="finished", fields={"number": 1, "step": 10}))
+        channel.send(received("finished", {"number": 1, "step": 10}))
         one, _ = there.join()
         assert there.supervisor._state.members["x1"].step == -1
         channel.close()
@@ -282,19 +284,19 @@ def test_a_supervisor_takes_back_members_of_one_that_was_killed(
         assert there.address[1] == port
         again = {"facts": {"jax": "1"}, "generation": 7, "step": 5}
         one, answer = there.join(name="x1", **again)
-        assert answer.kind == "welcome" and answer.fields["name"] == "x1"
+        assert answer.kind == "welcome" and answer.name == "x1"
         assert there.supervisor._state.generation == 7
         # The other does not come back: this one goes on without it.
-        beat = Message(kind="beat", fields={"phase": "x", "step": 5, "done": 1})
+        beat = received("beat", {"phase": "x", "step": 5, "done": 1})
         said = None
         while said is None or said.kind != "prepare":
             one.send(beat)
-            said = one.receive(seconds=60)
+            said = one.receive(TO_MEMBER, seconds=60)
         assert said.fields == {"generation": 8, "after": -1}
         assert [e["name"] for e in there.events("lost")] == ["x2"]
         # A zombie that comes back later is told that it is over.
         late, answer = there.join(name="x2", **again)
-        assert answer.kind == "refused" and "was given up" in answer.fields["why"]
+        assert answer.kind == "refused" and "was given up" in answer.why
         one.close()
         late.close()
 
@@ -314,9 +316,9 @@ def test_who_did_not_hear_its_name_is_no_second_member(tmp_path: Path) -> None:
         one, welcome = there.join(token="drawn")
         one.close()  # As if the answer had been lost with the connection.
         again, answer = there.join(token="drawn")
-        assert welcome.fields["name"] == answer.fields["name"] == "x1"
+        assert welcome.name == answer.name == "x1"
         other, answer = there.join()
-        assert answer.fields["name"] == "x2"
+        assert answer.name == "x2"
         again.close()
         other.close()
 
@@ -326,7 +328,7 @@ def test_the_folder_of_a_member_that_is_refused_is_not_held(tmp_path: Path) -> N
         one, _ = there.join()
         save = tmp_path / "save"
         other, answer = there.join(save=str(save))
-        assert answer.kind == "refused" and "save is" in answer.fields["why"]
+        assert answer.kind == "refused" and "save is" in answer.why
         assert not save.exists()
         one.close()
         other.close()
@@ -357,7 +359,7 @@ def test_reports_are_kept_until_they_are_written(
         control = controlled(there)
         monkeypatch.setattr(journal.os, "write", write)
         full.set()
-        control.post("ready")
+        control.post(Ready())
         # The run goes on, and says so.
         asked = None
         while asked is None:
@@ -385,18 +387,18 @@ def test_reports_that_are_acknowledged_as_they_are_repeated_end_no_member(
     class Repeated:
         def send(self, message: Message) -> None:
             if message.kind != "beat":
-                sent.append(message.fields["number"])
+                sent.append(message.number)
             if sent == [1]:
-                control._acknowledged(300)
+                control._hear(Heard(goodput=1.0, number=300))
 
     for step in range(300):
-        control.post("saved", step=step, path="")
+        control.post(Saved(step=step, path=""))
     control._channel = Repeated()  # type: ignore[assignment]
     thread = threading.Thread(target=control._speak)
     thread.start()
     eventually(lambda: sent == [1] and not control._reports)
     for _ in range(2):
-        control.post("ready")
+        control.post(Ready())
     eventually(lambda: len(sent) == 3 or not thread.is_alive())
     assert sent == [1, 301, 302] and thread.is_alive()
     with control._changed:
@@ -410,7 +412,7 @@ def test_a_thread_of_a_connection_that_ends_by_an_error_is_heard_of(
     with live(tmp_path) as there:
         control = controlled(there)
         control._hear = lambda said: 1 / 0  # type: ignore[method-assign, return-value]
-        control.post("ready")
+        control.post(Ready())
         eventually(lambda: control._error is not None)
         with pytest.raises(WhaleError, match="to the supervisor failed: ZeroDivision"):
             while control.poll() is not None:  # What it had heard before.
@@ -540,10 +542,10 @@ def test_a_supervisor_that_was_stopped_hears_what_came_before_it_judges(
     run = Supervised(
         command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=1)
     )
-    supervisor, closed = Supervisor(run), Message(kind="it ended", fields={})
+    supervisor = Supervisor(run)
 
     def other_threads(seconds: float) -> None:
-        supervisor._events.put(("closed", object(), closed))  # type: ignore[arg-type]
+        supervisor._events.put((object(), None))  # type: ignore[arg-type]
 
     monkeypatch.setattr(time, "sleep", other_threads)
     supervisor._take_all()

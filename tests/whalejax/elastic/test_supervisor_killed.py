@@ -8,7 +8,7 @@ import pytest
 
 from tests.whalejax.elastic.driven import written
 from tests.whalejax.elastic.simulated import World
-from whalejax.elastic.wire.framing import Message
+from tests.whalejax.messages import received
 from whalejax.membership.endings import Ending
 from whalejax.membership.events import Start
 from whalejax.membership.history import replayed
@@ -57,7 +57,7 @@ def test_what_was_said_to_it_last_is_said_again(kind: str) -> None:
     heard, there = list[str](), world.membership
     take = there.heard
 
-    def dies(now: float, name: str, message: Message) -> None:
+    def dies(now: float, name: str, message: Any) -> None:
         take(now, name, message)
         if message.kind == kind:
             heard.append(name)
@@ -205,7 +205,7 @@ def test_scripts_stay_scripts() -> None:
     # One whose status nobody can know has said that it was done.
     world = World(30, most=1)
     world.membership.go_on(0.0, told, {})
-    said = Message(kind="finished", fields={"number": 1, "step": -1})
+    said = received("finished", {"number": 1, "step": -1})
     world.membership.heard(1.0, "m1", said)
     world.membership.exited(1.5, "m1", None)
     assert world.membership.over is not None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
-import msgpack
+import msgspec
 import numpy as np
 import pytest
+from msgspec import Meta
 
-from whalejax.elastic.wire.connection import (
+from tests.whalejax.messages import arrives
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import (
     Channel,
     Closed,
     TooLate,
@@ -22,16 +26,16 @@ from whalejax.elastic.wire.connection import (
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import (
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import (
     CONTROL_BYTES,
     DATA_BYTES,
+    Arrays,
     Message,
+    Messages,
     WireError,
-    decode,
     encode,
 )
-from whalejax.elastic.wire.keys import load_key, make_key
-from whalejax.meshes.errors import WhaleError
 
 
 KEY = b"k" * 32
@@ -49,10 +53,6 @@ def pair() -> tuple[Channel, Channel]:
     thread.join()
     listening.close()
     return dialled, found[0]
-
-
-def packed(value: object) -> Any:
-    return msgpack.packb(value)
 
 
 def data(views: list[memoryview]) -> bytes:
@@ -90,6 +90,21 @@ def test_bad_keys_are_refused(tmp_path: Path) -> None:
 # Frames.
 
 
+class Values(Message):
+    """A message for tests."""
+
+    a: Annotated[list[int | None], Meta(max_length=9)] = []
+    n: int = 0
+    arrays: Arrays = ()
+
+
+class Other(Message):
+    g: Annotated[float, Meta(ge=0)]
+
+
+TAKES = Messages[Values | Other](Values, Other)
+
+
 @pytest.mark.parametrize(
     "array",
     [
@@ -103,12 +118,16 @@ def test_bad_keys_are_refused(tmp_path: Path) -> None:
     ids=lambda a: f"{a.dtype}{a.shape}",
 )
 def test_arrays_come_as_they_went(array: np.ndarray) -> None:
-    text, views = encode(Message(kind="x", fields={"a": [1, None]}, arrays=(array,)))
-    found = decode(text, data(views))
-    assert found.kind == "x" and found.fields == {"a": [1, None]}
+    found = arrives(Values(a=[1, None], arrays=(array,)), TAKES)
+    assert found.kind == "values" and found.a == [1, None]
     (there,) = found.arrays
     assert there.dtype == array.dtype and there.shape == array.shape
     assert there.tobytes() == array.tobytes()
+
+
+def described(*arrays: Any) -> bytes:
+    """A message whose arrays are described so."""
+    return msgspec.msgpack.encode({"kind": "values", "arrays": arrays})
 
 
 @pytest.mark.parametrize(
@@ -124,32 +143,52 @@ def test_arrays_come_as_they_went(array: np.ndarray) -> None:
         ([["float32", [1] * 40]], 4, "has shape"),
     ],
 )
-def test_wrong_arrays_are_refused(told: object, size: int, said: str) -> None:
+def test_wrong_arrays_are_refused(told: Any, size: int, said: str) -> None:
     with pytest.raises(WireError, match=said):
-        decode(packed(["x", {}, told]), bytes(size))
+        TAKES.decode(described(*told), bytes(size))
 
 
 @pytest.mark.parametrize(
-    "value",
-    [[], {}, ["x", {}], ["x", [], []], [1, {}, []], ["x", {1: 2}, []], None, "x"],
+    ("value", "said"),
+    [
+        ([], "Expected `object`, got `array`"),
+        ({}, "missing required field `kind`"),
+        ({"kind": "x"}, "Invalid value 'x' - at `\\$.kind`"),
+        ({"kind": "values", 1: 2}, "Expected `str`, got `int`"),
+        ({"kind": "values", "more": 2}, "unknown field `more`"),
+        ({"kind": "values", "n": True}, "Expected `int`, got `bool` - at `\\$.n`"),
+        ({"kind": "values", "a": [1] * 10}, "length <= 9 - at `\\$.a`"),
+        ({"kind": "other"}, "missing required field `g`"),
+        ({"kind": "other", "g": float("nan")}, ">= 0.0 - at `\\$.g`"),
+        ({"kind": "other", "g": 1, "arrays": []}, "unknown field `arrays`"),
+        ({"kind": "x\x1b[2J"}, r"Invalid value 'x\\x1b\[2J'"),
+        (None, "Expected `object`, got `None`"),
+        ("x", "Expected `object`, got `str`"),
+    ],
     ids=str,
 )
-def test_other_values_are_refused(value: object) -> None:
-    with pytest.raises(WireError):
-        decode(packed(value), b"")
+def test_other_values_are_refused(value: object, said: str) -> None:
+    with pytest.raises(WireError, match=f"none that may come here: .*{said}"):
+        TAKES.decode(msgspec.msgpack.encode(value))
 
 
 def test_no_extension_type_is_taken() -> None:
-    text = packed(["x", {"a": msgpack.ExtType(5, b"abc")}, []])
-    with pytest.raises(WireError, match="no msgpack"):
-        decode(text, b"")
+    value = {"kind": "values", "n": msgspec.msgpack.Ext(5, b"abc")}
+    with pytest.raises(WireError, match="Expected `int`, got `ext`"):
+        TAKES.decode(msgspec.msgpack.encode(value))
+
+
+@pytest.mark.parametrize("size", [b"\xdd\xff\xff\xff\xff", b"\xdf\x0f\xff\xff\xff"])
+def test_announced_lengths_take_no_memory(size: bytes) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WireError):
+        TAKES.decode(b"\x82\xa4kind\xa6values\xa1a" + size)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + (1 << 17)
 
 
 def test_ten_thousand_malformed_frames_decode_to_nothing_else() -> None:
     drawn = random.Random(0)
-    good, views = encode(
-        Message(kind="part", fields={"g": 3}, arrays=(np.arange(5.0),))
-    )
+    good, views = encode(Values(n=3, a=[1, 2], arrays=(np.arange(5.0),)))
     body = data(views)
     refused = 0
     for _ in range(10_000):
@@ -164,18 +203,20 @@ def test_ten_thousand_malformed_frames_decode_to_nothing_else() -> None:
             case _:
                 del tail[drawn.randrange(len(tail)) :]
         try:
-            found = decode(bytes(text), bytes(tail))
+            found = TAKES.decode(bytes(text), bytes(tail))
         except WireError:
             refused += 1
         else:
-            # A changed byte may still be a message; it holds plain values alone.
-            assert isinstance(found.kind, str) and isinstance(found.fields, dict)
+            # A changed byte may still be a message; it holds what such a one may.
+            assert type(found) is Values and type(found.n) is int
+            assert all(x is None or type(x) is int for x in found.a)
+            assert all(isinstance(x, np.ndarray) for x in found.arrays)
     assert refused > 7000
 
 
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     with pytest.raises(WireError, match="Send it in parts"):
-        encode(Message(kind="x", fields={"a": "b" * (2 << 20)}))
+        encode(Values(a=[1 << 40] * (1 << 18)))
 
 
 # Connections.
@@ -184,18 +225,16 @@ def test_a_message_that_is_too_large_is_not_sent() -> None:
 def test_messages_go_both_ways() -> None:
     one, other = pair()
     array = np.arange(200_000, dtype=np.float32)
-    thread = threading.Thread(
-        target=one.send, args=(Message(kind="a", fields={"n": 1}, arrays=(array,)),)
-    )
+    thread = threading.Thread(target=one.send, args=(Values(n=1, arrays=(array,)),))
     thread.start()
-    found = other.receive(seconds=60)
+    found = other.receive(TAKES, seconds=60)
     thread.join()
     np.testing.assert_array_equal(found.arrays[0], array)
-    other.send(Message(kind="b", fields={}))
-    assert one.receive(seconds=60).kind == "b"
+    other.send(Other(g=1.0))
+    assert one.receive(TAKES, seconds=60).kind == "other"
     one.close()
     with pytest.raises(Closed):
-        other.receive(seconds=60)
+        other.receive(TAKES, seconds=60)
     other.close()
 
 
@@ -242,13 +281,13 @@ class _Raw:
 @pytest.mark.parametrize("place", [0, 14, -1])
 def test_a_changed_frame_is_refused(place: int) -> None:
     raw, tap = _Raw(), _Raw()
-    tap.sender.send(Message(kind="a", fields={"n": 1}))
+    tap.sender.send(Values(n=1))
     frame = bytearray(_drained(tap))
     frame[place] ^= 1
     raw.link.sendall(frame)
     raw.link.shutdown(socket.SHUT_WR)
     with pytest.raises(WireError):
-        raw.channel.receive(seconds=60)
+        raw.channel.receive(TAKES, seconds=60)
     raw.close()
     tap.close()
 
@@ -257,13 +296,13 @@ def test_a_frame_counts_once_and_in_its_place() -> None:
     raw, tap = _Raw(), _Raw()
     frames = []
     for number in range(2):
-        tap.sender.send(Message(kind="a", fields={"n": number}))
+        tap.sender.send(Values(n=number))
         frames.append(_drained(tap))
     raw.link.sendall(frames[0])
-    assert raw.channel.receive(seconds=60).fields == {"n": 0}
+    assert raw.channel.receive(TAKES, seconds=60) == Values(n=0)
     raw.link.sendall(frames[0])
     with pytest.raises(WireError, match="wrong MAC"):
-        raw.channel.receive(seconds=60)
+        raw.channel.receive(TAKES, seconds=60)
     raw.close()
     tap.close()
 
@@ -272,13 +311,13 @@ def test_an_announced_size_takes_no_memory() -> None:
     raw = _Raw()
     raw.link.sendall(b"\xff" * 44)
     with pytest.raises(WireError, match="wrong MAC"):
-        raw.channel.receive(seconds=60)
+        raw.channel.receive(TAKES, seconds=60)
     raw.close()
 
 
 def test_who_takes_nothing_is_given_up() -> None:
     raw = _Raw()
-    big = Message(kind="a", fields={}, arrays=(np.zeros(1 << 22),))
+    big = Values(arrays=(np.zeros(1 << 22),))
     with pytest.raises(TooLate, match="took nothing"):
         raw.channel.send(big, gives_up=lambda: True)
     raw.close()
@@ -316,13 +355,13 @@ def test_a_key_of_another_user_is_refused(
         ([["float32", [0]]] * 5000, 0),
     ],
 )
-def test_shapes_without_elements_have_limits_too(told: object, size: int) -> None:
-    with pytest.raises(WireError, match="has shape|5000 arrays"):
-        decode(packed(["x", {}, told]), bytes(size))
+def test_shapes_without_elements_have_limits_too(told: Any, size: int) -> None:
+    with pytest.raises(WireError, match="has shape|length <= 4096"):
+        TAKES.decode(described(*told), bytes(size))
 
 
 def test_empty_arrays_of_plain_shapes_are_taken() -> None:
-    (found,) = decode(packed(["x", {}, [["float32", [0, 1000, 1000]]]]), b"").arrays
+    (found,) = TAKES.decode(described(["float32", [0, 1000, 1000]])).arrays  # type: ignore[union-attr]
     assert found.shape == (0, 1000, 1000)
 
 
@@ -336,8 +375,8 @@ def test_control_connections_take_at_most_a_mebibyte(
     raw = _Raw(CONTROL_BYTES)
     raw.link.sendall(raw.sender._header(text_bytes, array_bytes))
     with pytest.raises(WireError, match="of at most 1048576"):
-        raw.channel.receive(seconds=60)
-    big = Message(kind="a", fields={}, arrays=(np.zeros(1 << 17),))
+        raw.channel.receive(TAKES, seconds=60)
+    big = Values(arrays=(np.zeros(1 << 17),))
     with pytest.raises(WireError, match="Send it in parts"):
         raw.channel.send(big)
     raw.close()
@@ -345,10 +384,10 @@ def test_control_connections_take_at_most_a_mebibyte(
 
 def test_only_a_data_connection_takes_large_frames() -> None:
     raw = _Raw()
-    big = Message(kind="a", fields={}, arrays=(np.arange(1 << 18, dtype="f8"),))
+    big = Values(arrays=(np.arange(1 << 18, dtype="f8"),))
     thread = threading.Thread(target=raw.sender.send, args=(big,))
     thread.start()
-    (found,) = raw.channel.receive(seconds=60).arrays
+    (found,) = raw.channel.receive(TAKES, seconds=60).arrays
     thread.join()
     np.testing.assert_array_equal(found, big.arrays[0])
     raw.close()
@@ -360,7 +399,7 @@ def test_nothing_is_read_of_a_frame_whose_header_is_forged() -> None:
     header[3] ^= 1
     raw.link.sendall(header + bytes(1 << 14))
     with pytest.raises(WireError, match="wrong MAC"):
-        raw.channel.receive(seconds=60)
+        raw.channel.receive(TAKES, seconds=60)
     left = raw.channel._link.recv(1 << 16)
     assert len(left) == 1 << 14
     raw.close()

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 import whalejax as wh
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Gone, Refused
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.commit import Commit
 from whalejax.swarm_runtime.fleet import Fleet
@@ -27,6 +25,18 @@ from whalejax.swarm_runtime.passage import Counts, Passage, StepContext
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry
 from whalejax.swarm_runtime.trainer import Trainer
+from whalejax.wire.messages import Message
+from whalejax.wire.service import Gone, Refused
+from whalejax.wire.swarm_messages import (
+    Batch,
+    Heard,
+    Pong,
+    Receipt,
+    StateChunk,
+    Summed,
+    Told,
+    Welcome,
+)
 
 
 STATE = 8
@@ -51,7 +61,7 @@ def cut_of(stages: int) -> Any:
 
 
 def receipt(*given: Any, **more: Any) -> Message:
-    return Message(kind="receipt", fields={"seconds": 0.0, "lost": 0.0})
+    return Receipt(seconds=0.0, lost=0.0)
 
 
 def untold(*given: Any, **more: Any) -> None:
@@ -113,7 +123,7 @@ def test_the_state_that_most_mates_have_is_kept() -> None:
     commit._members[0] = context.fleet.synced(0)
     names = [member.name for member in commit._members[0]]
     answers = {
-        name: Message(kind="told", fields={"numbers": [], "digest": digest})
+        name: Told(numbers=[], digest=digest)
         for name, digest in zip(names, ("other", "same", "same"), strict=True)
     }
     commit._taken(0, 0, answers)
@@ -152,21 +162,21 @@ def test_a_run_whose_last_state_is_lost_does_not_end_as_if_all_were_well(
 @pytest.mark.parametrize(
     "answer",
     [
-        Message(
-            kind="state",
-            fields={"count": 10**12, "digest": ""},
-            arrays=(np.zeros(STATE, np.uint8),),
-        ),
-        Message(kind="state", fields={"count": 10**12, "digest": ""}),
-        Message(kind="state", fields={}),
+        StateChunk(count=10**12, digest="", arrays=(np.zeros(STATE, np.uint8),)),
+        StateChunk(count=10**12, digest=""),
+        Refused("answer", "h:1 answered 'fetch_state' wrongly: it lacks count"),
     ],
     ids=["endless", "without pieces", "without fields"],
 )
-def test_a_peer_that_sends_no_state_is_passed_over(answer: Message) -> None:
+def test_a_peer_that_sends_no_state_is_passed_over(
+    answer: StateChunk | Refused,
+) -> None:
     asked: list[str] = []
 
-    def ask(address: Any, kind: str, *given: Any, **more: Any) -> Message:
-        asked.append(kind)
+    def ask(address: Any, question: Any, **more: Any) -> Message:
+        asked.append(question.kind)
+        if isinstance(answer, Refused):
+            raise answer
         return answer
 
     assert trainer_with(ask)._state_of(0, Pull()) is None
@@ -191,10 +201,10 @@ def test_a_peer_that_does_not_reach_its_mates_is_dropped_and_they_are_not(
         if kind == "unreached":
             told.append(more)
 
-    def ask(address: Any, kind: str, fields: Any, *given: Any, **more: Any) -> Message:
-        if kind == "ping":
-            return Message(kind="pong", fields={"name": ""})
-        others = [*fields.get("sources", ()), *fields.get("cotangents", ())]
+    def ask(address: Any, question: Any, **more: Any) -> Message:
+        if question.kind == "ping":
+            return Pong(name="")
+        others = [*question.sources, *getattr(question, "cotangents", ())]
         if name_of(address, 2) == "p1.1" and others:
             raise Refused("source", "No route to host", others[0][1])
         return receipt()
@@ -276,14 +286,14 @@ def test_an_error_that_all_peers_raise_ends_the_run_soon(kind: str) -> None:
     asked: list[str] = []
     broken = {"p0.0", "p0.1"}
 
-    def ask(address: Any, what: str, *given: Any, **more: Any) -> Message:
+    def ask(address: Any, question: Any, **more: Any) -> Message:
         name = name_of(address, 3)
-        if what == kind and name in broken:
+        if question.kind == kind and name in broken:
             asked.append(name)
             raise Refused("failed", "ZeroDivisionError: of the model")
-        if what == "update":
+        if question.kind == "update":
             return has_state()
-        return added() if what == "sum" else receipt()
+        return added() if question.kind == "sum" else receipt()
 
     def step() -> None:
         commit = summing(context)
@@ -305,10 +315,7 @@ def test_an_error_that_all_peers_raise_ends_the_run_soon(kind: str) -> None:
 
 
 def added(*given: Any, **more: Any) -> Message:
-    return Message(
-        kind="summed",
-        fields={"numbers": [0], "attempts": [1], "lost": 0.0, "whole": 0.0},
-    )
+    return Summed(numbers=[0], attempts=[1], lost=0.0, whole=0.0)
 
 
 def summing(context: StepContext) -> Commit:
@@ -321,10 +328,10 @@ def summing(context: StepContext) -> Commit:
 def test_peers_that_are_lost_while_lost_parts_are_made_again_end_nothing() -> None:
     sums: list[int] = []
 
-    def ask(address: Any, kind: str, fields: Any, *given: Any, **more: Any) -> Message:
-        if kind != "sum":
+    def ask(address: Any, question: Any, **more: Any) -> Message:
+        if question.kind != "sum":
             return receipt()
-        stage, mates = fields["stage"], [p for p in fields["peers"] if p[2]]
+        stage, mates = question.stage, [p for p in question.peers if p[2]]
         sums.append(stage)
         # Whoever holds the gradient of the other stage, which was summed before.
         if name_of(address, 2) == mates[0][0] and sums.count(stage) in (1, 2):
@@ -347,7 +354,7 @@ def test_what_is_made_again_meanwhile_is_assigned_by_the_ledger_alone() -> None:
     commit = summing(context)
     commit._passages[0].backward.clear()
     holders = commit._assigned(0, context.fleet.usable(0))
-    assert holders == [["p0.0", ["host", 1], [0], [1]]]
+    assert holders == [("p0.0", ("host", 1), [0], [1])]
 
 
 def test_an_overflow_is_the_models_when_a_second_peer_has_it() -> None:
@@ -362,8 +369,8 @@ def test_an_overflow_is_the_models_when_a_second_peer_has_it() -> None:
 
 
 def test_the_last_failure_of_a_sum_is_said() -> None:
-    def ask(address: Any, kind: str, *given: Any, **more: Any) -> Message:
-        if kind == "sum":
+    def ask(address: Any, question: Any, **more: Any) -> Message:
+        if question.kind == "sum":
             raise Refused("missing", "it holds no gradient")
         return receipt()
 
@@ -393,7 +400,7 @@ def test_a_batch_of_another_step_is_not_computed() -> None:
     at = {"run": trainer.run_id, "generation": 0, "number": 0, "places": []}
     for change in ({"step": 10**12}, {"step": 0, "run": "other"}):
         with pytest.raises(Refused, match="the trainer is at") as found:
-            trainer.give_batch(Message(kind="batch", fields={**at, **change}))
+            trainer.give_batch(Batch(**{**at, **change}))
         assert found.value.code == "stale"
 
 
@@ -468,7 +475,7 @@ def settled(trainer: Trainer) -> None:
 
 
 def has_state(digest: str = "d") -> Message:
-    return Message(kind="told", fields={"numbers": [], "digest": digest})
+    return Told(numbers=[], digest=digest)
 
 
 def test_a_peer_that_refuses_is_asked_again_after_growing_pauses() -> None:
@@ -583,8 +590,8 @@ def test_nobody_waits_for_a_newcomer_whose_lease_has_ended() -> None:
 def test_a_snapshot_is_given_up_when_its_source_is_gone() -> None:
     free, asked = threading.Event(), threading.Event()
 
-    def ask(address: Any, kind: str, *given: Any, **more: Any) -> Message:
-        if kind == "state":
+    def ask(address: Any, question: Any, **more: Any) -> Message:
+        if question.kind == "fetch_state":
             asked.set()
             free.wait(300)
             raise Gone("it stands still", late=True)
@@ -627,12 +634,12 @@ def test_a_stage_that_nobody_serves_is_given_a_newcomer_of_another(others: int) 
     """Which waits in a stage that has others; else nobody ends the step."""
     asked: list[str] = []
 
-    def ask(address: Any, kind: str, fields: Any, *given: Any, **more: Any) -> Message:
-        asked.append(kind)
-        if kind == "move":
+    def ask(address: Any, question: Any, **more: Any) -> Message:
+        asked.append(question.kind)
+        if question.kind == "move":
             name = f"p{address[1] - 1}"
             registry.announce(
-                name, 0.0, incarnation=1, stage=fields["stage"], ready=True
+                name, 0.0, incarnation=1, stage=question.stage, ready=True
             )
         return has_state()
 
@@ -679,12 +686,11 @@ def peer_with(ask: Callable[..., Message]) -> Peer:
 
 
 def heard(*, known: bool = True, free: bool = False) -> Message:
-    return Message(kind="heard", fields={"known": known, "free": free})
+    return Heard(known=known, free=free)
 
 
 def welcome() -> Message:
-    fields = {"stage": 1, "incarnation": 1, "run": "run"}
-    return Message(kind="welcome", fields=fields)
+    return Welcome(stage=1, incarnation=1, run="run")
 
 
 def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(

@@ -11,70 +11,80 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whalejax.elastic.wire import connection
-from whalejax.elastic.wire.connection import Channel, listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Caller, Gone, Refused, Service
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from tests.whalejax.messages import SWARM, Loose
 from whalejax.swarm_runtime.wire.states import downloaded
+from whalejax.wire import connection
+from whalejax.wire.connection import Channel, listen
+from whalejax.wire.messages import Message, Question, answer_type
+from whalejax.wire.service import Caller, Gone, Refused, Service
+from whalejax.wire.swarm_messages import (
+    At,
+    Call,
+    FetchState,
+    Ping,
+    Pong,
+    Show,
+    StateChunk,
+)
 
 
 KEY = b"k" * 32
+STATE = FetchState(run="r", generation=0, step=0, stage=0, place=0)
 
 
 @pytest.fixture
 def asked() -> Iterator[Any]:
     """Asks a process that answers with what it is given; closed afterwards."""
     answers: list[Message] = []
-    handlers = {kind: lambda _: answers[-1] for kind in ("ping", "state", "show")}
-    service = Service(listen(), KEY, dict.fromkeys(handlers, {}), handlers)
-    caller = Caller(KEY, ANSWERS)
+    handlers = {kind: lambda _: answers[-1] for kind in (Ping, FetchState, Show)}
+    service = Service(listen(), KEY, handlers)
+    caller = Caller(KEY)
 
-    def ask(kind: str, answer: Message) -> Message:
+    def ask(question: Any, answer: Any) -> Any:
         answers.append(answer)
-        return caller.ask(service.address, kind, {}, seconds=300)
+        return caller.ask(service.address, question, seconds=300)
 
     yield ask
     caller.close()
     with pytest.raises(Gone, match="this process ends"):
-        ask("ping", answers[-1])
+        ask(Ping(), answers[-1])
     service.close()
 
 
 def test_each_question_has_an_answer() -> None:
-    assert ANSWERS.keys() == TO_PEER.keys() | TO_TRAINER.keys()
+    kinds = SWARM.kinds.values()
+    questions = [one for one in kinds if issubclass(one, Question)]
+    assert {*map(answer_type, questions)} == {*kinds} - {*questions, At, Call}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        ("pong", {"name": "x"}, "a message of kind 'pong' came"),
-        ("state", {}, r"has the fields \[\]"),
-        ("state", {"count": "1", "digest": ""}, "'state' has count '1'"),
-        ("state", {"count": 1, "digest": "", "more": 1}, "expected"),
+        ("pong", {"name": "x"}, "Invalid value 'pong'"),
+        ("state_chunk", {}, "missing required field `count`"),
+        ("state_chunk", {"count": "1", "digest": ""}, "`int`, got `str` - at `.*count"),
+        ("state_chunk", {"count": 1, "digest": "", "more": 1}, "field `more`"),
     ],
 )
 def test_answers_that_are_none_are_refused(
     asked: Any, kind: str, fields: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(Refused, match=f"answered 'state' wrongly: .*{said}") as found:
-        asked("state", Message(kind=kind, fields=fields))
+    with pytest.raises(Refused, match=f"'fetch_state' wrongly: .*{said}") as found:
+        asked(STATE, Loose({"kind": kind, **fields}))
     assert found.value.code == "answer"
-    good = Message(kind="pong", fields={"name": "x"})
-    assert asked("ping", good).fields["name"] == "x"
+    assert asked(Ping(), Pong(name="x")).name == "x"
 
 
 def test_an_answer_that_is_too_large_is_said(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalejax.elastic.wire.framing.MOST_ARRAY_BYTES", 100)
-    fields = {"count": 1, "digest": ""}
-    large = Message(kind="state", fields=fields, arrays=(np.zeros(101, np.uint8),))
+    monkeypatch.setattr("whalejax.wire.messages.MOST_ARRAY_BYTES", 100)
+    large = StateChunk(count=1, digest="", arrays=(np.zeros(101, np.uint8),))
     with pytest.raises(Refused, match="101 of arrays.*Send it in parts"):
-        asked("state", large)
-    many = Message(kind="state", fields=fields, arrays=(np.zeros(0, np.uint8),) * 4097)
+        asked(STATE, large)
+    many = StateChunk(count=1, digest="", arrays=(np.zeros(0, np.uint8),) * 4097)
     with pytest.raises(Refused, match="4097 arrays, of at most 4096.*Send it in par"):
-        asked("state", many)
+        asked(STATE, many)
 
 
 def test_the_deadline_is_that_of_the_whole_answer(
@@ -90,7 +100,7 @@ def test_the_deadline_is_that_of_the_whole_answer(
         channel, "_read", lambda size, end: ends.append(end) or bytes(size)
     )
     with pytest.raises(connection.WireError):
-        channel.receive(seconds=5.0, whole_seconds=5.0, until=5.0)
+        channel.receive(SWARM, seconds=5.0, whole_seconds=5.0, until=5.0)
     assert ends == [5.0, 5.0]
     other.close()
     channel.close()
@@ -114,10 +124,9 @@ def test_what_is_no_state_of_a_stage_is_refused(
     )
     asked = []
 
-    def ask(place: int) -> Message:
+    def ask(place: int) -> StateChunk:
         asked.append(place)
-        fields = {"count": count, "digest": digest}
-        return Message(kind="state", fields=fields, arrays=tuple(arrays))
+        return StateChunk(count=count, digest=digest, arrays=tuple(arrays))
 
     with pytest.raises(Refused, match=r"state of stage 3.*") as found:
         downloaded(ask, layout, 3, "p")

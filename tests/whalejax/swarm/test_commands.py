@@ -20,12 +20,13 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import reached_host
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.keys import make_key
-from whalejax.elastic.wire.service import Address
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm_runtime.serving import opened
 from whalejax.swarm_runtime.wire.registering import told_address
+from whalejax.wire.connection import listen
+from whalejax.wire.keys import make_key
+from whalejax.wire.service import Address
+from whalejax.wire.swarm_messages import AskTerms, Show
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -140,17 +141,17 @@ def test_a_process_that_joins_waits_for_a_registry_that_is_started_beside_it(
         key.write_text("0" * 32)
         key.chmod(0o600)
 
-    def asked(address: Address, _: bytes, what: str) -> dict[str, Any]:
+    def asked(address: Address, _: bytes, question: Any) -> dict[str, Any]:
         if tries < 3:
             raise swarm._Absent("nobody answers")
-        return {"asked": what, "at": address}
+        return {"asked": question, "at": address}
 
     monkeypatch.setattr(swarm.time, "sleep", again)
     monkeypatch.setattr(swarm, "_asked", asked)
     command = SwarmJoinCommand(registry="h:7", model="m", key=key)
     address, found, terms = swarm._terms(command)
     assert (address, found) == (("h", 7), b"0" * 32) and tries == 3
-    assert terms == {"asked": "terms", "at": ("h", 7)}
+    assert terms == {"asked": AskTerms(), "at": ("h", 7)}
     assert capsys.readouterr().err.count("waiting for the registry at h:7") == 1
 
 
@@ -253,7 +254,7 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
             found.join(stage)
         found.run()
         address: Address = found.serving.address
-        told: dict[str, Any] = swarm._asked(address, KEY, "show")
+        told = swarm._asked(address, KEY, Show()).fields
     text = swarm.as_text(told)
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))

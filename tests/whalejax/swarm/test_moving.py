@@ -11,12 +11,11 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address
 from whalejax.swarm_runtime.leading.state import Pace
 from whalejax.swarm_runtime.moving import Mover
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.trainer import Trainer
+from whalejax.wire.messages import Message
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -53,10 +52,10 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
         caller: Any = found.serving.trainer.caller
         ask = caller.ask
 
-        def late(address: Address, kind: str, *given: Any, **more: Any) -> Message:
-            if kind == "move":
+        def late(address: Any, question: Any, **more: Any) -> Message:
+            if question.kind == "move":
                 may_move.wait(300)
-            return ask(address, kind, *given, **more)
+            return ask(address, question, **more)
 
         caller.ask = late
         for stage in (0, 0, 0, 1, 2):

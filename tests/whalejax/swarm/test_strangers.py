@@ -17,11 +17,9 @@ import pytest
 
 import whalejax.swarm
 import whalejax.swarm_runtime
+from tests.whalejax.messages import SWARM, Loose
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import KEY, same, swarm
-from whalejax.elastic.wire.connection import dial
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm_runtime import serving
@@ -29,7 +27,10 @@ from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry, facts_of
 from whalejax.swarm_runtime.stage import Backward, Stage
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_PEER, TO_TRAINER
+from whalejax.wire.connection import dial
+from whalejax.wire.messages import DATA_BYTES, Message, Messages, Question, WireError
+from whalejax.wire.service import Address, Caller, Declined, Gone, Refused
+from whalejax.wire.swarm_messages import Join, Ping
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -99,13 +100,9 @@ def test_a_lease_begins_when_a_newcomer_has_been_reached(
             return ""
 
         registry._reach = reach
-        fields = {
-            "name": "p",
-            "address": ["127.0.0.1", 1],
-            "stage": 0,
-            "facts": facts_of(found.cut, "f32", "f32"),
-        }
-        found.serving._join(Message(kind="join", fields=fields))
+        facts = facts_of(found.cut, "f32", "f32")
+        question = Join(name="p", address=("127.0.0.1", 1), stage=0, facts=facts)
+        found.serving._join(question)
         assert [m.name for m in registry.members(clock.now)] == ["p"]
 
 
@@ -226,10 +223,10 @@ def cut_off(peer: Peer, *kinds: str) -> None:
     """It gets no answer to these questions."""
     ask = peer._caller.ask
 
-    def asks(address: Any, kind: str, *given: Any, **more: Any) -> Message:
-        if kind in kinds:
+    def asks(address: Any, question: Any, **more: Any) -> Message:
+        if question.kind in kinds:
             raise Gone(f"{address[0]}:{address[1]}: No route to host", late=False)
-        return ask(address, kind, *given, **more)
+        return ask(address, question, **more)
 
     peer._caller.ask = asks  # type: ignore[method-assign]
 
@@ -276,31 +273,32 @@ def questions() -> list[tuple[str, dict[str, Any]]]:
     ]
     draw = random.Random(0)
     found = []
-    for table in (TO_PEER, TO_TRAINER):
-        for kind, fields in table.items():
-            if kind == "stop":
-                continue
-            for _ in range(4):
-                found.append((kind, {name: draw.choice(values) for name in fields}))
+    for kind, one in SWARM.kinds.items():
+        if kind == "stop" or not issubclass(one, Question):
+            continue
+        for _ in range(4):
+            names = one.__struct_fields__
+            found.append((kind, {name: draw.choice(values) for name in names}))
     return found
 
 
 def test_questions_that_are_none_are_not_answered() -> None:
+    answers = Messages[Any](Declined, *SWARM.kinds.values())
     with swarm(steps=1) as found:
         peer = found.join(0)
         for address in (found.serving.address, peer._service.address):
             for kind, fields in questions():
                 channel = dial(address, KEY, most_bytes=DATA_BYTES)
                 try:
-                    channel.send(Message(kind=kind, fields=fields))
-                    answer = channel.receive(seconds=60)
+                    channel.send(Loose({"kind": kind, **fields}))  # type: ignore[arg-type]
+                    answer = channel.receive(answers, seconds=60)
                 except WireError:
                     continue  # It ended the connection.
                 finally:
                     channel.close()
                 assert answer.kind in ("refused", "pong", "shown", "terms")
-        caller = Caller(KEY, ANSWERS)
-        assert caller.ask(peer._service.address, "ping", {}, seconds=60).kind == "pong"
+        caller = Caller(KEY)
+        assert caller.ask(peer._service.address, Ping(), seconds=60).name == peer.name
         caller.close()
 
 
@@ -338,7 +336,7 @@ def test_frames_over_the_limit_take_no_memory() -> None:
             channel._link.sendall(header + bytes(32))
             channel._link.setblocking(False)
             with pytest.raises(WireError):
-                channel.receive(seconds=60)
+                channel.receive(SWARM, seconds=60)
         finally:
             channel.close()
 

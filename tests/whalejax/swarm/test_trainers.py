@@ -8,18 +8,19 @@ import threading
 import time
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 from tests.whalejax.swarm.test_processes import processes
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.further import FurtherTrainer
 from whalejax.swarm_runtime.leading.shares import ATTEMPTS, OWN, Share, Shares
+from whalejax.wire.service import Refused
+from whalejax.wire.swarm_messages import Led, Reach, Reached, Show
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -137,7 +138,7 @@ def test_what_the_wire_loses_is_told(count: int) -> None:
         errors = [metrics["wire_error"] for _, metrics in found.serving.run()]
         assert len(errors) == 2
         assert all(1e-4 < error < 0.02 for error in errors)
-        shown = found.serving._show(Message(kind="show", fields={})).fields
+        shown = found.serving._show(Show()).fields
         assert shown["wire_error"] == errors[-1]
         assert shown["sum_error"] is None
 
@@ -186,10 +187,10 @@ def test_a_wrong_result_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         trainer = found.lead()
         ask = trainer._caller.ask
 
-        def wrong(address: Any, kind: str, fields: Any, *more: Any, **deadline: Any):
-            if kind == "led" and fields["made"]:
-                fields = {**fields, "made": fields["made"][1:]}
-            return ask(address, kind, fields, *more, **deadline)
+        def wrong(address: Any, question: Any, **more: Any):
+            if question.kind == "led" and question.made:
+                question = msgspec.structs.replace(question, made=question.made[1:])
+            return ask(address, question, **more)
 
         monkeypatch.setattr(trainer._caller, "ask", wrong)
         assert same(found.run(), jobs.losses(2))
@@ -215,14 +216,14 @@ def test_what_comes_for_a_share_that_another_has_is_refused() -> None:
             "why": "",
         }
         with pytest.raises(Refused, match="not with a any more") as refused:
-            sharing.take_in(Message(kind="led", fields=fields))
+            sharing.take_in(Led(**fields))
         assert refused.value.code == "stale"
         seen: list[str] = []
 
         def hook(point: str, step: int) -> None:
             for more in ({}, {"step": 1}, {"number": 99}, {"why": "x"}):
                 try:
-                    sharing.take_in(Message(kind="led", fields={**fields, **more}))
+                    sharing.take_in(Led(**{**fields, **more}))
                 except Refused as error:
                     seen.append(error.code)
 
@@ -250,15 +251,13 @@ def test_a_trainer_that_peers_do_not_reach_is_refused(
 ) -> None:
     with swarm(steps=1) as found:
         found.join(0)
-        unreached = Message(kind="reached", fields={"unreached": {}})
 
-        def reach(asked: Message) -> Message:
-            (name, _), *_ = asked.fields["peers"]
-            unreached.fields["unreached"][name] = "no route"
-            return unreached
+        def reach(asked: Reach) -> Reached:
+            (name, _), *_ = asked.peers
+            return Reached(unreached={name: "no route"})
 
         service = found.peers[0]._service
-        handlers = {**service._handlers, "reach": reach}
+        handlers = {**service._handlers, Reach: reach}
         monkeypatch.setattr(service, "_handlers", handlers)
         with pytest.raises(WhaleError, match=r"does not reach it .*give --host"):
             found.lead()

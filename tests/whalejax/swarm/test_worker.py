@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.whalejax.messages import SWARM, received
 from tests.whalejax.swarm.swarm_jobs import COUNT
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
 from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.swarm_runtime.stage import StageState
 from whalejax.swarm_runtime.wire.states import digest_of, piece
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.summing import Total
+from whalejax.wire.messages import Message
+from whalejax.wire.service import Refused
+from whalejax.wire.swarm_messages import Fetch, FetchState, Forward, Summed, Tensors
 
 
 SIZE = 4
@@ -56,7 +58,7 @@ def worker_of(ask: Any = None) -> Worker:
 
 def sync(worker: Worker, **change: Any) -> str:
     fields = {**AT, "stage": 0, "keeps": False, "sources": [], **change}
-    return str(worker._sync(Message(kind="sync", fields=fields)).fields["digest"])
+    return str(worker._sync(received("sync", fields, SWARM)).digest)
 
 
 def test_another_run_is_entered_by_joining_alone() -> None:
@@ -69,17 +71,17 @@ def test_another_run_is_entered_by_joining_alone() -> None:
     worker.enter("other")
     assert sync(worker, run="other", keeps=True) == digest_of(RAW)
     with pytest.raises(Refused, match="of run 'other', and was asked for step 0"):
-        worker._at(Message(kind="forward", fields={**AT, "generation": 7}))
+        worker._at(FetchState(**{**AT, "generation": 7}, stage=0, place=0))
 
 
 @pytest.mark.parametrize("change", ["another stage", "a newer state"])
 def test_a_state_that_comes_too_late_is_not_kept(change: str) -> None:
-    def ask(address: Any, kind: str, fields: Any, **more: Any) -> Message:
+    def ask(address: Any, question: Any, **more: Any) -> Message:
         if change == "another stage":
             worker.stage = stage_of(0)
-        elif fields["step"] == 0:
+        elif question.step == 0:
             sync(worker, step=1, sources=sources)
-        return piece(RAW[0].view(np.uint8), fields["place"], digest_of(RAW))
+        return piece(RAW[0].view(np.uint8), question.place, digest_of(RAW))
 
     worker, sources = worker_of(ask), [["q", ["h", 1], [], []]]
     with pytest.raises(Refused, match="was given another stage or step") as found:
@@ -91,14 +93,14 @@ def test_a_state_that_comes_too_late_is_not_kept(change: str) -> None:
 def test_inputs_of_a_generation_that_is_over_are_not_kept() -> None:
     def ask(*given: Any, **more: Any) -> Message:
         sync(worker, generation=1)
-        return Message(kind="tensors", fields={}, arrays=(RAW[0],))
+        return Tensors(arrays=(RAW[0],))
 
     worker = worker_of(ask)
     sync(worker)
-    fields = {**AT, "number": 0, "sources": [], "batch": ["h", 1]}
+    call = {"state": 0, "stage": 0, "number": 0, "attempt": 1, "sources": []}
     assert worker.stage is not None
     with pytest.raises(Refused, match="has gone on while it computed"):
-        worker._given(worker.stage, Message(kind="forward", fields=fields))
+        worker._given(worker.stage, Forward(**AT, **call, batch=("h", 1)))
     assert not worker._inputs
 
 
@@ -109,16 +111,15 @@ def test_what_no_stage_reads_is_not_given() -> None:
     worker._tensors[0, "forward", 0, 1] = []
     for target in (-1, 2):
         with pytest.raises(Refused, match=f"stage {target} reads; there are"):
-            fields = {**AT, **key, "target": target}
-            worker._fetch(Message(kind="fetch", fields=fields))
+            worker._fetch(Fetch(**AT, **key, target=target))
 
 
-def summed(worker: Worker, gradients: np.ndarray) -> Message:
+def summed(worker: Worker, gradients: np.ndarray) -> Summed:
     for number in range(COUNT):
         worker._gradients[0, number, 1] = [gradients]
     holders = [["p", ["h", 1], [*range(COUNT)], [1] * COUNT]]
     fields = {**AT, "stage": 0, "round": 1, "peers": holders}
-    return worker._sum(Message(kind="sum", fields=fields))
+    return worker._sum(received("sum", fields, SWARM))
 
 
 def test_a_sum_says_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +164,9 @@ def test_bytes_of_a_sum_are_those_that_are_sent(sum_wire: str) -> None:
     sent = 0
 
     def answering(worker: Worker) -> Any:
-        def ask(address: Any, kind: str, fields: Any, **more: Any) -> Message:
+        def ask(address: Any, question: Any, **more: Any) -> Any:
             nonlocal sent
-            answer = worker.handlers[kind](Message(kind=kind, fields=fields))
+            answer: Any = worker.handlers[type(question)](question)
             sent += sum(x.nbytes for x in answer.arrays)
             return answer
 
@@ -186,9 +187,11 @@ def test_bytes_of_a_sum_are_those_that_are_sent(sum_wire: str) -> None:
         sync(worker)
         for held in range(number, COUNT, 2):
             worker._gradients[0, held, 1] = [gradients + held]
-    summed = [w._sum(Message(kind="sum", fields=fields)).fields for w in (one, other)]
+    question = received("sum", fields, SWARM)
+    summed = [w._sum(question).fields for w in (one, other)]
+    update = received("update", {**fields, "level": 0, "heard": []}, SWARM)
     whole = [
-        w._gathered(w.stage, Message(kind="update", fields=fields))[0]  # type: ignore[arg-type]
+        w._gathered(w.stage, update)[0]  # type: ignore[arg-type]
         for w in (one, other)
     ]
     exact = COUNT * gradients + 15

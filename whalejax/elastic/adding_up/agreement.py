@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final, Literal, cast
 
 from whalejax.distributed.launch_env import split_address
 from whalejax.elastic.adding_up.own_devices import (
@@ -30,18 +30,18 @@ from whalejax.elastic.control import (
     unreachable,
 )
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
-from whalejax.elastic.wire.connection import dial
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.messages import TO_MEMBER, checked
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp, Way
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
+from whalejax.wire.connection import dial
+from whalejax.wire.messages import Messages, WireError
+from whalejax.wire.run_messages import ReductionDecision, ReductionOffer, Refused
 
 
 _AGAIN_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 30.0
 
-_ANSWERS: Final = {kind: TO_MEMBER[kind] for kind in ("added_up", "refused")}
+_ANSWERS: Final = Messages[ReductionDecision | Refused](ReductionDecision, Refused)
 
 _CALLER: Final = "the devices of this process were started before wh.train_elastic"
 _PRICING: Final = (
@@ -63,13 +63,8 @@ class Arbiter:
         self._where, self._address = address, split_address(address, "supervisor")
         self._key = key_of_run(key_file, address)
 
-    def ask(self) -> Mapping[str, Any]:
-        """What was decided, and between how many.
-
-        Returns:
-            ``by`` (``"messages"``, ``"collectives"``, or empty where nothing was
-            decided), ``why``, ``processes`` (at most, in all) and ``hosts`` (on which
-            they run).
+    def ask(self) -> ReductionDecision:
+        """What was decided, if anything was, and between how many.
 
         Raises:
             WhaleError: no supervisor answers.
@@ -83,26 +78,27 @@ class Arbiter:
             WhaleError: no supervisor answers.
         """
         told = self._told(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
-        return AddingUp(by=told["by"], why=told["why"])
+        return AddingUp(by=cast(Way, told.by), why=told.why)
 
-    def _told(self, seconds: float, **said: str) -> Mapping[str, Any]:
+    def _told(
+        self, seconds: float, *, by: Way | Literal[""], why: str
+    ) -> ReductionDecision:
         end = time.monotonic() + seconds
         while True:
             try:
                 left = max(end - time.monotonic(), 0.1)
                 channel = dial(self._address, self._key, seconds=min(left, 10.0))
                 try:
-                    fields = {"run": os.environ.get(RUN, ""), **said}
-                    channel.send(Message(kind="adding_up", fields=fields))
-                    answer = channel.receive(seconds=_ANSWER_SECONDS)
+                    run = os.environ.get(RUN, "")
+                    channel.send(ReductionOffer(run=run, by=by, why=why))
+                    answer = channel.receive(_ANSWERS, seconds=_ANSWER_SECONDS)
                 finally:
                     channel.close()
-                found = checked(answer, _ANSWERS)
-                if found.kind == "refused":
+                if isinstance(answer, Refused):
                     raise RunStopped(
-                        f"the supervisor refused this process: {found.fields['why']}"
+                        f"the supervisor refused this process: {answer.why}"
                     )
-                return found.fields
+                return answer
             except WireError as error:
                 if is_hopeless(error) or time.monotonic() > end:
                     raise unreachable(self._where, error) from None
@@ -133,8 +129,8 @@ def agreed(
     """
     started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()
-    if known["by"]:
-        found = AddingUp(by=known["by"], why=known["why"])
+    if known.by:
+        found = AddingUp(by=known.by, why=known.why)
     else:
         offer = asked
         if offer is None:
@@ -163,15 +159,15 @@ def agreed(
     return found
 
 
-def _processes(known: Mapping[str, Any]) -> AddingProcesses:
+def _processes(known: ReductionDecision) -> AddingProcesses:
     """Those of a run, as far as one of them can see.
 
     Args:
         known: what ``Arbiter.ask`` was told.
     """
     return AddingProcesses(
-        count=known["processes"],
-        hosts=known["hosts"],
+        count=known.processes,
+        hosts=known.hosts,
         each=own_devices(),
         network_bytes_per_second=network_bytes_per_second() or NETWORK_BYTES_PER_SECOND,
         has_fabric=has_fabric(),

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,18 +34,34 @@ from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.elastic.supervisor.telling import tell_user
-from whalejax.elastic.wire.connection import (
+from whalejax.membership.run import counted
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
     WrongKey,
     dial,
     listen,
 )
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key
-from whalejax.elastic.wire.messages import TO_AGENT, checked
-from whalejax.membership.run import counted
-from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.wire.keys import load_key
+from whalejax.wire.messages import WireError
+from whalejax.wire.run_messages import (
+    TO_AGENT,
+    AgentBeat,
+    Enlist,
+    Enlisted,
+    Exited,
+    Finish,
+    Kill,
+    Launched,
+    Noted,
+    NotLaunched,
+    OfAgent,
+    Refused,
+    Release,
+    Start,
+    ToAgent,
+)
 
 
 FOLDER: Final = "elastic"
@@ -151,7 +166,7 @@ class Agent:
         if why := refusal(self._gpus, options.processes):
             raise WhaleError(f"--processes of this agent: {why}")
         self._places: dict[str, int] = {}
-        self._unnoted: dict[str, Message] = {}
+        self._unnoted: dict[str, Exited] = {}
         self._channel: Channel | None = None
         self._away_since = time.monotonic()
         self._beat_seconds, self._beat_at = _FIRST_BEAT_SECONDS, 0.0
@@ -212,7 +227,7 @@ class Agent:
         self._obey_signals()
         if self._channel is not None and time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + self._beat_seconds
-            self._say("agent_beat", leaving=self._told > 0)
+            self._say(AgentBeat(leaving=self._told > 0))
 
     def _obey_signals(self) -> None:
         if self._told > 1:
@@ -227,7 +242,7 @@ class Agent:
                 self._processes.terminate(name)
         elif self._told and not self._processes.names and not self._unnoted:
             # The supervisor heard of it by the beat before.
-            self._say("agent_beat", leaving=True)
+            self._say(AgentBeat(leaving=True))
             self._status = 0
 
     def _connect(self) -> None:
@@ -275,10 +290,9 @@ class Agent:
         self._waits = False
         self._channel = channel
         self._selector.register(channel, selectors.EVENT_READ, channel)
-        there = [[name, *known] for name, known in self._started.items()]
-        there += [[name, 0, ""] for name in self._unnoted]
-        self._say(
-            "enlist",
+        there = [(name, *known) for name, known in self._started.items()]
+        there += [(name, 0, "") for name in self._unnoted]
+        enlist = Enlist(
             agent=self.name,
             host=self._host or local_host(where),
             machine=machine(),
@@ -287,6 +301,7 @@ class Agent:
             token=self._token,
             there=there,
         )
+        self._say(enlist)
 
     def _wait(self) -> None:
         """Until the next try; processes may end meanwhile, and signals come."""
@@ -298,7 +313,7 @@ class Agent:
     def _listen(self) -> None:
         assert self._channel is not None
         try:
-            said = checked(self._channel.receive(seconds=1.0), TO_AGENT)
+            said = self._channel.receive(TO_AGENT, seconds=1.0)
         except WireError:
             self._drop()
             return
@@ -311,54 +326,53 @@ class Agent:
             self._channel.close()
             self._channel, self._away_since = None, time.monotonic()
 
-    def _say(self, kind: str, **fields: Any) -> None:
+    def _say(self, message: OfAgent) -> None:
         if self._channel is None:
             return
         try:
-            self._channel.send(Message(kind=kind, fields=fields), seconds=_SEND_SECONDS)
+            self._channel.send(message, seconds=_SEND_SECONDS)
         except WireError:
             self._channel.shut_down()  # It is dropped when all that came is heard.
 
     # What the supervisor says.
 
-    def _hear(self, said: Message) -> None:
-        match said.kind:
-            case "enlisted":
-                self._enlisted(said.fields)
-            case "refused":
+    def _hear(self, said: ToAgent) -> None:
+        match said:
+            case Enlisted():
+                self._enlisted(said)
+            case Refused(why=why):
                 raise WhaleError(
                     f"the supervisor at {self._options.supervisor} refused this agent: "
-                    f"{said.fields['why']}"
+                    f"{why}"
                 )
-            case "start":
-                self._start(said.fields["name"])
-            case "release":
-                self._processes.release(said.fields["name"])
-            case "kill":
-                self._kill(said.fields["name"])
-            case "noted":
-                self._unnoted.pop(said.fields["name"], None)
-            case "finish":
-                why = said.fields["why"] or "all steps are done"
-                tell_user(f"the run is over: {why}")
+            case Start(name=name):
+                self._start(name)
+            case Release(name=name):
+                self._processes.release(name)
+            case Kill(name=name):
+                self._kill(name)
+            case Noted(name=name):
+                self._unnoted.pop(name, None)
+            case Finish(why=why):
+                tell_user(f"the run is over: {why or 'all steps are done'}")
                 self._status, self._over = 0, True
 
-    def _enlisted(self, fields: Mapping[str, Any]) -> None:
-        first, *rest = fields["command"]
+    def _enlisted(self, said: Enlisted) -> None:
+        first, *rest = said.command
         self._processes.command = [first or sys.executable, *rest]
         compiled = self._logs / f"{COMPILED}-{self.name}"
         self._processes.environment = {
             **compilation_cache(compiled),
-            **fields["environment"],
+            **said.environment,
             SUPERVISOR: self._options.supervisor,
             KEY_FILE: str(self._options.key.absolute()),
             HELD_BY: self.name,
             **({MEMBER_HOST: self._host} if self._host else {}),
         }
-        remove_copies(self._options.key, but=fields["environment"].get(RUN, ""))
-        self._beat_seconds = fields["beat_seconds"]
-        for said in self._unnoted.values():
-            self._say(said.kind, **said.fields)
+        remove_copies(self._options.key, but=said.environment.get(RUN, ""))
+        self._beat_seconds = said.beat_seconds
+        for exited in self._unnoted.values():
+            self._say(exited)
         if not self._joined:
             self._joined = True
             tell_user(
@@ -370,17 +384,17 @@ class Agent:
     def _start(self, name: str) -> None:
         if name in self._started or self._told:
             why = "it was told to end" if self._told else f"{name} is there"
-            self._say("not_launched", name=name, why=why)
+            self._say(NotLaunched(name=name, why=why))
             return
         try:
             pid, began = self._processes.start(name, self._own_gpus(name))
         except (OSError, WhaleError) as error:
             self._places.pop(name, None)
             why = getattr(error, "strerror", None) or str(error)
-            self._say("not_launched", name=name, why=why)
+            self._say(NotLaunched(name=name, why=why))
             return
         self._started[name] = pid, began
-        self._say("launched", name=name, pid=pid, began=began)
+        self._say(Launched(name=name, pid=pid, began=began))
 
     def _own_gpus(self, name: str) -> dict[str, str]:
         """GPUs that no other process of this agent has."""
@@ -398,13 +412,13 @@ class Agent:
         if name in self._processes.names:
             self._processes.kill(name)
         elif name not in self._unnoted:
-            self._say("exited", name=name, status=None, said="")
+            self._say(Exited(name=name, status=None, said=""))
 
     def _ended(self, name: str) -> None:
         status = self._processes.ended(name)
         self._started.pop(name, None)
         self._places.pop(name, None)
         said = self._processes.said(name)[-_MOST_SAID:]
-        fields = {"name": name, "status": status, "said": said}
-        self._unnoted[name] = Message(kind="exited", fields=fields)
-        self._say("exited", **fields)
+        exited = Exited(name=name, status=status, said=said)
+        self._unnoted[name] = exited
+        self._say(exited)

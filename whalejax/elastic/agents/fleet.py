@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from whalejax._version import __version__
-from whalejax.elastic.wire.framing import Message
 from whalejax.membership import events as ev
 from whalejax.membership.lease import Lease
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Run
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import TO_AGENT, Finish
 
 
 RETURN_SECONDS: Final = 2.0
@@ -124,7 +125,7 @@ class AgentFleet(Generic[Link]):
         """
         name, told = fields["agent"], {one[0]: one for one in fields["there"]}
         if self._ended_for is not None:
-            self._send(link, Message(kind="finish", fields={"why": self._ended_for}))
+            self._send(link, Finish(why=self._ended_for))
             self._drop(name)
             return
         known = self._agents.get(name)
@@ -317,7 +318,7 @@ class AgentFleet(Generic[Link]):
 
     def _tell(self, record: AgentRecord[Link], kind: str, **fields: Any) -> None:
         if record.link is not None:
-            self._send(record.link, Message(kind=kind, fields=fields))
+            self._send(record.link, TO_AGENT.make(kind, **fields))
 
     def _started(
         self,

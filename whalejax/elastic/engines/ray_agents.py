@@ -21,8 +21,8 @@ from whalejax.distributed.process_group import die_with_parent
 from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.agents.on_hosts import KEY
 from whalejax.elastic.supervisor.telling import tell_user
-from whalejax.elastic.wire.keys import make_key
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.keys import make_key
 
 
 _LOOK_SECONDS: Final = 2.0

@@ -36,12 +36,12 @@ from whalejax.elastic.shard_copies.machines import (
 )
 from whalejax.elastic.supervisor.memory_folder import memory_folder
 from whalejax.elastic.supervisor.processes import machine
-from whalejax.elastic.wire.keys import load_key
 from whalejax.lowering.state import TrainState
 from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint_files import told_by_all
 from whalejax.runtime.train_step import TrainStep
+from whalejax.wire.keys import load_key
 
 
 _LEAST_SECONDS: Final = 1e-4

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
+from msgspec import Meta
 
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import Fields
-from whalejax.elastic.wire.service import (
+from whalejax.wire.connection import listen
+from whalejax.wire.messages import Arrays, Message, Question
+from whalejax.wire.service import (
     SLOWEST_BYTES_PER_SECOND,
     Address,
     Caller,
@@ -35,26 +35,30 @@ _PART_BYTES: Final = 1 << 24
 _ASK_SECONDS: Final = 30.0
 
 
-def _is_name(x: Any) -> bool:
-    return isinstance(x, str) and NAME.fullmatch(x) is not None
+CopyName = Annotated[str, Meta(pattern=rf"(?a)\A{NAME.pattern}\Z")]
+Place = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
-def _is_place(x: Any) -> bool:
-    return type(x) is int and x >= 0
+class Taken(Message):
+    pass
 
 
-def _is_switch(x: Any) -> bool:
-    return isinstance(x, bool)
+class CopyBytes(Message):
+    size: Place
+    arrays: Arrays = ()
 
 
-_FIELDS: Final[Mapping[str, Fields]] = {
-    "put": {"name": _is_name, "place": _is_place, "last": _is_switch},
-    "read": {"name": _is_name, "begin": _is_place, "end": _is_place},
-}
-_ANSWERS: Final[Mapping[str, Mapping[str, Fields]]] = {
-    "put": {"taken": {}},
-    "read": {"bytes": {"size": _is_place}},
-}
+class Put(Question[Taken]):
+    name: CopyName
+    place: Place
+    last: bool
+    arrays: Arrays
+
+
+class Read(Question[CopyBytes]):
+    name: CopyName
+    begin: Place
+    end: Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +121,9 @@ class CopyExchange:
         """
         self._folder = folder
         listening = listen(host)
-        self._service = Service(
-            listening, key, _FIELDS, {"put": self._put, "read": self._read}
-        )
+        self._service = Service(listening, key, {Put: self._put, Read: self._read})
         self.host, self.port = self._service.address
-        self._caller = Caller(key, _ANSWERS)
+        self._caller = Caller(key)
 
     def close(self) -> None:
         """End all connections."""
@@ -145,9 +147,9 @@ class CopyExchange:
         for place in range(0, whole.size, _PART_BYTES):
             part = whole[place : place + _PART_BYTES]
             last = place + part.size == whole.size
-            fields = {"name": path.name, "place": place, "last": last}
+            question = Put(name=path.name, place=place, last=last, arrays=(part,))
             try:
-                self._caller.ask(address, "put", fields, part, seconds=_seconds(part))
+                self._caller.ask(address, question, seconds=_seconds(part))
             except (Gone, Refused) as error:
                 raise OSError(
                     f"{holder.host} did not take copies of this machine: {error}"
@@ -164,14 +166,14 @@ class CopyExchange:
 
     # For the others.
 
-    def _put(self, asked: Message) -> Message:
-        name, place = asked.fields["name"], asked.fields["place"]
+    def _put(self, asked: Put) -> Taken:
+        name, place = asked.name, asked.place
         if len(asked.arrays) != 1 or asked.arrays[0].dtype != np.uint8:
             raise Refused("shape", f"a part of {name} is one array of bytes")
         draft, path = self._folder / f".{name}.put", self._folder / name
-        taken = Message(kind="taken", fields={})
+        taken = Taken()
         if place and not draft.exists():
-            if asked.fields["last"] and path.exists():
+            if asked.last and path.exists():
                 return taken  # A part may come twice.
             raise Refused("missing", f"of {name}, what comes before {place}")
         try:
@@ -180,7 +182,7 @@ class CopyExchange:
                     raise Refused("missing", f"of {name}, what comes before {place}")
                 file.seek(place)
                 file.write(asked.arrays[0].data)
-            if asked.fields["last"]:
+            if asked.last:
                 draft.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -188,14 +190,14 @@ class CopyExchange:
             raise
         return taken
 
-    def _read(self, asked: Message) -> Message:
-        begin, end = asked.fields["begin"], asked.fields["end"]
+    def _read(self, asked: Read) -> CopyBytes:
+        begin, end = asked.begin, asked.end
         try:
-            whole = np.memmap(self._folder / asked.fields["name"], np.uint8, "r")
+            whole = np.memmap(self._folder / asked.name, np.uint8, "r")
         except (OSError, ValueError) as error:
             raise Refused("missing", str(error)) from None
         part = whole[begin : min(end, begin + _PART_BYTES)]
-        return Message(kind="bytes", fields={"size": whole.size}, arrays=(part,))
+        return CopyBytes(size=whole.size, arrays=(part,))
 
 
 class RemoteCopy:
@@ -212,7 +214,7 @@ class RemoteCopy:
             OSError: it is not there, or its machine does not answer.
         """
         self._caller, self._address, self._name = caller, address, name
-        self.size = self._ask(0, 0).fields["size"]
+        self.size = self._ask(0, 0).size
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Bytes from one place to another.
@@ -230,11 +232,11 @@ class RemoteCopy:
             found[place - begin : until - begin] = got
         return found
 
-    def _ask(self, begin: int, end: int) -> Message:
-        fields = {"name": self._name, "begin": begin, "end": end}
+    def _ask(self, begin: int, end: int) -> CopyBytes:
+        question = Read(name=self._name, begin=begin, end=end)
         try:
             return self._caller.ask(
-                self._address, "read", fields, seconds=_seconds(np.empty(0))
+                self._address, question, seconds=_seconds(np.empty(0))
             )
         except (Gone, Refused) as error:
             raise OSError(f"{self._name} did not come: {error}") from None

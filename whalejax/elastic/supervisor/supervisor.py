@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from whalejax.distributed.launch_env import (
     KEY_FILE,
@@ -44,15 +44,6 @@ from whalejax.elastic.supervisor.run_folder import (
 )
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, TooLate, listen
-from whalejax.elastic.wire.framing import Message, WireError
-from whalejax.elastic.wire.keys import load_key, make_key
-from whalejax.elastic.wire.messages import (
-    TO_SUPERVISOR,
-    TO_SUPERVISOR_OF_AGENT,
-    checked,
-)
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
@@ -64,12 +55,34 @@ from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, TooLate, listen
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import Message, WireError
+from whalejax.wire.run_messages import (
+    TO_SUPERVISOR,
+    Beat,
+    Committed,
+    Enlist,
+    Exited,
+    Heard,
+    Noted,
+    OfAgent,
+    OfMember,
+    Over,
+    ReductionDecision,
+    ReductionOffer,
+    Refusal,
+    Refused,
+    Register,
+    Way,
+    Welcome,
+)
 
 
 ADDRESS: Final = "supervisor.json"
 KEY: Final = "key"
 
-_SAID: Final = {**TO_SUPERVISOR, **TO_SUPERVISOR_OF_AGENT}
 _TICK_SECONDS: Final = 0.1
 _PULSE_SECONDS: Final = 1.0
 _SEND_SECONDS: Final = 2.0
@@ -135,7 +148,7 @@ class Supervisor:
         self._ticked_at = float("-inf")
         self._held = contextlib.ExitStack()
         self._selector = self._held.enter_context(selectors.DefaultSelector())
-        self._events: queue.Queue[tuple[str, Channel, Message]]
+        self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | None]]
         self._events = queue.Queue(_MOST_EVENTS)
         self._wakes, self._woken = map(self._held.enter_context, socket.socketpair())
         self._channels: dict[str, Channel] = {}
@@ -426,19 +439,22 @@ class Supervisor:
         """A connection's thread: messages become events of the loop."""
         try:
             while True:
-                said = channel.receive(seconds=_SILENT_SECONDS)
-                self._tell("said", channel, checked(said, _SAID))
-        except WireError as error:
-            self._tell("closed", channel, Message(kind=str(error), fields={}))
+                said = channel.receive(TO_SUPERVISOR, seconds=_SILENT_SECONDS)
+                self._tell(channel, said)
+        except WireError:
+            self._tell(channel, None)
 
-    def _tell(self, what: str, channel: Channel, message: Message) -> None:
+    def _tell(self, channel: Channel, message: OfMember | OfAgent | None) -> None:
+        """Let the loop take a message, or the end of a connection."""
         while not self._is_closed:
             try:
-                self._events.put((what, channel, message), timeout=1.0)
+                self._events.put((channel, message), timeout=1.0)
                 break
             except queue.Full:
                 continue
-        if message.kind != "beat":  # Of those there are many, and they can wait a tick.
+        if not isinstance(
+            message, Beat
+        ):  # Of those there are many, and they can wait a tick.
             with contextlib.suppress(OSError):  # Full: it is awake.
                 self._wakes.send(b"x")
 
@@ -452,8 +468,8 @@ class Supervisor:
     def _take_events(self) -> None:
         now = time.monotonic()
         for _ in range(self._events.qsize()):  # Not those that come meanwhile.
-            what, channel, message = self._events.get_nowait()
-            if what == "closed":
+            channel, message = self._events.get_nowait()
+            if message is None:
                 if self._fleet is not None:
                     self._fleet.closed(now, channel)
                 self._acknowledged.pop(channel, None)
@@ -461,20 +477,20 @@ class Supervisor:
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
                     self._take(now, ev.Disconnected(name))
-            elif message.kind == "register":
+            elif isinstance(message, Register):
                 self._register(now, channel, message)
-            elif message.kind == "adding_up":
+            elif isinstance(message, ReductionOffer):
                 self._say_adding_up(now, channel, message)
-            elif message.kind == "refusal":
+            elif isinstance(message, Refusal):
                 self._refused(now, channel, message)
-            elif message.kind == "enlist":
+            elif isinstance(message, Enlist):
                 self._enlist(now, channel, message)
-            elif message.kind in TO_SUPERVISOR_OF_AGENT:
+            elif isinstance(message, OfAgent):
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
                 name = self._names[channel]
-                self._take(now, ev.Heard(name, message.kind, message.fields))
-                if message.kind != "committed":  # Of those there are many.
+                self._take(now, ev.Heard(name, message))
+                if not isinstance(message, Committed):  # Of those there are many.
                     self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
@@ -493,32 +509,30 @@ class Supervisor:
             # A member that reports nothing hears now and then that it is heard.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
-                fields = {"goodput": goodput, "number": number}
-                self._send(channel, Message(kind="heard", fields=fields))
+                self._send(channel, Heard(goodput=goodput, number=number))
         answers, self._answers = self._answers, []
         for channel, answer in answers:
-            if is_written or answer.kind != "noted":  # Else it is said again.
+            if is_written or not isinstance(answer, Noted):  # Else it is said again.
                 self._send(channel, answer)
 
-    def _register(self, now: float, channel: Channel, message: Message) -> None:
+    def _register(self, now: float, channel: Channel, message: Register) -> None:
         name, slot = self._named(message.fields)
         # Only the folder of a member that is one is held.
-        why = self._other_run(message.fields["run"])
-        why = why or refusal(self._state, name, message.fields)
-        why = why or self._lock_save(message.fields["save"])
+        why = self._other_run(message.run)
+        why = why or refusal(self._state, name, message)
+        why = why or self._lock_save(message.save)
         if why:
             self._record("refused", name=name, why=why)
-            self._send(channel, Message(kind="refused", fields={"why": why}))
+            self._answers.append((channel, Refused(why=why)))
             return
-        self._take(now, ev.Register(name, slot, message.fields))
+        self._take(now, ev.Register(name, slot, message))
         old = self._channels.get(name)
         if old is not None and old is not channel:
             self._names.pop(old, None)
             old.close()
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
-        welcome = {"run": self._name, "name": name, "beat_seconds": beats}
-        self._send(channel, Message(kind="welcome", fields=welcome))
+        self._send(channel, Welcome(run=self._name, name=name, beat_seconds=beats))
 
     def _other_run(self, run: str) -> str:
         """Why a member of that run is none of this one, or nothing."""
@@ -526,14 +540,12 @@ class Supervisor:
             return ""
         return "this member is of an earlier run in the same folder, which is over"
 
-    def _refused(self, now: float, channel: Channel, message: Message) -> None:
+    def _refused(self, now: float, channel: Channel, message: Refusal) -> None:
         """A process says that it cannot be run, before it joins."""
         member = self._starting_member(message.fields)
         if member is not None:
-            why = message.fields["why"]
-            self._take(now, ev.Unrunnable(member.name, why))
-        fields = {"why": "it cannot be run", "well": False}
-        self._send(channel, Message(kind="over", fields=fields))
+            self._take(now, ev.Unrunnable(member.name, message.why))
+        self._send(channel, Over(why="it cannot be run", well=False))
 
     def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
         """The member that a process is which was started and has not joined yet."""
@@ -599,23 +611,24 @@ class Supervisor:
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
         tell_user(text)
 
-    def _say_adding_up(self, now: float, channel: Channel, message: Message) -> None:
+    def _say_adding_up(
+        self, now: float, channel: Channel, message: ReductionOffer
+    ) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
-        fields = dict(message.fields)
-        if other := self._other_run(fields.pop("run")):
-            self._send(channel, Message(kind="refused", fields={"why": other}))
+        if other := self._other_run(message.run):
+            self._send(channel, Refused(why=other))
             return
-        self._take(now, ev.ReductionProposed(**fields))
+        self._take(now, ev.ReductionProposed(message.by, message.why))
         by, why = self._state.adding_up
-        told = {
-            "by": by,
-            "why": why,
-            "processes": self._run.settings.most,
-            "hosts": self._state.hosts(),
-        }
-        self._answers.append((channel, Message(kind="added_up", fields=told)))
+        decision = ReductionDecision(
+            by=cast(Way, by),
+            why=why,
+            processes=self._run.settings.most,
+            hosts=self._state.hosts(),
+        )
+        self._answers.append((channel, decision))
 
-    def _enlist(self, now: float, channel: Channel, message: Message) -> None:
+    def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
         fields = message.fields
         if self._fleet is None:
             why = (
@@ -626,17 +639,16 @@ class Supervisor:
             why = self._fleet.refusal(fields)
         if why or self._fleet is None:
             self._record("agent_refused", agent=fields["agent"], why=why)
-            self._send(channel, Message(kind="refused", fields={"why": why}))
+            self._answers.append((channel, Refused(why=why)))
             return
         self._fleet.enlist(now, channel, fields)
 
-    def _heard_agent(self, now: float, channel: Channel, message: Message) -> None:
+    def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         if self._fleet is None:
             return
         self._fleet.heard(now, channel, message)
-        if message.kind == "exited":
-            fields = {"name": message.fields["name"]}
-            self._answers.append((channel, Message(kind="noted", fields=fields)))
+        if isinstance(message, Exited):
+            self._answers.append((channel, Noted(name=message.name)))
 
     def _kill_held(self, name: str) -> None:
         if self._fleet is not None:
@@ -685,10 +697,10 @@ class Supervisor:
 
     def _do(self, effect: ev.Effect) -> None:
         match effect:
-            case ev.Send(name=name, kind=kind, fields=fields):
+            case ev.Send(name=name, message=message):
                 channel = self._channels.get(name)
                 if channel is not None:
-                    self._send(channel, Message(kind=kind, fields=fields))
+                    self._send(channel, message)
             case ev.Kill(name=name) if self._processes is not None:
                 self._processes.kill(name)
                 self._kill_held(name)

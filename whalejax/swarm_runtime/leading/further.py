@@ -12,13 +12,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from whalejax.elastic.wire.connection import listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused, Service
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.cut import Cut
@@ -32,8 +29,22 @@ from whalejax.swarm_runtime.passage import (
     Stopped,
 )
 from whalejax.swarm_runtime.registry import Member, facts_of
-from whalejax.swarm_runtime.wire.messages import ANSWERS, TO_FURTHER_TRAINER
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
+from whalejax.wire.connection import listen
+from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
+from whalejax.wire.swarm_messages import (
+    Batch,
+    Enlist,
+    GivenShare,
+    Led,
+    Ping,
+    Pong,
+    ServingPeers,
+    Stop,
+    StopHeard,
+    Take,
+    Tensors,
+)
 
 
 ASK_SECONDS: Final = 10.0
@@ -56,7 +67,7 @@ class _Told:
         """Those whose leases hold."""
         return [m for m in self._members if m.expires > now]
 
-    def take(self, peers: list[list[Any]]) -> None:
+    def take(self, peers: ServingPeers) -> None:
         """The peers, as an answer has them."""
         self._members = [
             Member(
@@ -117,7 +128,7 @@ class FurtherTrainer:
         self._patience_seconds = patience_seconds
         self._facts = facts_of(cut, wire, sum_wire)
         self._sum_wire = sum_wire
-        self._caller = Caller(key, ANSWERS)
+        self._caller = Caller(key)
         self._told, self._clock_ahead = _Told(), 0.0
         self._fleet = self._new_fleet()
         self.counts = Counts()
@@ -130,10 +141,10 @@ class FurtherTrainer:
         self._thread: threading.Thread | None = None
         self._heard_at = time.monotonic()
         self.led, self.over, self.failed = 0, "", False
-        handlers = {
-            "ping": lambda _: Message(kind="pong", fields={"name": self.name}),
-            "batch": self._give_batch,
-            "stop": self._stopped,
+        handlers: Handlers = {
+            Ping: lambda _: Pong(name=self.name),
+            Batch: self._give_batch,
+            Stop: self._stopped,
         }
         try:
             listening = listen(host, port)
@@ -143,7 +154,7 @@ class FurtherTrainer:
                 f"({error.strerror or error}). Give an address of this machine and a "
                 "free port"
             ) from error
-        self._service = Service(listening, key, TO_FURTHER_TRAINER, handlers)
+        self._service = Service(listening, key, handlers)
         self._address = told_address(self._service.address, registry)
 
     def _new_fleet(self) -> Fleet:
@@ -205,12 +216,8 @@ class FurtherTrainer:
     # Enlisting.
 
     def _enlist(self) -> None:
-        fields = {
-            "name": self.name,
-            "address": list(self._address),
-            "facts": self._facts,
-        }
-        self._caller.ask(self._registry, "enlist", fields, seconds=ENLIST_SECONDS)
+        question = Enlist(name=self.name, address=self._address, facts=self._facts)
+        self._caller.ask(self._registry, question, seconds=ENLIST_SECONDS)
 
     # Taking.
 
@@ -218,15 +225,15 @@ class FurtherTrainer:
         self._heard_at = time.monotonic()
         while not self._ended.is_set():
             try:
-                fields = self._take()
+                given = self._take()
                 self._heard_at = time.monotonic()
-                if not fields["known"]:
+                if not given.known:
                     if self._leaving.is_set():
                         self._end("left", failed=False)
                     else:
                         self._enlist()
-                elif fields["number"] >= 0:
-                    self._begin(fields)
+                elif given.number >= 0:
+                    self._begin(given)
             except Refused as error:
                 self._end(error.why, failed=True)
             except Gone as error:
@@ -247,31 +254,30 @@ class FurtherTrainer:
         """Since the registry last answered."""
         return time.monotonic() - self._heard_at
 
-    def _take(self) -> Mapping[str, Any]:
+    def _take(self) -> GivenShare:
         with self._lock:
-            leads = [[at[1], at[2], number, n] for at, number, n in self._leads]
-        fields = {
-            "name": self.name,
-            "leads": leads,
-            "counts": dataclasses.asdict(self.counts),
-            "leaving": self._leaving.is_set(),
-        }
-        if fields["leaving"]:
+            leads = [(at[1], at[2], number, n) for at, number, n in self._leads]
+        question = Take(
+            name=self.name,
+            leads=leads,
+            counts=dataclasses.asdict(self.counts),
+            leaving=self._leaving.is_set(),
+        )
+        if question.leaving:
             self._ended.wait(_BEAT_SECONDS / 10)
-        answer = self._caller.ask(self._registry, "take", fields, seconds=ASK_SECONDS)
-        return answer.fields
+        return self._caller.ask(self._registry, question, seconds=ASK_SECONDS)
 
-    def _begin(self, fields: Mapping[str, Any]) -> None:
+    def _begin(self, given: GivenShare) -> None:
         """Lead a micro-batch, in a thread of its own."""
-        at: At = (fields["run"], fields["generation"], fields["step"])
+        at: At = (given.run, given.generation, given.step)
         with self._lock:
             if at != self._at:
                 if at[0] != self._at[0]:
-                    self._clock_ahead = fields["now"] - time.monotonic()
+                    self._clock_ahead = given.now - time.monotonic()
                     self._fleet = self._new_fleet()
                 self._stop.set()  # What is under way is of a step that is over.
                 self._at, self._stop = at, threading.Event()
-            self._told.take(fields["peers"])
+            self._told.take(given.peers)
             told = self._told.members(self._fleet.now())
             for member in self._fleet.synced():
                 if member.name not in {m.name for m in told}:
@@ -279,11 +285,9 @@ class FurtherTrainer:
             for member in told:
                 if not self._fleet.is_paused(member):
                     self._fleet.add(member)
-            share = Share(
-                number=fields["number"], times=fields["times"], trainer=self.name
-            )
+            share = Share(number=given.number, times=given.times, trainer=self.name)
             self._leads[at, share.number, share.times] = None
-            context = self._context(at, fields["state"], share)
+            context = self._context(at, given.state, share)
         self._pool.submit(self._lead, context, share)
 
     def _context(self, at: At, state: int, share: Share) -> StepContext:
@@ -322,19 +326,17 @@ class FurtherTrainer:
             why = f"no peer of stage {gone.stage} answers {self.name}"
         except Exception as error:  # Of the data, too; the first trainer looks.
             why = f"{type(error).__name__}: {error}"[:_MOST_WORDS]
-        fields = {
+        question = Led(
             **context.at(),
-            "name": self.name,
-            "number": share.number,
-            "times": share.times,
-            "made": [] if why else passage.made,
-            "why": why,
-        }
-        sums = () if why else passage.sums
+            name=self.name,
+            number=share.number,
+            times=share.times,
+            made=[] if why else passage.made,
+            why=why,
+            arrays=() if why else passage.sums,
+        )
         try:
-            self._caller.ask(
-                self._registry, "led", fields, *sums, seconds=self._call_seconds
-            )
+            self._caller.ask(self._registry, question, seconds=self._call_seconds)
             self.led += not why
         except (Gone, Refused) as error:
             if not self._ended.is_set():
@@ -350,24 +352,23 @@ class FurtherTrainer:
         with self._data:
             return self._cut.micro_batch(step, number)
 
-    def _give_batch(self, asked: Message) -> Message:
+    def _give_batch(self, asked: Batch) -> Tensors:
         """Leaves of a micro-batch of the step that is under way."""
-        fields = asked.fields
-        at = fields["run"], fields["generation"], fields["step"]
-        if at != self._at or not 0 <= fields["number"] < self._cut.count:
+        at = asked.run, asked.generation, asked.step
+        if at != self._at or not 0 <= asked.number < self._cut.count:
             raise Refused(
-                "stale", f"{self.name} leads no micro-batch {fields['number']} of {at}"
+                "stale", f"{self.name} leads no micro-batch {asked.number} of {at}"
             )
-        leaves = self._micro_batch(fields["step"], fields["number"])
-        places = fields["places"]
+        leaves = self._micro_batch(asked.step, asked.number)
+        places = asked.places
         if any(not 0 <= p < len(leaves) for p in places):
             raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
         arrays = tuple(leaves[p] for p in places)
-        return Message(kind="tensors", fields={}, arrays=arrays)
+        return Tensors(arrays=arrays)
 
-    def _stopped(self, asked: Message) -> Message:
-        self._end(asked.fields["why"] or "the run is over", asked.fields["failed"])
-        return Message(kind="stopped", fields={})
+    def _stopped(self, asked: Stop) -> StopHeard:
+        self._end(asked.why or "the run is over", asked.failed)
+        return StopHeard()
 
 
 def _no_peer(stage: int) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.membership.lease import Lease
 from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.leading.shares import OWN, Share, Shares
 from whalejax.swarm_runtime.passage import Passage, StepContext
+from whalejax.wire.service import Address, Caller, Gone, Refused
+from whalejax.wire.swarm_messages import GivenShare, Led, Ping, Take, Taken
 
 
 WAIT_SECONDS: Final = 0.5
@@ -143,7 +143,7 @@ class Sharing:
                 if step is None or not step.shares.held(name):
                     continue
                 try:
-                    self._caller.ask(address, "ping", {}, seconds=PING_SECONDS)
+                    self._caller.ask(address, Ping(), seconds=PING_SECONDS)
                     continue
                 except (Gone, Refused) as error:
                     why = str(error)
@@ -200,26 +200,25 @@ class Sharing:
             return 1
         return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
 
-    def give(self, asked: Message) -> Message:
+    def give(self, asked: Take) -> GivenShare:
         """A micro-batch for a trainer that asks for one."""
-        name = asked.fields["name"]
+        name = asked.name
         with self._lock:
             known, step = self._trainers.get(name), self._step
             if known is None:
-                return Message(kind="share", fields={**_NOTHING, "known": False})
+                return GivenShare(known=False)
             self._lease.heard(name, self._fleet.now())
-            known.counts = asked.fields["counts"]
-            known.leaving = asked.fields["leaving"]
+            known.counts, known.leaving = asked.counts, asked.leaving
             if known.leaving:
                 if step is None or not step.shares.held(name):
                     del self._trainers[name]
                     self._lease.forget(name)
                     self._tell("trainer left", trainer=name)
-                return Message(kind="share", fields=_NOTHING)
+                return GivenShare()
             if step is not None:
                 # An answer with a micro-batch may not have arrived.
-                now = [step.context.generation, step.context.step]
-                leads = [x for x in asked.fields["leads"] if x[:2] == now]
+                now = step.context.generation, step.context.step
+                leads = [x for x in asked.leads if x[:2] == now]
                 step.shares.lose(name, {(x[2], x[3]) for x in leads})
         share = None
         if step is None:
@@ -227,32 +226,29 @@ class Sharing:
         else:
             share = step.shares.wait_for(name, self.most, WAIT_SECONDS)
         if step is None or share is None:
-            return Message(kind="share", fields=_NOTHING)
+            return GivenShare()
         peers = [
-            [m.name, list(m.address), m.stage, m.incarnation, m.queue, m.expires]
+            (m.name, m.address, m.stage, m.incarnation, m.queue, m.expires)
             for m in self._fleet.usable()
         ]
-        fields = {
+        return GivenShare(
             **step.context.at(),
-            "known": True,
-            "state": step.context.state,
-            "number": share.number,
-            "times": share.times,
-            "now": self._fleet.now(),
-            "peers": peers,
-        }
-        return Message(kind="share", fields=fields)
+            state=step.context.state,
+            number=share.number,
+            times=share.times,
+            now=self._fleet.now(),
+            peers=peers,
+        )
 
-    def take_in(self, asked: Message) -> Message:
+    def take_in(self, asked: Led) -> Taken:
         """What a trainer says of a micro-batch that it was given.
 
         Raises:
             Refused: it is not its any more, or is no result.
         """
-        fields, step = asked.fields, self._step
-        name, number = fields["name"], fields["number"]
-        share = Share(number=number, times=fields["times"], trainer=name)
-        at = {key: fields[key] for key in ("run", "generation", "step")}
+        step, name, number = self._step, asked.name, asked.number
+        share = Share(number=number, times=asked.times, trainer=name)
+        at = {"run": asked.run, "generation": asked.generation, "step": asked.step}
         late = Refused(
             "stale",
             f"micro-batch {number} of {at} is not with {name} any more: another "
@@ -260,17 +256,17 @@ class Sharing:
         )
         if step is None or at != step.context.at():
             raise late
-        if fields["why"]:
+        if asked.why:
             if not step.shares.give_back(share):
                 raise late
-            self._tell("gave back", trainer=name, number=number, why=fields["why"])
-            return Message(kind="taken", fields={})
+            self._tell("gave back", trainer=name, number=number, why=asked.why)
+            return Taken()
         passage = step.passages[number] if number < len(step.passages) else None
         if passage is None:
             raise late
 
         def count() -> None:
-            passage.take_in(name, fields["made"], asked.arrays, share.attempts)
+            passage.take_in(name, asked.made, asked.arrays, share.attempts)
 
         try:
             counts = step.shares.finish(share, count)
@@ -285,17 +281,4 @@ class Sharing:
             if known is not None:
                 self._lease.heard(name, self._fleet.now())
                 known.led += 1
-        return Message(kind="taken", fields={})
-
-
-_NOTHING: Final[Mapping[str, Any]] = {
-    "known": True,
-    "run": "",
-    "generation": -1,
-    "step": -1,
-    "state": -1,
-    "number": -1,
-    "times": -1,
-    "now": 0.0,
-    "peers": [],
-}
+        return Taken()

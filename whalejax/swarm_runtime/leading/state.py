@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Address, Caller, Gone, Refused
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
 from whalejax.swarm.rebalancing import pays_to_wait
 from whalejax.swarm_runtime.cut import Cut
@@ -19,6 +17,8 @@ from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.passage import Counts
 from whalejax.swarm_runtime.registry import Member, Registry
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
+from whalejax.wire.service import Address, Caller, Gone, Refused
+from whalejax.wire.swarm_messages import At, FetchState, Holder, StateChunk, Sync
 
 
 STATE_SECONDS: Final = 600.0
@@ -182,7 +182,7 @@ class TrainerState:
         """The newest snapshot."""
         return self._snapshot
 
-    def _check_now(self, asked: Message, *, ahead: int = 0) -> None:
+    def _check_now(self, asked: At, *, ahead: int = 0) -> None:
         """Refuse a question of another run, generation or step.
 
         Args:
@@ -190,11 +190,10 @@ class TrainerState:
             ahead: steps that it may be ahead of those that are done.
         """
         now = self._now()
-        step = asked.fields["step"]
-        if self.step < step <= self.step + ahead:
-            now["step"] = step
-        if any(asked.fields[name] != value for name, value in now.items()):
-            given = {name: asked.fields[name] for name in now}
+        if self.step < asked.step <= self.step + ahead:
+            now["step"] = asked.step
+        given = {"run": asked.run, "generation": asked.generation, "step": asked.step}
+        if given != now:
             raise Refused("stale", f"the trainer is at {now}, and was asked at {given}")
 
     def _now(self) -> dict[str, Any]:
@@ -205,9 +204,9 @@ class TrainerState:
                 "step": self.step,
             }
 
-    def give_state(self, asked: Message) -> Message:
+    def give_state(self, asked: FetchState) -> StateChunk:
         """A part of a stage's state of the snapshot."""
-        stage, step = asked.fields["stage"], asked.fields["step"]
+        stage, step = asked.stage, asked.step
         self._check_now(asked)
         with self._lock:
             shot = self._snapshot
@@ -217,7 +216,7 @@ class TrainerState:
                 arrays = shot.arrays[stage]
                 self._packed[stage, step] = packed(arrays), digest_of(arrays)
             data, digest = self._packed[stage, step]
-        return piece(data, asked.fields["place"], digest)
+        return piece(data, asked.place, digest)
 
     # Newcomers.
 
@@ -329,7 +328,7 @@ class TrainerState:
 
         threading.Thread(target=sync, daemon=True).start()
 
-    def _sources(self, member: Member) -> list[Any] | None:
+    def _sources(self, member: Member) -> list[Holder] | None:
         """Who has the state that a peer needs; none where it is lost.
 
         An empty list stands for a run that begins, whose state each peer makes itself.
@@ -337,15 +336,15 @@ class TrainerState:
         mates = [m for m in self.fleet.usable(member.stage) if m.name != member.name]
         shot = self._snapshot
         if mates:
-            return [[m.name, list(m.address), [], []] for m in mates]
+            return [(m.name, m.address, [], []) for m in mates]
         if shot.step != self.step:
             return None
-        return [] if shot.arrays is None else [["the trainer", [*self.address], [], []]]
+        return [] if shot.arrays is None else [("the trainer", self.address, [], [])]
 
     def _sync(
         self,
         member: Member,
-        sources: list[Any] | None,
+        sources: list[Holder] | None,
         keeps: bool,
         at: tuple[int, int],
     ) -> None:
@@ -399,7 +398,7 @@ class TrainerState:
     def _synced(
         self,
         member: Member,
-        sources: Sequence[Any],
+        sources: list[Holder],
         *,
         keeps: bool,
         at: tuple[int, int],
@@ -408,18 +407,18 @@ class TrainerState:
 
         Nothing is at fault where its mates hold the state of a later step by now.
         """
-        fields = {
-            "run": self.run_id,
-            "generation": at[0],
-            "step": at[1],
-            "stage": member.stage,
-            "keeps": keeps,
-            "sources": sources,
-        }
+        question = Sync(
+            run=self.run_id,
+            generation=at[0],
+            step=at[1],
+            stage=member.stage,
+            keeps=keeps,
+            sources=sources,
+        )
         begun = self.fleet.now()
         try:
             answer = self.caller.ask(
-                member.address, "sync", fields, seconds=self.settings.state_seconds
+                member.address, question, seconds=self.settings.state_seconds
             )
         except (Gone, Refused) as error:
             is_late = isinstance(error, Refused) and error.code in GONE_ON
@@ -435,7 +434,7 @@ class TrainerState:
         if sources and not keeps and seconds > 0:
             size = self.cut.state_bytes(member.stage)
             self.pace.bytes_per_second = size / seconds
-        return str(answer.fields["digest"]), ""
+        return answer.digest, ""
 
     # Snapshots.
 
@@ -522,10 +521,10 @@ class TrainerState:
         for member in self.fleet.usable(stage):
             pull.source = member
 
-            def ask(place: int, member: Member = member) -> Message:
-                fields = {**self._now(), "stage": stage, "place": place}
+            def ask(place: int, member: Member = member) -> StateChunk:
+                question = FetchState(**self._now(), stage=stage, place=place)
                 seconds = self.settings.state_seconds
-                return self.caller.ask(member.address, "state", fields, seconds=seconds)
+                return self.caller.ask(member.address, question, seconds=seconds)
 
             try:
                 return downloaded(ask, self.cut, stage, member.name)

@@ -15,8 +15,8 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from whalejax.elastic.wire.service import Refused
 from whalejax.swarm import quantize
+from whalejax.wire.service import Refused
 
 
 _SHORT: Final = {

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from whalejax.distributed.launch_env import ALL_ADDRESSES, joined_address
 from whalejax.elastic.environment import local_host
-from whalejax.elastic.wire.service import Address, Gone, Refused
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.service import Address, Gone, Refused
 
 
 def told_address(listens: Address, registry: Address) -> Address:

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
+from whalejax.wire.service import Refused
+from whalejax.wire.swarm_messages import StateChunk
 
 
 PIECE_BYTES: Final = 1 << 24
@@ -46,7 +46,7 @@ def digest_of(arrays: Sequence[np.ndarray]) -> str:
     return found.hexdigest()
 
 
-def piece(data: np.ndarray, place: int, digest: str) -> Message:
+def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
     """A part of a state, as an answer.
 
     Args:
@@ -55,12 +55,11 @@ def piece(data: np.ndarray, place: int, digest: str) -> Message:
         digest: of the whole.
     """
     part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
-    fields = {"count": _count(data.size), "digest": digest}
-    return Message(kind="state", fields=fields, arrays=(part,))
+    return StateChunk(count=_count(data.size), digest=digest, arrays=(part,))
 
 
 def downloaded(
-    ask: Callable[[int], Message], layout: Layout, stage: int, whose: str
+    ask: Callable[[int], StateChunk], layout: Layout, stage: int, whose: str
 ) -> list[np.ndarray]:
     """The arrays of a stage's state.
 
@@ -79,17 +78,16 @@ def downloaded(
     for place in range(count):
         answer = ask(place)
         expected = min(PIECE_BYTES, size - place * PIECE_BYTES)
-        said = answer.fields.get("count")
         sent = [f"{x.dtype}{list(x.shape)}" for x in answer.arrays]
-        if said != count or sent != [f"uint8[{expected}]"]:
+        if answer.count != count or sent != [f"uint8[{expected}]"]:
             raise Refused(
                 "shape",
                 f"{whose} sent {', '.join(sent) or 'nothing'} as piece {place} of "
-                f"{said} of the state of stage {stage}; expected uint8[{expected}], of "
-                f"{count} with {size} bytes together",
+                f"{answer.count} of the state of stage {stage}; expected "
+                f"uint8[{expected}], of {count} with {size} bytes together",
                 whose,
             )
-        digest = str(answer.fields.get("digest"))
+        digest = answer.digest
         pieces.append(answer.arrays[0])
     arrays = layout.split(stage, np.concatenate(pieces))
     found = "" if arrays is None else digest_of(arrays)

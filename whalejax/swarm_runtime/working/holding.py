@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Caller, Gone, Refused
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.stage import Stage, StageState, StageUpdate, ready_stage
+from whalejax.wire.messages import A, Question
+from whalejax.wire.service import Address, Caller, Gone, Refused
+from whalejax.wire.swarm_messages import At, Call, Told
 
 
 Hook = Callable[[str, int], None]
@@ -77,7 +78,7 @@ class StageHolder:
         self._gradients: dict[tuple[int, int, int], Part] = {}
         self._parts: dict[tuple[int, int], Part] = {}
         self._updates: dict[tuple[int, int], StageUpdate] = {}
-        self._answers: dict[tuple[int, int, int], Message] = {}
+        self._answers: dict[tuple[int, int, int], Told] = {}
         self._packed: tuple[int, np.ndarray] | None = None
         # All by the step first.
         self._held: tuple[dict[Any, Any], ...] = (
@@ -126,9 +127,7 @@ class StageHolder:
 
     # Which step.
 
-    def _at(
-        self, asked: Message, number: int | None = None
-    ) -> tuple[Stage, StageState]:
+    def _at(self, asked: At, number: int | None = None) -> tuple[Stage, StageState]:
         """The stage, and the state that a question is about.
 
         Raises:
@@ -142,8 +141,8 @@ class StageHolder:
                     "stale",
                     f"{self.name} is at step {self.step} of generation "
                     f"{self.generation} of run {self.run!r}, and was asked for step "
-                    f"{before} of generation {asked.fields['generation']} of run "
-                    f"{asked.fields['run']!r}",
+                    f"{before} of generation {asked.generation} of run "
+                    f"{asked.run!r}",
                 )
             if number is not None and number != stage.number:
                 raise Refused(
@@ -154,10 +153,10 @@ class StageHolder:
             self._release(before)
             return stage, state
 
-    def _is_of_now(self, asked: Message) -> bool:
+    def _is_of_now(self, asked: At) -> bool:
         """Whether a question is of the run and the generation that this peer is in."""
         now = self.run, self.generation
-        return (asked.fields["run"], asked.fields["generation"]) == now
+        return (asked.run, asked.generation) == now
 
     def _release(self, step: int) -> None:
         """Let go of what no step from this one on reads."""
@@ -187,7 +186,7 @@ class StageHolder:
                 self.done += 1
         return found
 
-    def _keep(self, asked: Message, stage: Stage, keep: Callable[[], None]) -> None:
+    def _keep(self, asked: At, stage: Stage, keep: Callable[[], None]) -> None:
         """Keep a result.
 
         Raises:
@@ -202,19 +201,18 @@ class StageHolder:
                 raise Refused(
                     "stale",
                     f"{self.name} has gone on while it computed for step "
-                    f"{asked.fields['step']} of generation "
-                    f"{asked.fields['generation']}, stage {stage.number}",
+                    f"{asked.step} of generation "
+                    f"{asked.generation}, stage {stage.number}",
                 )
             keep()
 
     def _pull(
         self,
-        address: Sequence[Any],
-        kind: str,
-        fields: Mapping[str, Any],
+        address: Address,
+        question: Question[A],
         name: str,
         blame: str,
-    ) -> Message:
+    ) -> A:
         """Another process's answer.
 
         Raises:
@@ -222,25 +220,22 @@ class StageHolder:
         """
         seconds = self._pull_seconds
         try:
-            return self._caller.ask(
-                (address[0], address[1]), kind, fields, seconds=seconds
-            )
+            return self._caller.ask(address, question, seconds=seconds)
         except Gone as error:
-            why = f"{name} did not give {kind} to {self.name}: {error}"
+            why = f"{name} did not give {question.kind} to {self.name}: {error}"
             raise Refused("late" if error.late else "source", why, blame) from None
         except Refused as error:
-            why = f"{name} did not give {kind} to {self.name}: {error.why}"
+            why = f"{name} did not give {question.kind} to {self.name}: {error.why}"
             codes = {"answer": "shape", "overflow": "overflow"}
             code = codes.get(error.code, "missing")
             raise Refused(code, why, error.blame or blame) from None
 
 
-def at(asked: Message) -> dict[str, Any]:
+def at(asked: At) -> dict[str, Any]:
     """Run, generation and step of a question."""
-    return {name: asked.fields[name] for name in ("run", "generation", "step")}
+    return {"run": asked.run, "generation": asked.generation, "step": asked.step}
 
 
-def state_of(asked: Message) -> int:
+def state_of(asked: At) -> int:
     """Steps done in the state that a question is about; calls name it."""
-    found: int = asked.fields.get("state", asked.fields["step"])
-    return found
+    return asked.state if isinstance(asked, Call) else asked.step

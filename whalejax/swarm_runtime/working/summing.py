@@ -7,22 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.service import Refused
 from whalejax.swarm.ledger import check_partition
 from whalejax.swarm_runtime.stage import Stage
 from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.working.holding import Part, StageHolder, at
+from whalejax.wire.service import Refused
+from whalejax.wire.swarm_messages import (
+    Gradients,
+    GradientSlices,
+    Sum,
+    Summed,
+    SumPart,
+    Tensors,
+    Update,
+)
 
 
 class SumHolder(StageHolder):
     """What a peer holds, and the sums that it makes of gradients."""
 
-    def _sum(self, asked: Message) -> Message:
-        stage, state = self._at(asked, asked.fields["stage"])
-        step, peers = state.step, asked.fields["peers"]
+    def _sum(self, asked: Sum) -> Summed:
+        stage, state = self._at(asked, asked.stage)
+        step, peers = state.step, asked.peers
         self._hook("sum", step)
-        key = step, asked.fields["round"]
+        key = step, asked.round
         names = [p[0] for p in peers]
         if self.name not in names:
             raise Refused("stale", f"{self.name} has no part in the sum of {names}")
@@ -34,37 +42,29 @@ class SumHolder(StageHolder):
         for name, address, numbers, attempts in peers:
             if not numbers:
                 continue
-            fields = {
-                **at(asked),
-                "numbers": numbers,
-                "attempts": attempts,
-                "part": part,
-                "parts": parts,
-            }
+            question = Gradients(
+                **at(asked), numbers=numbers, attempts=attempts, part=part, parts=parts
+            )
             if name == self.name:
-                held = self._held_sum(Message(kind="gradients", fields=fields))
+                held = self._held_sum(question)
             else:
-                answer = self._pull(address, "gradients", fields, name, name)
+                answer = self._pull(address, question, name, name)
                 slices = self._slices(stage, answer.arrays, part, parts, name)
                 held = Total()
-                held.add(answer.fields["numbers"], answer.fields["attempts"], slices)
-                lost += answer.fields["lost"]
+                held.add(answer.numbers, answer.attempts, slices)
+                lost += answer.lost
             total.add(held.numbers, held.attempts, held.arrays)
         what = f"the sum of the gradients of {where}"
         self._check_sum(total.arrays, what)
         coded, more = self._coded_sum(total.arrays, what)
         # Also this peer reads what it sends its mates, so that all have the same.
         self._keep(asked, stage, lambda: self._parts.update({key: coded}))
-        return Message(
-            kind="summed",
-            fields={
-                "numbers": total.numbers,
-                "attempts": total.attempts,
-                "lost": lost + more,
-                "whole": 0.0
-                if self.sum_wire == "f32"
-                else coding.squared(total.arrays),
-            },
+        is_exact = self.sum_wire == "f32"
+        return Summed(
+            numbers=total.numbers,
+            attempts=total.attempts,
+            lost=lost + more,
+            whole=0.0 if is_exact else coding.squared(total.arrays),
         )
 
     def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
@@ -95,15 +95,14 @@ class SumHolder(StageHolder):
         except Refused as error:
             raise Refused("overflow", f"{what}: {error.why}", self.name) from None
 
-    def _held_sum(self, asked: Message) -> Total:
+    def _held_sum(self, asked: Gradients) -> Total:
         """The sum over micro-batches that this peer holds, in their order.
 
         Raises:
             Refused: it lacks some of them, or the sum overflows.
         """
-        fields = asked.fields
-        step, part, parts = fields["step"], fields["part"], fields["parts"]
-        keys = sorted(zip(fields["numbers"], fields["attempts"], strict=True))
+        step, part, parts = asked.step, asked.part, asked.parts
+        keys = sorted(zip(asked.numbers, asked.attempts, strict=True))
         with self._lock:
             is_of_now, stage = self._is_of_now(asked), self.stage
             held = {key: self._gradients.get((step, *key)) for key in keys}
@@ -112,7 +111,7 @@ class SumHolder(StageHolder):
             raise Refused(
                 "missing",
                 f"{self.name} does not hold the gradients of micro-batches "
-                f"{lacking or fields['numbers']} of step {step} that it was assigned",
+                f"{lacking or asked.numbers} of step {step} that it was assigned",
                 self.name,
             )
         total = Total()
@@ -137,20 +136,21 @@ class SumHolder(StageHolder):
         ]
         return coding.decoded(sent, avals, self.sum_wire, name)
 
-    def _send_gradients(self, asked: Message) -> Message:
-        fields = asked.fields
-        if not 0 <= fields["part"] < fields["parts"]:
-            raise Refused("stale", f"part {fields['part']} of a gradient")
-        if len(fields["numbers"]) != len(fields["attempts"]):
-            raise Refused("stale", "numbers and attempts are not as many")
+    def _send_gradients(self, asked: Gradients) -> GradientSlices:
+        if not 0 <= asked.part < asked.parts:
+            raise Refused("stale", f"part {asked.part} of a gradient")
         held = self._held_sum(asked)
-        what = f"the sum of gradients of step {fields['step']}"
+        what = f"the sum of gradients of step {asked.step}"
         coded, lost = self._coded_sum(held.arrays, what)
-        added = {"numbers": held.numbers, "attempts": held.attempts, "lost": lost}
-        return Message(kind="slices", fields=added, arrays=tuple(coded))
+        return GradientSlices(
+            numbers=held.numbers,
+            attempts=held.attempts,
+            lost=lost,
+            arrays=tuple(coded),
+        )
 
-    def _send_part(self, asked: Message) -> Message:
-        key = asked.fields["step"], asked.fields["round"]
+    def _send_part(self, asked: SumPart) -> Tensors:
+        key = asked.step, asked.round
         with self._lock:
             held = self._parts.get(key)
             if held is None or not self._is_of_now(asked):
@@ -159,19 +159,18 @@ class SumHolder(StageHolder):
                     f"{self.name} does not hold a sum of step {key[0]}, round {key[1]}",
                     self.name,
                 )
-            return Message(kind="slices", fields={}, arrays=tuple(held))
+            return Tensors(arrays=tuple(held))
 
-    def _gathered(self, stage: Stage, asked: Message) -> Part:
+    def _gathered(self, stage: Stage, asked: Update) -> Part:
         """The whole sum, a part of every array from each mate."""
-        peers = asked.fields["peers"]
-        fields = {**at(asked), "round": asked.fields["round"]}
+        peers = asked.peers
+        question = SumPart(**at(asked), round=asked.round)
         every: list[Sequence[np.ndarray]] = []
         for part, (name, address, _, _) in enumerate(peers):
             if name == self.name:
-                question = Message(kind="part", fields=fields)
                 sent = self._send_part(question).arrays
             else:
-                sent = self._pull(address, "part", fields, name, name).arrays
+                sent = self._pull(address, question, name, name).arrays
             every.append(self._slices(stage, sent, part, len(peers), name))
         return [
             np.concatenate([several[i] for several in every]).reshape(aval.shape)

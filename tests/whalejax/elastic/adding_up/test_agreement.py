@@ -59,12 +59,12 @@ def test_the_first_answer_holds_for_all_and_is_kept(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         one = arbiter(there)
         known = one.ask()
-        assert (known["by"], known["hosts"]) == ("", 1)
-        assert known["processes"] == there.supervisor._run.settings.most
+        assert (known.by, known.hosts) == ("", 1)
+        assert known.processes == there.supervisor._run.settings.most
         first = AddingUp(by=MESSAGES, why="cheaper")
         assert one.decide(first) == first
         assert arbiter(there).decide(ASKED) == first
-        assert arbiter(there).ask()["by"] == MESSAGES
+        assert arbiter(there).ask().by == MESSAGES
         (event,) = there.events("adding_up")
         assert (event["by"], event["why"]) == (MESSAGES, "cheaper")
     events = journal.read(tmp_path / FOLDER / journal.EVENTS)
@@ -206,7 +206,7 @@ def test_a_process_of_an_earlier_run_decides_nothing(
         with pytest.raises(WhaleError, match="is of an earlier run in the same folder"):
             arbiter(there).decide(ASKED)
         monkeypatch.delenv(RUN)
-        assert not arbiter(there).ask()["by"]
+        assert not arbiter(there).ask().by
 
 
 def test_nobody_who_answers_is_said(

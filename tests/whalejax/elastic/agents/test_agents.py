@@ -21,12 +21,13 @@ from tests.whalejax.elastic.test_runs import audit, lost
 from whalejax.distributed.reserved_port import release_port, reserve_port
 from whalejax.elastic.agents.agent import Agent, AgentOptions, _check
 from whalejax.elastic.supervisor.supervisor import KEY
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import Channel, Closed, listen
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.keys import load_key, make_key
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, Closed, listen
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import TO_AGENT, TO_SUPERVISOR
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -227,10 +228,10 @@ def test_an_agent_that_cannot_send_hears_the_end_of_the_run(
     monkeypatch.setattr(Channel, "send", fails_to_beat)
 
     def serve(channel: Channel) -> None:
-        heard.append(channel.receive(seconds=60).kind)
+        heard.append(channel.receive(TO_SUPERVISOR, seconds=60).kind)
         program = {"command": [""], "environment": {}, "beat_seconds": 60.0}
-        channel.send(Message(kind="enlisted", fields=program))
-        channel.send(Message(kind="finish", fields={"why": ""}))
+        channel.send(TO_AGENT.make("enlisted", **program))
+        channel.send(TO_AGENT.make("finish", why=""))
         said.set()
 
     listening = listen()

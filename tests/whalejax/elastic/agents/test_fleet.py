@@ -6,12 +6,13 @@ import itertools
 from typing import Any
 
 from tests.whalejax.elastic.driven import Driven
+from tests.whalejax.messages import arrives, received
 from whalejax._version import __version__
 from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
-from whalejax.elastic.wire.framing import Message
-from whalejax.elastic.wire.messages import TO_AGENT, TO_SUPERVISOR_OF_AGENT, checked
 from whalejax.membership.events import Start
 from whalejax.membership.settings import SupervisorSettings
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import TO_AGENT
 
 
 def enlist(name: str, room: int = 1, **changed: Any) -> dict[str, Any]:
@@ -25,8 +26,7 @@ def enlist(name: str, room: int = 1, **changed: Any) -> dict[str, Any]:
         "there": [],
         **changed,
     }
-    message = Message(kind="enlist", fields=fields)
-    return dict(checked(message, TO_SUPERVISOR_OF_AGENT).fields)
+    return dict(received("enlist", fields).fields)
 
 
 class Ran:
@@ -51,7 +51,7 @@ class Ran:
         self.do(0.0)
 
     def _send(self, link: str, message: Message) -> None:
-        checked(message, TO_AGENT)
+        arrives(message, TO_AGENT)
         more = message.fields.get("name")
         self.told.setdefault(link, []).append((message.kind, more))
 
@@ -77,7 +77,7 @@ class Ran:
     def launch(self, now: float, link: str, *names: str) -> None:
         for pid, name in enumerate(names, 100):
             fields = {"name": name, "pid": pid, "began": "1"}
-            self.fleet.heard(now, link, Message(kind="launched", fields=fields))
+            self.fleet.heard(now, link, received("launched", fields))
         self.do(now)
 
     def said(self, event: str) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def test_a_lost_agent_is_the_loss_of_all_its_members_and_one_failure() -> None:
     assert ran.asked("again") == []
     for name, _, _ in there:
         fields = {"name": name, "status": -9, "said": ""}
-        ran.fleet.heard(9.1, "again", Message(kind="exited", fields=fields))
+        ran.fleet.heard(9.1, "again", received("exited", fields))
     for at in range(10):
         ran.tick(9.2 + at * 0.5)
     assert len(ran.asked("again")) == 2
@@ -193,10 +193,10 @@ def test_an_agent_that_leaves_takes_no_further_process() -> None:
     came(ran, 0.0, "a")
     (name,) = ran.asked("a")
     ran.launch(0.0, "a", name)
-    leaving = Message(kind="agent_beat", fields={"leaving": True})
+    leaving = received("agent_beat", {"leaving": True})
     ran.fleet.heard(0.1, "a", leaving)
     fields = {"name": name, "status": 0, "said": ""}
-    ran.fleet.heard(0.2, "a", Message(kind="exited", fields=fields))
+    ran.fleet.heard(0.2, "a", received("exited", fields))
     for at in range(8):
         ran.tick(0.3 + at * 0.5)
     assert ran.asked("a") == [name]
@@ -213,7 +213,7 @@ def test_too_few_members_name_agents_that_are_there_and_missing() -> None:
         if at == 1:
             came(ran, 0.5, "a", 1)
             fields = {"name": ran.asked("a")[0], "why": "no memory"}
-            ran.fleet.heard(0.5, "a", Message(kind="not_launched", fields=fields))
+            ran.fleet.heard(0.5, "a", received("not_launched", fields))
             ran.membership.failures.due.clear()
         ran.tick(at * 0.6)
     (end,) = ran.said("ending")

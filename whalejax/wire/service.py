@@ -6,14 +6,16 @@ dials another where all are in use. An answer is a message, or words why there i
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from whalejax.elastic.wire.acceptor import Acceptor
-from whalejax.elastic.wire.connection import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import (
     FRAME_SECONDS,
     Channel,
     Closed,
@@ -22,9 +24,17 @@ from whalejax.elastic.wire.connection import (
     WrongKey,
     dial,
 )
-from whalejax.elastic.wire.framing import DATA_BYTES, Message, WireError
-from whalejax.elastic.wire.messages import Fields, checked
-from whalejax.meshes.errors import WhaleError
+from whalejax.wire.messages import (
+    DATA_BYTES,
+    A,
+    MalformedError,
+    Message,
+    Messages,
+    Question,
+    Text,
+    WireError,
+    answer_type,
+)
 
 
 IDLE_SECONDS: Final = 600.0
@@ -36,10 +46,8 @@ SLOWEST_BYTES_PER_SECOND: Final = 1e7
 _LONGEST_REASON: Final = 2000
 
 Address = tuple[str, int]
-Answers = Mapping[str, Mapping[str, Fields]]
-"""By kind of question, the fields of each kind of answer to it."""
-
-Handler = Callable[[Message], Message]
+Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
+"""By type of question, what answers it."""
 
 
 class Refused(WhaleError):
@@ -73,6 +81,14 @@ class Gone(WhaleError):
         self.late, self.hopeless = late, hopeless
 
 
+class Declined(Message, tag="refused"):
+    """Words in place of an answer; see ``Refused``."""
+
+    code: Text
+    why: Text
+    blame: Text
+
+
 class Service:
     """Answers questions, each connection in a thread of its own."""
 
@@ -80,18 +96,16 @@ class Service:
         self,
         listening: socket.socket,
         key: bytes,
-        allowed: Mapping[str, Fields],
-        handlers: Mapping[str, Handler],
+        handlers: Handlers,
     ) -> None:
         """Begin to answer.
 
         Args:
             listening: closed by ``close``.
             key: of the run.
-            allowed: fields of each kind of question.
-            handlers: what answers each kind.
+            handlers: what answers each question; others are not taken.
         """
-        self._allowed, self._handlers = allowed, handlers
+        self._questions, self._handlers = Messages(*handlers), handlers
         host, port = listening.getsockname()[:2]
         self.address: Address = host, port
         self._acceptor = Acceptor(listening, key, self._serve, most_bytes=DATA_BYTES)
@@ -103,14 +117,14 @@ class Service:
     def _serve(self, channel: Channel) -> None:
         while True:
             try:
-                question = checked(channel.receive(seconds=IDLE_SECONDS), self._allowed)
+                question = channel.receive(self._questions, seconds=IDLE_SECONDS)
                 _send(channel, self._answer(question))
             except WireError:
                 return  # The other side is gone, or sends what is no question.
 
-    def _answer(self, question: Message) -> Message:
+    def _answer(self, question: Question[Any]) -> Message:
         try:
-            return self._handlers[question.kind](question)
+            return self._handlers[type(question)](question)
         except Refused as error:
             return _words(error.code, error.why, error.blame)
         except Exception as error:  # Whatever a program raises, who asked is told.
@@ -119,7 +133,7 @@ class Service:
 
 def _send(channel: Channel, answer: Message) -> None:
     """Send an answer; where it is larger than a message may be, say so."""
-    size = sum(x.nbytes for x in answer.arrays)
+    size = sum(x.nbytes for x in getattr(answer, "arrays", ()))
     try:
         channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
     except (Closed, TooLate):
@@ -128,22 +142,20 @@ def _send(channel: Channel, answer: Message) -> None:
         channel.send(_words("failed", str(error), ""))
 
 
-def _words(code: str, why: str, blame: str) -> Message:
-    fields = {"code": code, "why": why[:_LONGEST_REASON], "blame": blame}
-    return Message(kind="refused", fields=fields)
+def _words(code: str, why: str, blame: str) -> Declined:
+    return Declined(code=code, why=why[:_LONGEST_REASON], blame=blame)
 
 
 class Caller:
     """Asks other processes."""
 
-    def __init__(self, key: bytes, answers: Answers) -> None:
+    def __init__(self, key: bytes) -> None:
         """Connect to nobody yet.
 
         Args:
             key: of the run.
-            answers: what they may be; those to other questions are not checked.
         """
-        self._key, self._answers = key, answers
+        self._key = key
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}
         self._busy: set[Channel] = set()
@@ -152,16 +164,15 @@ class Caller:
     def ask(
         self,
         address: Address,
-        kind: str,
-        fields: Mapping[str, Any],
-        *arrays: Any,
+        question: Question[A],
+        *,
         seconds: float,
-    ) -> Message:
+    ) -> A:
         """The answer to a question.
 
         Args:
             address: of the process.
-            kind, fields, arrays: of the question.
+            question: what is asked.
             seconds: until the whole answer must be there.
 
         Raises:
@@ -169,32 +180,43 @@ class Caller:
             Refused: it answered with words, or with what is no answer.
         """
         end = time.monotonic() + seconds
-        message = Message(kind=kind, fields=fields, arrays=arrays)
+        answers = _answers_to(type(question))
         while True:
             channel, fresh = self._channel(address, end)
             try:
                 left = max(end - time.monotonic(), 0.01)
-                channel.send(message, seconds=left)
+                channel.send(question, seconds=left)
                 left = max(end - time.monotonic(), 0.01)
                 answer = channel.receive(
+                    answers,
                     seconds=left,
                     whole_seconds=left,
                     until=max(end, time.monotonic() + 0.01),
                 )
+            except MalformedError as error:
+                self._put_back(address, channel)
+                where = f"{address[0]}:{address[1]}"
+                why = f"{where} answered {question.kind!r} wrongly: {error}"
+                raise Refused("answer", why) from None
             except WireError as error:
                 channel.close()
                 with self._lock:
                     self._busy.discard(channel)
                 if fresh or isinstance(error, TooLate):
-                    raise self._gone(address, kind, seconds, error) from None
+                    raise self._gone(address, question.kind, seconds, error) from None
                 continue  # It had been ended while idle; each question may come twice.
-            with self._lock:
-                self._busy.discard(channel)
-                if not self._closed:
-                    self._idle.setdefault(address, []).append(channel)
-            if self._closed:
-                channel.close()
-            return self._checked(address, kind, answer)
+            self._put_back(address, channel)
+            if isinstance(answer, Declined):
+                raise Refused(answer.code, answer.why, answer.blame)
+            return cast(A, answer)
+
+    def _put_back(self, address: Address, channel: Channel) -> None:
+        with self._lock:
+            self._busy.discard(channel)
+            if not self._closed:
+                self._idle.setdefault(address, []).append(channel)
+        if self._closed:
+            channel.close()
 
     def _channel(self, address: Address, end: float) -> tuple[Channel, bool]:
         with self._lock:
@@ -241,14 +263,7 @@ class Caller:
         for channel in busy:
             channel.close()
 
-    def _checked(self, address: Address, kind: str, answer: Message) -> Message:
-        if answer.kind != "refused":
-            allowed = self._answers.get(kind)
-            try:
-                return answer if allowed is None else checked(answer, allowed)
-            except WireError as error:
-                why = f"{address[0]}:{address[1]} answered {kind!r} wrongly: {error}"
-                raise Refused("answer", why) from None
-        told = [answer.fields.get(name) for name in ("code", "why", "blame")]
-        code, why, blame = (x if isinstance(x, str) else "" for x in told)
-        raise Refused(code, why, blame)
+
+@functools.cache
+def _answers_to(question: type[Question[A]]) -> Messages[A | Declined]:
+    return Messages[Any](answer_type(question), Declined)

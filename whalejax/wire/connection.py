@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from whalejax.distributed.launch_env import printable
-from whalejax.elastic.wire.framing import (
+from whalejax.meshes.texts import visible
+from whalejax.wire.messages import (
     CONTROL_BYTES,
+    M,
     Message,
+    Messages,
     WireError,
-    decode,
     encode,
     too_large,
 )
@@ -139,14 +140,16 @@ class Channel:
 
     def receive(
         self,
+        takes: Messages[M],
         *,
         seconds: float,
         whole_seconds: float = FRAME_SECONDS,
         until: float = math.inf,
-    ) -> Message:
+    ) -> M:
         """The next message.
 
         Args:
+            takes: what may come.
             seconds: to wait for its beginning.
             whole_seconds: in which it must be whole, once it has begun.
             until: by when it must be whole in any case, as ``time.monotonic`` counts.
@@ -167,7 +170,7 @@ class Channel:
         text, data = self._read(text_bytes, end), self._read(array_bytes, end)
         self._check_mac([header, text, data], self._read(_MAC_BYTES, end))
         self._taken += 1
-        return decode(memoryview(text), data)
+        return takes.decode(memoryview(text), data)
 
     def _check_mac(self, parts: Sequence[bytes | bytearray], mac: bytearray) -> None:
         if not hmac.compare_digest(mac, _mac(self._takes, self._taken, parts)):
@@ -320,7 +323,7 @@ def dial(
     except OSError as error:
         raise Closed(f"{where}: {error.strerror or error}") from None
     except (ValueError, OverflowError) as error:  # No name of a host, or no port.
-        raise Closed(f"{printable(where)[:80]} is no address ({error})") from None
+        raise Closed(f"{visible(where)[:80]} is no address ({error})") from None
     try:
         _at_once(link)
         said = _pull(link, len(_MAGIC) + _NONCE_BYTES, end)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from whalejax.elastic.wire.connection import Channel, accept
-from whalejax.elastic.wire.framing import CONTROL_BYTES, WireError
+from whalejax.wire.connection import Channel, accept
+from whalejax.wire.messages import CONTROL_BYTES, WireError
 
 
 MOST_STRANGERS: Final = 32

@@ -1,1 +1,0 @@
-"""Messages between the processes of an elastic run: framed, authenticated, checked."""

@@ -1,0 +1,363 @@
+"""What the processes of an elastic run tell each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias, get_args
+
+from msgspec import Meta
+
+from whalejax.wire.messages import (
+    Arrays,
+    Count,
+    Message,
+    Messages,
+    Port,
+    Seconds,
+    Text,
+    Whole,
+)
+
+
+_MOST_MEMBERS: Final = 4096
+
+Node: TypeAlias = tuple[Whole, Whole]
+"""The first micro-batch of some, and the one behind the last."""
+
+Shares: TypeAlias = dict[Text, list[Node]]
+Facts: TypeAlias = dict[Text, Text]
+Way: TypeAlias = Literal["", "messages", "collectives"]
+MemberName: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,31}\Z")]
+"""As a supervisor makes them: also the name of a log."""
+AgentName: TypeAlias = Annotated[str, Meta(pattern=r"(?a)\A[\w.-]{1,64}\Z")]
+Status: TypeAlias = Annotated[int, Meta(gt=-256, lt=256)]
+Members: TypeAlias = Annotated[
+    list[tuple[Text, Text, Port]], Meta(max_length=_MOST_MEMBERS)
+]
+"""Names, hosts and ports, by rank."""
+
+
+# What members say to the supervisor.
+
+
+class Register(Message):
+    run: Text
+    name: Text
+    machine: Text
+    pid: Whole
+    host: Text
+    port: Port
+    generation: Whole
+    step: Whole
+    micro_batches: Whole
+    steps: Whole
+    save: Text
+    facts: Facts
+    token: Text
+
+
+class ReductionOffer(Message, tag="adding_up"):
+    run: Text
+    by: Way
+    why: Text
+
+
+class Refusal(Message):
+    machine: Text
+    pid: Whole
+    why: Text
+
+
+class Beat(Message):
+    phase: Text
+    step: Whole
+    done: Whole
+
+
+class Report(Message):
+    """Counted by each member: it repeats what was not acknowledged by its number."""
+
+    number: Whole = 0
+
+
+class Ready(Report):
+    pass
+
+
+class Prepared(Report):
+    generation: Whole
+    step: Whole
+    held: list[Node]
+
+
+class Committed(Report):
+    generation: Whole
+    step: Whole
+    loss: float
+    seconds: Seconds
+    parts: Shares
+
+
+class Suspect(Report):
+    generation: Whole
+    name: Text
+    why: Text
+
+
+class Leaving(Report):
+    why: Text
+
+
+class Left(Report):
+    step: Whole
+
+
+class Written(Report):
+    step: Whole
+
+
+class Finished(Report):
+    step: Whole
+
+
+class Saved(Report):
+    step: Whole
+    path: Text
+
+
+class NotSaved(Report):
+    step: Whole
+    why: Text
+
+
+class Failed(Report):
+    why: Text
+
+
+class Unfit(Report):
+    count: Whole
+    why: Text
+
+
+class CompiledAhead(Report):
+    count: Whole
+    seconds: Seconds
+
+
+class NotCopied(Report):
+    step: Whole
+    why: Text
+
+
+class Note(Report):
+    why: Text
+
+
+class Recovered(Report):
+    step: Whole
+    source: Text
+
+
+OfMember: TypeAlias = (
+    Register
+    | ReductionOffer
+    | Refusal
+    | Beat
+    | Ready
+    | Prepared
+    | Committed
+    | Suspect
+    | Leaving
+    | Left
+    | Written
+    | Finished
+    | Saved
+    | NotSaved
+    | Failed
+    | Unfit
+    | CompiledAhead
+    | NotCopied
+    | Note
+    | Recovered
+)
+
+
+# What the supervisor says to members.
+
+
+class ReductionDecision(Message, tag="added_up"):
+    by: Way
+    why: Text
+    processes: Count
+    hosts: Count
+
+
+class Welcome(Message):
+    run: Text
+    name: Text
+    beat_seconds: Seconds
+
+
+class Refused(Message):
+    why: Text
+
+
+class Heard(Message):
+    goodput: Seconds
+    number: Whole
+
+
+class Prepare(Message):
+    generation: Whole
+    after: Whole
+
+
+class Begin(Message):
+    generation: Whole
+    members: Members
+    step: Whole
+    sources: Facts
+    first: Shares
+    later: Shares
+
+
+class Stop(Message):
+    why: Text
+    saves: bool
+    well: bool
+
+
+class Over(Message):
+    why: Text
+    well: bool
+
+
+class Keep(Message):
+    step: Whole
+
+
+class Done(Message):
+    pass
+
+
+ToMember: TypeAlias = (
+    ReductionDecision
+    | Welcome
+    | Refused
+    | Heard
+    | Prepare
+    | Begin
+    | Stop
+    | Over
+    | Keep
+    | Done
+)
+
+
+# What agents say to the supervisor.
+
+
+class Enlist(Message):
+    agent: AgentName
+    host: Text
+    machine: Text
+    room: Count
+    version: Text
+    token: Text
+    there: list[tuple[MemberName, Whole, Text]]
+
+
+class AgentBeat(Message):
+    leaving: bool
+
+
+class Launched(Message):
+    name: Text
+    pid: Whole
+    began: Text
+
+
+class NotLaunched(Message):
+    name: Text
+    why: Text
+
+
+class Exited(Message):
+    name: Text
+    status: Status | None
+    said: Text
+
+
+OfAgent: TypeAlias = Enlist | AgentBeat | Launched | NotLaunched | Exited
+
+
+# What the supervisor says to agents.
+
+
+class Enlisted(Message):
+    command: Annotated[list[Text], Meta(min_length=1)]
+    environment: Facts
+    beat_seconds: Seconds
+
+
+class Start(Message):
+    name: MemberName
+
+
+class Release(Message):
+    name: MemberName
+
+
+class Kill(Message):
+    name: MemberName
+
+
+class Noted(Message):
+    name: MemberName
+
+
+class Finish(Message):
+    why: Text
+
+
+ToAgent: TypeAlias = Enlisted | Refused | Start | Release | Kill | Noted | Finish
+
+
+# What members say to each other.
+
+
+class Hello(Message):
+    generation: Whole
+    name: Text
+
+
+class Part(Message):
+    generation: Whole
+    step: Whole
+    nodes: list[Node]
+    arrays: Arrays = ()
+
+
+class Total(Message):
+    generation: Whole
+    step: Whole
+    arrays: Arrays = ()
+
+
+class State(Message):
+    place: Whole
+    count: Whole
+    text: Text
+    arrays: Arrays = ()
+
+
+ToPeer: TypeAlias = Part | Total | State
+
+TO_SUPERVISOR: Final = Messages[OfMember | OfAgent](
+    *get_args(OfMember), *get_args(OfAgent)
+)
+OF_AGENTS: Final = Messages[OfAgent](*get_args(OfAgent))
+TO_MEMBER: Final = Messages[ToMember](*get_args(ToMember))
+TO_AGENT: Final = Messages[ToAgent](*get_args(ToAgent))
+HELLO: Final = Messages(Hello)
+"""Begins a connection between members."""
+TO_PEER: Final = Messages[ToPeer](*get_args(ToPeer))

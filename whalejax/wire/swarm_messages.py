@@ -1,0 +1,338 @@
+"""What the processes of a swarm ask each other, and what answers each question.
+
+A question is safe to send twice: its key is run, generation, step, stage, micro-batch
+and attempt.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeAlias
+
+from msgspec import Meta
+
+from whalejax.wire.messages import (
+    Arrays,
+    Message,
+    Question,
+    Seconds,
+    Size,
+    Text,
+    Whole,
+)
+
+
+MOST_PEERS: Final = 4096
+_PEERS: Final = Meta(max_length=MOST_PEERS)
+_NUMBERS: Final = Meta(max_length=65_536)
+
+Address: TypeAlias = tuple[Text, Annotated[int, Meta(gt=0, lt=1 << 16)]]
+Wholes: TypeAlias = Annotated[list[Whole], _NUMBERS]
+Facts: TypeAlias = dict[Text, Text]
+Counts: TypeAlias = dict[Text, Whole]
+Sources: TypeAlias = Annotated[list[tuple[Whole, Text, Address, Whole]], _PEERS]
+"""Stage, name, address and attempt of who holds something."""
+Holder: TypeAlias = tuple[Text, Address, Wholes, Wholes]
+Holders: TypeAlias = Annotated[list[Holder], _PEERS]
+"""Name and address of peers, and numbers and attempts of what each holds."""
+Addresses: TypeAlias = Annotated[list[tuple[Text, Address]], _PEERS]
+"""Name and address of peers."""
+ServingPeers: TypeAlias = Annotated[
+    list[tuple[Text, Address, Whole, Whole, Whole, Seconds]], _PEERS
+]
+"""Name, address, stage, incarnation, queue and end of the lease of peers."""
+MadeBy: TypeAlias = Annotated[
+    list[tuple[Text, Whole, Text, Whole, Whole, Size]], Meta(max_length=2 * MOST_PEERS)
+]
+"""Phase, stage, name, incarnation, attempt and loss of what peers made."""
+Leads: TypeAlias = Annotated[list[tuple[Whole, Whole, Whole, Whole]], _NUMBERS]
+"""Generation, step, number and times of micro-batches."""
+
+
+# Answers.
+
+
+class Pong(Message):
+    name: Text
+
+
+class Receipt(Message):
+    seconds: Seconds
+    lost: Size
+    arrays: Arrays = ()
+
+
+class Tensors(Message):
+    arrays: Arrays = ()
+
+
+class Summed(Message):
+    numbers: Wholes
+    attempts: Wholes
+    lost: Size
+    whole: Size
+
+
+class GradientSlices(Message):
+    numbers: Wholes
+    attempts: Wholes
+    lost: Size
+    arrays: Arrays = ()
+
+    def __post_init__(self) -> None:
+        _check_as_many(self.numbers, self.attempts)
+
+
+class Told(Message):
+    numbers: Wholes
+    digest: Text
+    arrays: Arrays = ()
+
+
+class StateChunk(Message):
+    count: Whole
+    digest: Text
+    arrays: Arrays = ()
+
+
+class Moved(Message):
+    stage: Whole
+
+
+class Reached(Message):
+    unreached: Facts
+
+
+class StopHeard(Message):
+    pass
+
+
+class Welcome(Message):
+    stage: Whole
+    incarnation: Whole
+    run: Text
+
+
+class Heard(Message):
+    known: bool
+    free: bool
+
+
+class Enlisted(Message):
+    run: Text
+
+
+class GivenShare(Message):
+    known: bool = True
+    run: Text = ""
+    generation: Whole = -1
+    step: Whole = -1
+    state: Whole = -1
+    number: Whole = -1
+    times: Whole = -1
+    now: Seconds = 0.0
+    peers: ServingPeers = []
+
+
+class Taken(Message):
+    pass
+
+
+class Shown(Message):
+    wire: Text
+    sum_wire: Text
+    sum_error: Size | None
+    wire_error: Size | None
+    stages: Whole
+    step: Whole
+    steps: Whole
+    generation: Whole
+    micro_batches: Whole
+    loss: float | None
+    left: Whole
+    counts: Counts
+    trainers: Annotated[list[dict[str, Any]], _NUMBERS]
+    peers: Annotated[list[dict[str, Any]], _NUMBERS]
+
+
+class Terms(Message):
+    wire: Text
+    sum_wire: Text
+    stages: Whole
+    batch: Whole
+    micro_batches: Whole
+    precision: Any
+    seed: int
+    delayed_updates: bool
+    pull_seconds: Seconds
+    call_seconds: Seconds
+
+
+# Questions to all.
+
+
+class At(Message):
+    """A question of a step."""
+
+    run: Text
+    generation: Whole
+    step: Whole
+
+
+class Ping(Question[Pong]):
+    pass
+
+
+class Batch(At, Question[Tensors]):
+    number: Whole
+    places: Wholes
+
+
+class FetchState(At, Question[StateChunk]):
+    stage: Whole
+    place: Whole
+
+
+class Stop(Question[StopHeard]):
+    why: Text
+    failed: bool
+
+
+# Questions to a peer.
+
+
+class Call(At):
+    """Of the state after ``state`` steps."""
+
+    state: Whole
+    stage: Whole
+    number: Whole
+    attempt: Whole
+    batch: Address
+    sources: Sources
+
+
+class Forward(Call, Question[Receipt]):
+    pass
+
+
+class Backward(Call, Question[Receipt]):
+    cotangents: Sources
+
+
+class Fetch(At, Question[Tensors]):
+    phase: Text
+    number: Whole
+    attempt: Whole
+    target: Whole
+
+
+class Sum(At, Question[Summed]):
+    stage: Whole
+    round: Whole
+    peers: Holders
+
+    def __post_init__(self) -> None:
+        _check_holders(self.peers)
+
+
+class Gradients(At, Question[GradientSlices]):
+    numbers: Wholes
+    attempts: Wholes
+    part: Whole
+    parts: Whole
+
+    def __post_init__(self) -> None:
+        _check_as_many(self.numbers, self.attempts)
+
+
+class SumPart(At, Question[Tensors]):
+    round: Whole
+
+
+class Update(At, Question[Told]):
+    stage: Whole
+    round: Whole
+    level: Whole
+    heard: Wholes
+    peers: Holders
+    arrays: Arrays = ()
+
+    def __post_init__(self) -> None:
+        _check_holders(self.peers)
+
+
+class Sync(At, Question[Told]):
+    stage: Whole
+    keeps: bool
+    sources: Holders
+
+
+class Move(Question[Moved]):
+    stage: Whole
+
+
+class Reach(Question[Reached]):
+    peers: Addresses
+
+
+# Questions to the process with the registry and the first trainer.
+
+
+class Join(Question[Welcome]):
+    name: Text
+    address: Address
+    stage: Whole
+    facts: Facts
+
+
+class Announce(Question[Heard]):
+    name: Text
+    incarnation: Whole
+    stage: Whole
+    generation: Whole
+    step: Whole
+    queue: Whole
+    done: Whole
+    seconds: Seconds
+    leaving: bool
+    ready: bool
+
+
+class Enlist(Question[Enlisted]):
+    name: Text
+    address: Address
+    facts: Facts
+
+
+class Take(Question[GivenShare]):
+    name: Text
+    leads: Leads
+    counts: Counts
+    leaving: bool
+
+
+class Led(At, Question[Taken]):
+    name: Text
+    number: Whole
+    times: Whole
+    made: MadeBy
+    why: Text
+    arrays: Arrays = ()
+
+
+class Show(Question[Shown]):
+    pass
+
+
+class AskTerms(Question[Terms]):
+    pass
+
+
+def _check_holders(holders: Holders) -> None:
+    for _, _, numbers, attempts in holders:
+        _check_as_many(numbers, attempts)
+
+
+def _check_as_many(numbers: Wholes, attempts: Wholes) -> None:
+    if len(numbers) != len(attempts):
+        raise ValueError("numbers and attempts are not as many")
