@@ -508,7 +508,8 @@ class Supervisor:
         why = why or self._lock_save(message.fields["save"])
         if why:
             self._record("refused", name=name, why=why)
-            self._send(channel, Message(kind="refused", fields={"why": why}))
+            told = Message(kind="refused", fields={"why": why})
+            self._answers.append((channel, told))
             return
         self._take(now, ev.Register(name, slot, message.fields))
         old = self._channels.get(name)
@@ -626,7 +627,8 @@ class Supervisor:
             why = self._fleet.refusal(fields)
         if why or self._fleet is None:
             self._record("agent_refused", agent=fields["agent"], why=why)
-            self._send(channel, Message(kind="refused", fields={"why": why}))
+            told = Message(kind="refused", fields={"why": why})
+            self._answers.append((channel, told))
             return
         self._fleet.enlist(now, channel, fields)
 
