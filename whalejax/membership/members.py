@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from whalejax.membership.endings import Ending
 from whalejax.membership.events import Register, Release, Started, StepCommit
-from whalejax.membership.facts import difference
 from whalejax.membership.generations import ask, ask_again, change, release, unfit
 from whalejax.membership.history import record
 from whalejax.membership.phases import IN_A_STEP, STOPPED
@@ -37,6 +37,29 @@ def refusal(run: Run, name: str, message: wire.Register) -> str:
     if run.phase == "ending" and known is None:
         return "the run is over"
     return difference(_facts(message), run.facts) if run.facts else ""
+
+
+def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
+    """In what a member differs from those that are there; nothing where it does not.
+
+    Args:
+        facts: of the member.
+        known: of the others.
+
+    >>> difference({"jax": "0.10.1"}, {"jax": "0.10.2"})[:66]
+    'this member differs from the others: jax is 0.10.1, not 0.10.2. Ru'
+    """
+    wrong = [
+        f"{name} is {facts.get(name, 'not told')}, not {known.get(name, 'told')}"
+        for name in sorted({*facts, *known})
+        if facts.get(name) != known.get(name)
+    ]
+    if not wrong:
+        return ""
+    return (
+        f"this member differs from the others: {'; '.join(wrong)}. Run the same code, "
+        "versions, data and optimizer in all"
+    )
 
 
 def _facts(message: wire.Register) -> dict[str, str]:

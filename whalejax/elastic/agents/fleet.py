@@ -62,7 +62,12 @@ class AgentRecord(Generic[Link]):
 
 
 class AgentFleet(Generic[Link]):
-    """All agents of a run."""
+    """All agents of a run.
+
+    Attributes:
+        program: ``command``, words of the program that agents start, and
+            ``environment``, variables for it.
+    """
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class AgentFleet(Generic[Link]):
         take: Callable[[float, ev.Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
-        program: Mapping[str, Any],
+        program: Mapping[str, Any] | None = None,
     ) -> None:
         """No agent is there yet.
 
@@ -79,10 +84,9 @@ class AgentFleet(Generic[Link]):
             take: is told what agents do, with the time of it.
             send: sends a message over a connection.
             close: ends one; what is behind it connects anew.
-            program: ``command``, words of the program that agents start, and
-                ``environment``, variables for it.
+            program: see the attribute.
         """
-        self._run, self._take, self._program = run, take, program
+        self._run, self._take, self.program = run, take, program or {}
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
         self._linked: dict[Link, AgentRecord[Link]] = {}
@@ -145,7 +149,7 @@ class AgentFleet(Generic[Link]):
         before, record.there = record.there, set(told)
         self._agents[name] = record
         beats = self._run.settings.beat_seconds
-        self._tell(record, "enlisted", **self._program, beat_seconds=beats)
+        self._tell(record, "enlisted", **self.program, beat_seconds=beats)
         if is_new:
             self._take(now, ev.AgentJoined(name, record.host, record.room))
         for one, slot in asked.items():

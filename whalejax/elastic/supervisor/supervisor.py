@@ -154,8 +154,10 @@ class Supervisor:
         self._channels: dict[str, Channel] = {}
         self._names: dict[Channel, str] = {}
         self._is_closed = False
-        self._processes: Processes | None = None
-        self._fleet: AgentFleet[Channel] | None = None
+        self._processes = Processes(run.command, {}, self._folder, self._selector)
+        self._fleet = AgentFleet[Channel](
+            self._state, self._take, self._send, Channel.close
+        )
         places = run.settings.most + run.settings.spares
         self._gpus = SlotGpus({**os.environ, **(run.environment or {})}, places)
         self._save: Path | None = None
@@ -182,15 +184,14 @@ class Supervisor:
                 self._loop()
             except BaseException:
                 # Nobody would watch over them any more.
-                if self._processes is not None:
-                    self._processes.end_all()
-                self._finish_agents("its supervisor failed")
+                self._processes.end_all()
+                self._fleet.finish("its supervisor failed")
                 raise
             assert self._end is not None
             if self._save is not None:
                 remove_unfinished(self._save)
             remove_copies(self._folder / KEY)
-            self._finish_agents(self._end.text)
+            self._fleet.finish(self._end.text[:_LONGEST_WHY])
             self._wait_for_agents()
             tell_user(self._end.text)
             return self._end.status
@@ -229,9 +230,7 @@ class Supervisor:
             SUPERVISOR: joined_address(*self._address),
             KEY_FILE: str((self._folder / KEY).absolute()),
         }
-        self._processes = Processes(
-            self._run.command, environment, self._folder, self._selector
-        )
+        self._processes.environment = environment
         if self._run.places:
             self._open_fleet()
         elif self._run.command and not self._run.quiet:
@@ -307,9 +306,7 @@ class Supervisor:
         self._take(now, resumed)
         if self._state.over is None:
             self._lock_save(self._state.facts.get("save", ""))
-        assert self._processes is not None
-        if self._fleet is not None:
-            self._fleet.expect(now)
+        self._fleet.expect(now)
         for name, member in [*self._state.members.items()]:
             if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
@@ -361,8 +358,7 @@ class Supervisor:
                     self._ends_at = 0.0
                 elif self._terminated:
                     self._take(now, ev.Terminate(at_once=False))
-                if self._fleet is not None:
-                    self._fleet.tick(now)
+                self._fleet.tick(now)
                 self._take(now, ev.Tick())
             elif not self._state.is_settled:  # Else it was a turn of beats alone.
                 self._take(now, ev.Tick())
@@ -408,20 +404,21 @@ class Supervisor:
         return self._commits.flush() and written
 
     def _is_over(self) -> bool:
-        if self._end is None or self._processes is None:
+        if self._end is None:
             return False
-        there, now = self._processes.names, time.monotonic()
-        held = [] if self._fleet is None else self._fleet.names
-        if now > self._ends_at:
-            for name in [*there, *held]:
-                if self._at_once or not saves_last(self._state, now, name):
-                    self._processes.kill(name)
-                    self._kill_held(name)
         # Agents that are lost take their processes out of the list.
-        return not there and not held
+        there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
+        if now > self._ends_at:
+            for name in there:
+                if self._at_once or not saves_last(self._state, now, name):
+                    self._kill(name)
+        return not there
+
+    def _kill(self, name: str) -> None:
+        self._processes.kill(name)
+        self._fleet.kill(name)
 
     def _ended(self, name: str) -> None:
-        assert self._processes is not None
         status = self._processes.ended(name)
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
@@ -470,8 +467,7 @@ class Supervisor:
         for _ in range(self._events.qsize()):  # Not those that come meanwhile.
             channel, message = self._events.get_nowait()
             if message is None:
-                if self._fleet is not None:
-                    self._fleet.closed(now, channel)
+                self._fleet.closed(now, channel)
                 self._acknowledged.pop(channel, None)
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
@@ -598,10 +594,8 @@ class Supervisor:
 
     def _open_fleet(self) -> None:
         """Take agents, and say how they join."""
-        given = program(self._run.command, self._environment, sys.executable)
-        self._fleet = AgentFleet(
-            self._state, self._take, self._send, Channel.close, given
-        )
+        command = self._run.command
+        self._fleet.program = program(command, self._environment, sys.executable)
         self._state.placed = True
         self._state.awaited = set(self._run.awaited)
         host, port = self._address
@@ -630,38 +624,27 @@ class Supervisor:
 
     def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
         fields = message.fields
-        if self._fleet is None:
+        why = self._fleet.refusal(fields)
+        if not self._run.places:
             why = (
                 "the processes of this run are started on its own machine. Give "
                 "whalejax launch --host"
             )
-        else:
-            why = self._fleet.refusal(fields)
-        if why or self._fleet is None:
+        if why:
             self._record("agent_refused", agent=fields["agent"], why=why)
             self._answers.append((channel, Refused(why=why)))
             return
         self._fleet.enlist(now, channel, fields)
 
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
-        if self._fleet is None:
-            return
         self._fleet.heard(now, channel, message)
         if isinstance(message, Exited):
             self._answers.append((channel, Noted(name=message.name)))
 
-    def _kill_held(self, name: str) -> None:
-        if self._fleet is not None:
-            self._fleet.kill(name)
-
-    def _finish_agents(self, why: str) -> None:
-        if self._fleet is not None:
-            self._fleet.finish(why[:_LONGEST_WHY])
-
     def _wait_for_agents(self) -> None:
         """Until each has ended its connection, or came back and heard of the end."""
         end = time.monotonic() + _FAREWELL_SECONDS
-        while self._fleet is not None and self._fleet.hears_the_end:
+        while self._fleet.hears_the_end:
             if time.monotonic() > end:
                 return
             self._selector.select(_TICK_SECONDS)
@@ -701,13 +684,11 @@ class Supervisor:
                 channel = self._channels.get(name)
                 if channel is not None:
                     self._send(channel, message)
-            case ev.Kill(name=name) if self._processes is not None:
-                self._processes.kill(name)
-                self._kill_held(name)
-            case ev.Release(name=name) if self._processes is not None:
+            case ev.Kill(name=name):
+                self._kill(name)
+            case ev.Release(name=name):
                 self._processes.release(name)
-                if self._fleet is not None:
-                    self._fleet.release(name)
+                self._fleet.release(name)
             case ev.Start(slot=slot):
                 self._start(slot)
             case ev.End():
@@ -716,14 +697,14 @@ class Supervisor:
                 self._ends_at = min(self._ends_at, time.monotonic() + seconds)
 
     def _start(self, slot: int) -> None:
-        if not self._run.command or self._processes is None:
+        if not self._run.command:
             return
         now = time.monotonic()
         if not self._is_written():
             self._take(now, ev.Deferred(slot, until=now + _FULL_SECONDS))
             return
         name = f"m{self._count + 1}"
-        if self._fleet is not None:
+        if self._run.places:
             self._count += self._fleet.start(now, slot, name)
             return
         if self._gpus.gpus and self._is_taken(now, slot):
@@ -747,7 +728,6 @@ class Supervisor:
 
     def _is_taken(self, now: float, slot: int) -> bool:
         """Whether a process that filled a slot before has not ended yet."""
-        assert self._processes is not None
         members = self._state.members
         there = [members[n] for n in self._processes.names if n in members]
         holder = next((member for member in there if member.slot == slot), None)
