@@ -61,6 +61,7 @@ from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import (
     TO_SUPERVISOR,
+    AgentBeat,
     Beat,
     Committed,
     Enlist,
@@ -449,9 +450,8 @@ class Supervisor:
                 break
             except queue.Full:
                 continue
-        if not isinstance(
-            message, Beat
-        ):  # Of those there are many, and they can wait a tick.
+        # Of beats there are many, and they can wait for the next tick.
+        if not isinstance(message, Beat | AgentBeat):
             with contextlib.suppress(OSError):  # Full: it is awake.
                 self._wakes.send(b"x")
 
