@@ -40,7 +40,7 @@ START: Final = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.settings import SupervisorSettings
 words, folder, settings, more = json.loads(sys.argv[1])
 settings = SupervisorSettings(**settings)
 sys.exit(supervise(words, Path(folder), settings, seconds=60.0, **more))

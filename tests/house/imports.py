@@ -34,6 +34,7 @@ ORDERS: Final = {
         "adapters",
         "capture",
         "distributed",
+        "membership",
         "lowering",
         "runtime",
         "verification",

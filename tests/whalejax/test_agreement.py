@@ -21,7 +21,7 @@ PROGRAM: Final = """
 import time
 import numpy as np, optax
 import whalejax as wh
-from whalejax.distributed import heartbeat
+from whalejax.membership import heartbeat
 from whalejax.lowering.multihost import agreement
 
 case = sys.argv[5]

@@ -142,7 +142,7 @@ WINDOWS: Final = """
 import atexit, os, signal, sys, threading, time
 import jax
 import whalejax as wh
-from whalejax.distributed import heartbeat
+from whalejax.membership import heartbeat
 
 case, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 1)

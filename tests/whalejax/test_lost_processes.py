@@ -13,8 +13,8 @@ import pytest
 
 from tests.flags import QUICK
 from tests.processes import ROOT, free_port
-from whalejax.distributed.heartbeat import Beat, Hearing
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from whalejax.membership.heartbeat import Beat, Hearing
 
 
 SCRIPT: Final = """

@@ -12,8 +12,8 @@ from whalejax.cli import elastic_outcome
 from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
 from whalejax.cli.process_places import check_places, placed
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.worker import mesh_asked
+from whalejax.membership.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
 
 

@@ -27,7 +27,7 @@ def launch(command: LaunchCommand) -> int:
             f"SCRIPT.py is {str(command.script)!r}; there is no such file "
             f"({command.script.absolute()})"
         )
-    from whalejax.elastic.supervisor.settings import least_and_most
+    from whalejax.membership.settings import least_and_most
 
     least, _ = least_and_most(command.processes)
     for name, value in (("--host", command.host), ("--ray", command.ray)):

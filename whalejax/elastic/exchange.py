@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.elastic.assignment import Node, check_tiles, total
 from whalejax.elastic.peers import Look, Peers
+from whalejax.membership.assignment import Node, check_tiles, total
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.run_messages import Part, Total
 

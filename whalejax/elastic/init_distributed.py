@@ -20,7 +20,6 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat_processes
-from whalejax.distributed import heartbeat as beats
 from whalejax.distributed.launch_env import (
     introduce,
     is_loopback,
@@ -33,6 +32,7 @@ from whalejax.distributed.launch_env import (
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.placing import placed
+from whalejax.membership import heartbeat as beats
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
 

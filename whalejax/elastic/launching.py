@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.distributed.launch_env import is_loopback, joined_address
-from whalejax.elastic.assignment import Node
 from whalejax.elastic.control import (
     Control,
     NoSupervisorError,
@@ -28,7 +27,11 @@ from whalejax.elastic.control import (
 from whalejax.elastic.environment import HELD_BY, local_host
 from whalejax.elastic.exchange import exchanged
 from whalejax.elastic.peers import Peers
-from whalejax.elastic.phases import (
+from whalejax.elastic.programs import Buffers, ReplicaPrograms
+from whalejax.elastic.saving import Saver
+from whalejax.lowering.state import TrainState
+from whalejax.membership.assignment import Node
+from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
     COMPUTING,
@@ -41,9 +44,6 @@ from whalejax.elastic.phases import (
     STOPPED,
     WAITING,
 )
-from whalejax.elastic.programs import Buffers, ReplicaPrograms
-from whalejax.elastic.saving import Saver
-from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import LOCK
 from whalejax.wire.messages import WireError
@@ -421,7 +421,8 @@ class Member:
             step=step + 1,
             loss=loss,
             seconds=self._seconds,
-            parts=came,
+            # Of the others the supervisor knows what they were given.
+            parts=came if self._names[0] == control.name else {},
         )
         control.post(committed)
         return {

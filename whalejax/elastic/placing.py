@@ -24,7 +24,7 @@ from whalejax.distributed.launch_env import (
 )
 from whalejax.distributed.reserved_port import reserve_port
 from whalejax.elastic.environment import SUPERVISOR, local_host
-from whalejax.elastic.phases import STOPPED, WAITING
+from whalejax.membership.phases import STOPPED, WAITING
 from whalejax.wire.run_messages import (
     Begin,
     Finished,
@@ -137,7 +137,7 @@ def _facts() -> dict[str, str]:
     import jaxlib.version
 
     from whalejax._version import __version__
-    from whalejax.elastic.supervisor.run_state import IN_GENERATIONS, MODE
+    from whalejax.membership.run import IN_GENERATIONS, MODE
 
     return {
         MODE: IN_GENERATIONS,

@@ -22,13 +22,13 @@ from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
-from whalejax.elastic.assignment import Node, halves
 from whalejax.elastic.saving import Tell
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.state import TrainState
 from whalejax.lowering.uneven.contributing_replica import Contributing
 from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.membership.assignment import Node, halves
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError

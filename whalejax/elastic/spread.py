@@ -25,12 +25,12 @@ from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
 from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
-from whalejax.elastic.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
 from whalejax.elastic.placing import connection, placed
 from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
-from whalejax.elastic.supervisor.run_state import AT_STEPS, MODE
 from whalejax.lowering.state import TrainState
+from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
+from whalejax.membership.run import AT_STEPS, MODE
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan

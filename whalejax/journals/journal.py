@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -83,7 +82,7 @@ class JournalLines:
             durable: each line is on the disk when ``write`` returns.
         """
         self._path, self._durable = path, durable
-        self._waiting: deque[bytes] = deque()
+        self._waiting = bytearray()
         self.problem, self._synced = "", True
         try:
             self._opened = os.open(
@@ -91,13 +90,23 @@ class JournalLines:
             )
             size = os.fstat(self._opened).st_size
             if size and os.pread(self._opened, 1, size - 1) != b"\n":
-                self._waiting.append(b"\n")
+                self._waiting += b"\n"
         except OSError as error:
             raise WhaleError(
                 f"{path}: the events of this run cannot be written "
                 f"({error.strerror or error}). Give a folder that can be written"
             ) from error
         self.flush()
+
+    def add(self, event: str, fields: Mapping[str, object]) -> None:
+        """Keep an event for ``flush``.
+
+        Args:
+            event: what happened.
+            fields: more about it.
+        """
+        said = {"time": round(time.time(), 3), "event": event, **fields}
+        self._waiting += (json.dumps(said) + "\n").encode()
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Write an event; where the disk is full, it is kept until there is space.
@@ -106,8 +115,7 @@ class JournalLines:
             event: what happened.
             fields: more about it.
         """
-        said = {"time": round(time.time(), 3), "event": event, **fields}
-        self._waiting.append((json.dumps(said) + "\n").encode())
+        self.add(event, fields)
         self.flush()
 
     def flush(self) -> bool:
@@ -118,12 +126,7 @@ class JournalLines:
                 return True
             self._synced = not self._durable
             while self._waiting:
-                data = self._waiting[0]
-                written = os.write(self._opened, data)
-                if written < len(data):
-                    self._waiting[0] = data[written:]
-                else:
-                    self._waiting.popleft()
+                del self._waiting[: os.write(self._opened, self._waiting)]
             if self._durable:
                 os.fdatasync(self._opened)
                 self._synced = True

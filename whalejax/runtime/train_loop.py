@@ -23,10 +23,10 @@ from typing import Any, Final, NoReturn
 import jax
 import jax.numpy as jnp
 
-from whalejax.distributed.heartbeat import tells_of_loss
 from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.multihost.watchdog import lost
 from whalejax.lowering.state import TrainState
+from whalejax.membership.heartbeat import tells_of_loss
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.resume import checkpoints, held, steps_of

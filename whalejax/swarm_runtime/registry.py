@@ -6,11 +6,13 @@ serves it gives the time. Peers go on while it is away and join again when it is
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from whalejax.membership.lease import Lease
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
 from whalejax.wire.service import Address, Refused
@@ -71,7 +73,11 @@ def facts_of(cut: Cut, wire: str, sum_wire: str) -> dict[str, str]:
 
 
 class Registry:
-    """The peers of a swarm."""
+    """The peers of a swarm.
+
+    Attributes:
+        lease: of peers, by name; an announcement renews it.
+    """
 
     def __init__(
         self,
@@ -79,6 +85,7 @@ class Registry:
         *,
         stages: int,
         lease_seconds: float = LEASE_SECONDS,
+        longest_turn: float = math.inf,
         reach: Reach = lambda address: "",
     ) -> None:
         """Nobody is there yet.
@@ -87,10 +94,13 @@ class Registry:
             facts: that a peer must have in common with this process.
             stages: of the model.
             lease_seconds: for which an announcement holds.
+            longest_turn: seconds in which somebody always asks this process: it was
+                stopped where nobody did for longer.
             reach: tries a newcomer's address.
         """
         self._facts, self.stages = dict(facts), stages
-        self.lease_seconds, self._reach = lease_seconds, reach
+        self.lease: Lease[str] = Lease(lease_seconds, longest_turn)
+        self._reach = reach
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
         self._joins: dict[str, int] = {}
@@ -139,12 +149,13 @@ class Registry:
             self._expire(now)
             if stage == ANY:
                 stage = newcomer_stage(self._loads(), self.stages)
+            self.lease.heard(name, now)
             self._joins[name] = self._joins.get(name, 0) + 1
             member = Member(
                 name=name,
                 address=address,
                 stage=stage,
-                expires=now + self.lease_seconds,
+                expires=now + self.lease.seconds,
                 incarnation=self._joins[name],
             )
             self._members[name] = member
@@ -185,8 +196,9 @@ class Registry:
             known = self._members.get(name)
             if known is None or known.incarnation != told.pop("incarnation"):
                 return None
-            expires = now + self.lease_seconds
-            found = replace(known, expires=expires, **told)
+            self.lease.turn(now)
+            self.lease.heard(name, now)
+            found = replace(known, expires=now + self.lease.seconds, **told)
             self._members[name] = found
             return found
 
@@ -201,6 +213,7 @@ class Registry:
         with self._lock:
             self._freed.add(name)
             self._members.pop(name, None)
+            self.lease.forget(name)
 
     def is_free(self, name: str) -> bool:
         """Whether a leaving peer may go."""
@@ -208,8 +221,10 @@ class Registry:
             return name in self._freed
 
     def _expire(self, now: float) -> None:
-        for name in [n for n, m in self._members.items() if m.expires <= now]:
-            del self._members[name]
+        self.lease.turn(now)
+        for name in self.lease.overdue(now):
+            self.lease.forget(name)
+            self._members.pop(name, None)
 
     def _loads(self) -> list[PeerLoad]:
         return [

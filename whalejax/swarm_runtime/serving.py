@@ -106,6 +106,7 @@ class Serving:
             facts_of(cut, wire, sum_wire),
             stages=cut.stages,
             lease_seconds=lease_seconds,
+            longest_turn=lease_seconds / 2,
             reach=self._reach,
         )
         self.trainer = Trainer(

@@ -120,7 +120,7 @@ class Trainer(TrainerState):
             clock=clock,
         )
         self._write, self._rebalance = write, rebalance
-        self.sharing = Sharing(self.fleet, caller, tell, registry.lease_seconds)
+        self.sharing = Sharing(self.fleet, caller, tell, registry.lease.seconds)
         self._wire, self._sum_wire = wire, sum_wire
         self.ledger: Ledger | None = None
         self._seconds = 0.0

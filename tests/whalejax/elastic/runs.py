@@ -25,7 +25,7 @@ SECONDS = 400.0
 START = """
 import json, sys
 from pathlib import Path
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 given = json.loads(sys.argv[1])
 run = Supervised(

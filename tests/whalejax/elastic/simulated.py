@@ -10,9 +10,21 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.whalejax.elastic.driven import Driven, written
 from tests.whalejax.messages import arrives, received
-from whalejax.elastic.assignment import check_tiles
-from whalejax.elastic.phases import (
+from whalejax.journals import journal
+from whalejax.membership.assignment import check_tiles
+from whalejax.membership.events import (
+    End,
+    Kill,
+    Release,
+    Send,
+    Start,
+    StepCommit,
+    WriteEvent,
+)
+from whalejax.membership.history import replayed
+from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
     COMPUTING,
@@ -22,19 +34,7 @@ from whalejax.elastic.phases import (
     STOPPED,
     WAITING,
 )
-from whalejax.elastic.supervisor.history import History, history
-from whalejax.elastic.supervisor.member_record import (
-    End,
-    Kill,
-    Release,
-    Send,
-    Start,
-    StepCommit,
-    WriteEvent,
-)
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
-from whalejax.journals import journal
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import TO_MEMBER
 
@@ -212,7 +212,7 @@ class World:
     def __init__(self, seed: int, steps: int = 60, **settings: Any) -> None:
         self.drawn = random.Random(seed)
         self.settings = SupervisorSettings(**{"least": 1, "most": 3, **settings})
-        self.membership = Membership(self.settings)
+        self.membership = Driven(self.settings)
         self.steps, self.saved, self.now = steps, 0, 0.0
         self.members: dict[str, Simulated] = {}
         self.commits: list[StepCommit] = []
@@ -231,13 +231,14 @@ class World:
         self.epoch, self.down, self.dies_in = 0, False, -1
         self.deaths = self.compared = 0
 
-    def told(self) -> History:
-        """What the journal tells."""
+    def told(self) -> list[dict[str, Any]]:
+        """What is in the journal."""
         lines = [
             {"time": at, "event": e.event, **e.fields}
             for at, e in zip(self.times, self.events, strict=True)
         ]
-        return history(json.loads(json.dumps(lines)))
+        found: list[dict[str, Any]] = json.loads(json.dumps(lines))
+        return found
 
     def die(self) -> None:
         """The supervisor is killed, and later started again."""
@@ -249,7 +250,7 @@ class World:
         self.later(2.0, self.restart)
 
     def restart(self) -> None:
-        self.membership = Membership(self.settings)
+        self.membership = Driven(self.settings)
         self.epoch, self.down = self.epoch + 1, False
         lines = [
             {"step": c.step, "generation": c.generation, "loss": c.loss}
@@ -346,7 +347,8 @@ class World:
         if not self.down and len(self.events) > self.compared:
             # Killed now, a supervisor that is started again knows what this one does.
             self.compared = len(self.events)
-            assert self.told() == self.membership.history()
+            told = replayed(self.settings, self.told())
+            assert written(told) == self.membership.written()
 
     def do_one(self, effect: Any) -> None:
         match effect:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.elastic.assignment import (
+from whalejax.membership.assignment import (
     Node,
     check_tiles,
     cover,

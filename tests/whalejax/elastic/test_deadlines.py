@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.simulated import Simulated, World
-from whalejax.elastic import phases
-from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership import phases
+from whalejax.membership.endings import Ending
+from whalejax.membership.settings import SupervisorSettings
 
 
 def begun(world: World) -> list[dict[str, Any]]:

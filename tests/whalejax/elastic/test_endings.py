@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import World
+from tests.whalejax.elastic.test_restarting import register
 from tests.whalejax.messages import received
-from whalejax.elastic.phases import SAVING
-from whalejax.elastic.supervisor.endings import STATUS, Ending
-from whalejax.elastic.supervisor.member_record import End
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.elastic.supervisor import supervisor as loop
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+from whalejax.membership.endings import STATUS, Ending
+from whalejax.membership.events import End
+from whalejax.membership.phases import FINISHED, SAVING
+from whalejax.membership.run_ends import end, saves_last
+from whalejax.membership.settings import SupervisorSettings
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -100,7 +104,8 @@ def test_members_that_fail_with_the_run_are_not_lost() -> None:
     world = World(44)
     world.begin()
     world.run(9)
-    world.membership._end(world.now, Ending.FAILED, "a bug")
+    end(world.membership, world.now, Ending.FAILED, "a bug")
+    world.membership.tick(world.now)
     world.do()
     assert set(ended(world).values()) == {"drained"} and not world.names("lost")
 
@@ -359,20 +364,20 @@ def test_who_writes_the_last_checkpoint_has_as_long_as_any_other_may_take() -> N
     there, began = world.membership, world.now
     for seconds in range(900):
         beat(world, saver, began + seconds, SAVING)
-        assert there.saves_last(began + seconds, saver)
+        assert saves_last(there, began + seconds, saver)
     beat(world, saver, began + 902, SAVING)
-    assert not there.saves_last(began + 902, saver)
+    assert not saves_last(there, began + 902, saver)
     other = next(name for name in there.active if name != saver)
     beat(world, other, began + 902, SAVING)
-    assert not there.saves_last(began + 902, other)
+    assert not saves_last(there, began + 902, other)
 
 
 def test_who_is_silent_as_it_writes_the_last_checkpoint_is_not_waited_for() -> None:
     world = World(61)
     saver = draining(world)
     beat(world, saver, world.now, SAVING)
-    assert world.membership.saves_last(world.now + 9, saver)
-    assert not world.membership.saves_last(world.now + 11, saver)
+    assert saves_last(world.membership, world.now + 9, saver)
+    assert not saves_last(world.membership, world.now + 11, saver)
 
 
 @pytest.mark.parametrize("told", ["saved", "not_saved", ""])
@@ -391,7 +396,9 @@ def test_a_last_checkpoint_that_was_not_written_is_said(told: str) -> None:
     assert why == {"": [expected], "saved": [], "not_saved": ["no space"]}[told]
 
 
-def test_processes_that_do_not_end_are_killed_but_who_saves(tmp_path: Path) -> None:
+def test_processes_that_do_not_end_are_killed_but_who_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Supervised(
         command=(), folder=tmp_path, settings=SupervisorSettings(least=1, most=2)
     )
@@ -404,9 +411,7 @@ def test_processes_that_do_not_end_are_killed_but_who_saves(tmp_path: Path) -> N
     supervisor._processes = Two()  # type: ignore[assignment]
     supervisor._end, supervisor._ends_at = End(how=Ending.DRAINED, text=""), 0.0
     saving = ["m1"]
-    supervisor._membership.saves_last = (  # type: ignore[method-assign]
-        lambda now, name: name in saving
-    )
+    monkeypatch.setattr(loop, "saves_last", lambda run, now, name: name in saving)
     assert not supervisor._is_over() and killed == ["m2"]
     saving.clear()
     assert not supervisor._is_over() and killed == ["m2", "m1", "m2"]
@@ -423,3 +428,54 @@ def test_a_run_that_is_ended_at_once_in_a_long_body_ends_so() -> None:
     assert world.end is not None and world.end.how is Ending.INTERRUPTED
     assert world.membership.over is not None and not world.membership.over.saver
     assert "the run was ended at once" in world.end.text
+
+
+def test_who_finishes_as_it_leaves_completes_the_run_though_others_are_lost() -> None:
+    world = World(64, most=2)
+    world.begin()
+    world.run(8)
+    last, other = (world.members[name] for name in world.membership.active)
+    last.running, last.phase, last.finished = -1, FINISHED, True
+    last.step = world.steps
+    last.say("leaving", why="SIGTERM")
+    last.say("finished", step=world.steps)
+    world.later(0.2, lambda: world.exit(other, -9))
+    world.run(300)
+    assert world.end is not None and world.end.how is Ending.COMPLETE
+    assert world.names("lost") == [other.name]
+
+
+def test_where_all_leave_that_were_asked_others_are_waited_for() -> None:
+    there = Driven(SupervisorSettings(least=1, most=2, spares=1, gather_seconds=1.0))
+    there.begin(0.0)
+    for slot in range(3):
+        there.started(0.0, f"m{slot}", slot, 7)
+
+    def say(now: float, name: str, kind: str, **fields: Any) -> None:
+        there.heard(now, name, received(kind, fields))
+
+    def prepared(now: float, name: str) -> None:
+        say(now, name, "prepared", generation=there.generation, step=-1, held=[])
+
+    for slot in range(2):
+        there.register(0.1, register(1 + slot, "messages"), f"m{slot}", slot)
+    say(0.2, "m0", "ready")
+    there.tick(0.9)
+    there.tick(1.8)
+    prepared(2.1, "m0")
+    assert there.active == ["m0"] and there.phase == "running"
+    say(2.2, "m0", "leaving", why="SIGTERM")
+    say(2.3, "m1", "ready")
+    assert there.phase == "preparing" and sorted(there.target) == ["m0", "m1"]
+    say(2.4, "m1", "leaving", why="SIGTERM")
+    prepared(2.5, "m0")
+    prepared(2.6, "m1")
+    assert there.phase == "gathering" and there.over is None
+    for name in ("m0", "m1"):
+        there.exited(2.7, name, 0)
+    there.register(3.0, register(3, "messages"), "m2", 2)
+    say(3.1, "m2", "ready")
+    for now in (3.2, 4.1, 5.0):
+        there.tick(now)
+    prepared(5.1, "m2")
+    assert there.active == ["m2"] and there.phase == "running"

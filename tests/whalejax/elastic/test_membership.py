@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import signal
+from typing import Any
 
 import pytest
 
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import Simulated, World
 from tests.whalejax.messages import received
 from whalejax.elastic.agents.fleet import AgentFleet
-from whalejax.elastic.phases import FINISHED
-from whalejax.elastic.supervisor.endings import exit_text
-from whalejax.elastic.supervisor.failures import Failure, error_line
-from whalejax.elastic.supervisor.member_record import WriteEvent
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings, least_and_most
 from whalejax.elastic.supervisor.telling import shown
+from whalejax.membership.endings import exit_text
+from whalejax.membership.events import WriteEvent
+from whalejax.membership.failures import Failure, error_line
+from whalejax.membership.phases import FINISHED
+from whalejax.membership.react import check_step
+from whalejax.membership.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import WhaleError
 
 
@@ -424,7 +426,7 @@ def test_wrong_times_are_refused_all_at_once() -> None:
 def test_an_error_of_its_own_is_told_from_a_loss(
     status: int | None, how: str, said: str
 ) -> None:
-    there = Membership(SupervisorSettings(least=1, most=1))
+    there = Driven(SupervisorSettings(least=1, most=1))
     there.begin(0.0)
     there.started(1.0, "m1", 0, 7)
     there.effects()
@@ -523,13 +525,13 @@ def test_each_new_link_that_breaks_is_tried_again_before_anybody_is_given_up() -
         there.phase = "running"
         said = {"generation": there.generation, "name": other, "why": "ended"}
         there.heard(at, one, received("suspect", said))
-        there._check_step(at + 2)
+        check_step(there, at + 2)
     assert [m.status for m in there.members.values()] == ["active"] * 3
 
 
 @pytest.mark.parametrize("turn", [0.9, 1.1, 3.0])
 def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> None:
-    there = Membership(SupervisorSettings(least=1, most=1))
+    there = Driven(SupervisorSettings(least=1, most=1))
     there.started(0.0, "m1", 0, 7)
     there.members["m1"].becomes("active", 0.0)
     turns = 0
@@ -541,8 +543,10 @@ def test_a_supervisor_whose_turns_are_long_loses_who_is_silent(turn: float) -> N
 
 
 def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
-    there = Membership(SupervisorSettings(least=1, most=1))
-    fleet = AgentFleet[str](there, lambda link, said: None, lambda link: None, {})
+    there = Driven(SupervisorSettings(least=1, most=1))
+    fleet = AgentFleet[str](
+        there, there.take, lambda link, said: None, lambda link: None, {}
+    )
     there.started(0.0, "m1", 0, 7, agent="a")
     fleet.expect(0.0)
     turns = 0
@@ -550,3 +554,43 @@ def test_an_agent_is_lost_by_a_supervisor_whose_turns_are_long() -> None:
         turns += 1
         fleet.tick(1.1 * turns)
     assert 1.1 * turns < 60.0
+
+
+def test_what_a_step_took_from_whom_is_written_though_nobody_tells_it() -> None:
+    world = World(22)
+    told: dict[tuple[int, int], object] = {}
+    tell = world.tell
+
+    def untold(name: str, message: Any, epoch: int) -> None:
+        if message.kind == "committed":
+            told[message.generation, message.step] = message.parts
+            message = received("committed", {**message.fields, "parts": {}})
+        tell(name, message, epoch)
+
+    world.tell = untold  # type: ignore[method-assign]
+    world.begin()
+    world.run(9)
+    world.exit(world.members[world.membership.active[1]], -9)
+    world.run(300)
+    assert world.end is not None and world.end.status == 0 and len(begun(world)) > 1
+    for commit in world.commits:
+        assert commit.parts == told[commit.generation, commit.step]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loop_that_is_busy_settles_later_and_loses_nothing(seed: int) -> None:
+    """What comes is settled with the next tick, however much it is."""
+    world = World(seed, steps=120, spares=seed % 2, lease_seconds=3.0, fruitless=99)
+    world.membership.batched = True
+    world.begin()
+    for _ in range(8):
+        world.run(world.now + world.drawn.uniform(0.2, 4.0))
+        there = [m for m in world.members.values() if m.alive and m.is_ready]
+        if world.end or not there:
+            continue
+        world.exit(world.drawn.choice(there), -9)
+    world.run(world.now + 600)
+    assert world.end is not None, (world.membership.phase, world.events[-20:])
+    assert world.end.how == "complete", world.end.text
+    assert {c.step for c in world.commits} == set(range(1, 121))

@@ -10,20 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from whalejax.distributed import local_gpus
 from whalejax.distributed.local_gpus import VISIBLE
 from whalejax.elastic.agents.agent import Agent, AgentOptions
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import SlotGpus
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership.events import Started, WriteEvent
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 
@@ -102,19 +101,18 @@ def test_gpus_are_another_s_until_its_process_has_ended(tmp_path: Path) -> None:
         names: tuple[str, ...] = ("m1",)
 
     supervisor._processes = Held()  # type: ignore[assignment]
-    told: list[tuple[str, Any]] = []
-    lines = SimpleNamespace(write=lambda event, fields: told.append((event, fields)))
-    supervisor._journal = lines  # type: ignore[assignment]
-    members = supervisor._membership
-    members.started(0.0, "m1", 1, 7)
+    supervisor._take(0.0, Started(name="m1", slot=1, pid=7))
+    told = supervisor._effects
+    told.clear()
     for now in (0.0, 29.0):
         assert supervisor._is_taken(now, 1) and not supervisor._is_taken(now, 0)
     assert told == []
     for now in (30.0, 31.0, 300.0):
         assert supervisor._is_taken(now, 1)
-    ((event, fields),) = told
-    assert (event, fields["name"], fields["pid"]) == ("slot_held", "m1", 7)
-    assert "process 7 (m1) keeps its GPUs" in shown(event, fields)
+    (event,) = told
+    assert isinstance(event, WriteEvent) and event.event == "slot_held"
+    assert (event.fields["name"], event.fields["pid"]) == ("m1", 7)
+    assert "process 7 (m1) keeps its GPUs" in shown(event.event, event.fields)
     Held.names = ()
     assert not supervisor._is_taken(301.0, 1)
     supervisor._held.close()

@@ -25,11 +25,12 @@ from whalejax.elastic import launching
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
 from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership.events import Event, Tick
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 
@@ -103,13 +104,14 @@ def ends_when(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, work: Any
 ) -> None:
     """Call something in every turn of the loop."""
-    tick = supervisor._membership.tick
+    take = supervisor._take
 
-    def turn(now: float) -> None:
-        work()
-        tick(now)
+    def turn(now: float, event: Event) -> None:
+        if isinstance(event, Tick):
+            work()
+        take(now, event)
 
-    monkeypatch.setattr(supervisor._membership, "tick", turn)
+    monkeypatch.setattr(supervisor, "_take", turn)
 
 
 def test_a_system_that_has_no_room_for_a_process_is_asked_again(
@@ -237,7 +239,7 @@ def test_a_run_whose_processes_are_all_gone_is_not_gone_on_with(
     known = []
 
     def work() -> None:
-        known.append(supervisor._membership._facts)
+        known.append(supervisor._state.facts)
         supervisor._terminated = True
 
     ends_when(supervisor, monkeypatch, work)
@@ -342,7 +344,7 @@ START = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.settings import SupervisorSettings
 settings = SupervisorSettings(least=1, most=1)
 sys.exit(supervise(("sleep", "1000"), Path(sys.argv[1]), settings))
 """

@@ -14,10 +14,10 @@ import pytest
 from tests.compilations import count_compilations
 from tests.whalejax.elastic import job as example
 from whalejax.adapters.leaves import is_key
-from whalejax.elastic.assignment import Node, cover, dealt, total
 from whalejax.elastic.exchange import _added
 from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
+from whalejax.membership.assignment import Node, cover, dealt, total
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.run_messages import Report
 

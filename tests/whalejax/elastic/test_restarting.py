@@ -16,12 +16,13 @@ import pytest
 import whalejax as wh
 from tests.flags import QUICK
 from tests.whalejax.elastic import job as example
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.messages import received
 from whalejax.elastic.placing import placed
-from whalejax.elastic.supervisor.member_record import End, Kill, Send, Start
-from whalejax.elastic.supervisor.membership import IN_GENERATIONS, MODE, Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.events import End, Kill, Send, Start
+from whalejax.membership.run import IN_GENERATIONS, MODE
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.messages import Message
 
@@ -63,7 +64,7 @@ class Scripts:
         settings = SupervisorSettings(
             least=least, most=most, gather_seconds=gather_seconds
         )
-        self.membership = Membership(settings)
+        self.membership = Driven(settings)
         self.count = 0
         self.kills: list[str] = []
         self.begun: list[list[str]] = []

@@ -16,10 +16,10 @@ import pytest
 
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import ROOT, SECONDS, Run, running, runs
-from whalejax.elastic.assignment import check_tiles
 from whalejax.elastic.programs import ReplicaPrograms
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership.assignment import check_tiles
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -226,7 +226,7 @@ LAUNCHES = """
 import json, sys
 from pathlib import Path
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.settings import SupervisorSettings
 settings = SupervisorSettings(least=1, most=1)
 sys.exit(supervise(json.loads(sys.argv[1]), Path(sys.argv[2]), settings))
 """

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.whalejax.elastic.driven import Driven
 from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
-from whalejax.elastic.supervisor.history import history
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 
@@ -283,8 +282,8 @@ def test_lines_without_their_fields_end_nothing(tmp_path: Path) -> None:
             assert status_of(tmp_path)
             events = journal.read_events(home / journal.EVENTS)
             commits = journal.read_commits(home / journal.COMMITS)
-            there = Membership(SupervisorSettings(least=1, most=1))
-            there.go_on(0.0, history(events), journal.losses(commits))
+            there = Driven(SupervisorSettings(least=1, most=1))
+            there.go_on(0.0, events, journal.losses(commits))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from tests.whalejax.wire.test_connections import push
 from whalejax.elastic.control import Control
 from whalejax.elastic.peers import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import (
@@ -234,7 +234,7 @@ def test_malformed_frames_change_nothing_in_a_supervisor(
         one, _ = there.join()
         one.send(report("ready"))
         asked = until_kind(one, "prepare")
-        membership, before = there.supervisor._membership, descriptors()
+        membership, before = there.supervisor._state, descriptors()
         was = membership.generation, membership.phase, [*membership.members]
         for number in range(count):
             if number % 4:

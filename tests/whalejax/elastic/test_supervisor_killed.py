@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.whalejax.elastic.driven import written
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.messages import received
-from whalejax.elastic.supervisor.endings import Ending
-from whalejax.elastic.supervisor.history import History, history
-from whalejax.elastic.supervisor.member_record import Start
+from whalejax.membership.endings import Ending
+from whalejax.membership.events import Start
+from whalejax.membership.history import replayed
+from whalejax.membership.run import Run
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -52,15 +54,17 @@ def test_what_was_said_to_it_last_is_said_again(kind: str) -> None:
         world.run(9)
         world.members[world.membership.active[0]].say("leaving", why="SIGTERM")
     # It has heard it, and is killed before it is written down.
-    heard, handler = [], getattr(world.membership, f"_{kind}")
+    heard, there = list[str](), world.membership
+    take = there.heard
 
-    def dies(now: float, member: Any, **fields: Any) -> None:
-        heard.append(member.name)
-        handler(now, member, **fields)
-        world.membership.effects()
-        world.die()
+    def dies(now: float, name: str, message: Any) -> None:
+        take(now, name, message)
+        if message.kind == kind:
+            heard.append(name)
+            there.effects()
+            world.die()
 
-    setattr(world.membership, f"_{kind}", dies)
+    there.heard = dies  # type: ignore[method-assign]
     world.run(world.now + 600)
     assert len(heard) == 1 and world.deaths == 1
     assert world.end is not None and world.end.how is Ending.COMPLETE
@@ -165,30 +169,32 @@ def test_the_journal_is_one_function_of_its_events() -> None:
     world.exit(world.members[world.membership.active[0]], -9)
     complete(world)
     lines = [{"event": e.event, **e.fields} for e in world.events]
-    assert history([]) == History()
-    assert history(lines) == world.membership.history()
+
+    def told(events: list[dict[str, Any]]) -> dict[str, Any]:
+        return written(replayed(world.settings, events))
+
+    assert told([]) == written(Run(settings=world.settings))
+    assert told(lines) == world.membership.written()
     for number in range(len(lines)):
         # Nothing but the events counts, and they are kept as they are.
         before = [dict(line) for line in lines[:number]]
-        assert history(lines[:number]) == history(before)
+        assert told(lines[:number]) == told(before)
         assert lines[:number] == before
 
 
 def test_scripts_stay_scripts() -> None:
-    told = history(
-        [
-            {"event": "started", "name": "m1", "slot": 0, "pid": 1, "began": "1"},
-            {
-                "event": "facts",
-                "mode": "collectives in generations",
-                "steps": "0",
-                "micro-batches": "0",
-            },
-            {"event": "registered", "name": "m1", "token": "x"},
-            {"event": "ready", "name": "m1"},
-            {"event": "begun", "members": ["m1"], "step": -1, "generation": 1},
-        ]
-    )
+    told: list[dict[str, Any]] = [
+        {"event": "started", "name": "m1", "slot": 0, "pid": 1, "began": "1"},
+        {
+            "event": "facts",
+            "mode": "collectives in generations",
+            "steps": "0",
+            "micro-batches": "0",
+        },
+        {"event": "registered", "name": "m1", "token": "x"},
+        {"event": "ready", "name": "m1"},
+        {"event": "begun", "members": ["m1"], "step": -1, "generation": 1},
+    ]
     world = World(29, most=1)
     world.membership.go_on(0.0, told, {})
     assert world.membership.restarts

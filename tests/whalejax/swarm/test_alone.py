@@ -532,7 +532,7 @@ def test_steps_go_on_while_a_newcomer_takes_the_state() -> None:
 
     trainer, _, _, told = newcomers(ask, [0, 1, 0], newcomer_seconds=1e-9)
     trainer.fleet._clock = time.monotonic  # So that waiting has an end.
-    trainer.registry.lease_seconds = 1e9
+    trainer.registry.lease.seconds = 1e9
     trainer.registry._members.update(
         (n, dataclasses.replace(m, expires=1e12))
         for n, m in trainer.registry._members.items()
@@ -582,7 +582,7 @@ def test_nobody_waits_for_a_newcomer_whose_lease_has_ended() -> None:
     trainer, _, clock, _ = newcomers(ask, [0])
     trainer._bring()
     assert trainer._waits_for_newcomers(0.0)
-    clock.now = trainer.registry.lease_seconds + 0.1
+    clock.now = trainer.registry.lease.seconds + 0.1
     assert not trainer._waits_for_newcomers(clock.now)
     free.set()
     settled(trainer)
@@ -604,7 +604,7 @@ def test_a_snapshot_is_given_up_when_its_source_is_gone() -> None:
     trainer.step = 1
     trainer._begin_snapshot()
     assert asked.wait(300)
-    clock.now = trainer.registry.lease_seconds + 0.1
+    clock.now = trainer.registry.lease.seconds + 0.1
     trainer._await_snapshot()  # It stands still for longer than this test may take.
     assert trainer._owed and trainer.newest.step == 0
     free.set()

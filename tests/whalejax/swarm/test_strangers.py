@@ -81,9 +81,9 @@ def test_leases_end_and_are_renewed() -> None:
     second = registry.join("q", ("h", 2), -1, 0.0)
     assert [first.stage, second.stage] == [0, 1]
     assert registry.announce("p", 4.0, incarnation=1, step=7) is not None
-    assert [m.name for m in registry.members(5.0)] == ["p"]
-    assert registry.announce("q", 5.0, incarnation=1) is None
-    assert registry.join("q", ("h", 2), -1, 5.0).incarnation == 2
+    assert [m.name for m in registry.members(5.1)] == ["p"]
+    assert registry.announce("q", 5.1, incarnation=1) is None
+    assert registry.join("q", ("h", 2), -1, 5.1).incarnation == 2
 
 
 def test_a_lease_begins_when_a_newcomer_has_been_reached(

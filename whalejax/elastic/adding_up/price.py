@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from whalejax.elastic.assignment import dealt, shares
 from whalejax.elastic.exchange import rounds_of, sent_bytes
 from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
+from whalejax.membership.assignment import dealt, shares
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.cluster_data import Level, Node

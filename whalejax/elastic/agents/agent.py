@@ -33,7 +33,8 @@ from whalejax.elastic.environment import (
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
-from whalejax.elastic.supervisor.telling import counted, tell_user
+from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.membership.run import counted
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.wire.connection import (
     Channel,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from whalejax._version import __version__
-from whalejax.distributed.standstill import Standstill
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
+from whalejax.membership import events as ev
+from whalejax.membership.lease import Lease
+from whalejax.membership.run import LONGEST_TURN_SECONDS, Run
 from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import TO_AGENT, Finish
 
@@ -38,8 +38,6 @@ class AgentRecord(Generic[Link]):
         room: processes that it may hold.
         token: what its process drew; another one has another.
         link: its connection; None where that ended.
-        heard_at: of its last word.
-        gone_at: when its connection ended.
         leaving: it was told to end, and takes no further process.
         asked: processes that it was asked to start: names and slots.
         there: names of processes that it holds.
@@ -51,8 +49,6 @@ class AgentRecord(Generic[Link]):
     room: int = 0
     token: str = ""
     link: Link | None = None
-    heard_at: float = 0.0
-    gone_at: float = 0.0
     leaving: bool = False
     asked: dict[str, int] = field(default_factory=dict)
     there: set[str] = field(default_factory=set)
@@ -66,28 +62,36 @@ class AgentRecord(Generic[Link]):
 
 
 class AgentFleet(Generic[Link]):
-    """All agents of a run."""
+    """All agents of a run.
+
+    Attributes:
+        program: ``command``, words of the program that agents start, and
+            ``environment``, variables for it.
+    """
 
     def __init__(
         self,
-        membership: Membership,
+        run: Run,
+        take: Callable[[float, ev.Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
-        program: Mapping[str, Any],
+        program: Mapping[str, Any] | None = None,
     ) -> None:
         """No agent is there yet.
 
         Args:
-            membership: told of what agents do.
+            run: whose agents they are.
+            take: is told what agents do, with the time of it.
             send: sends a message over a connection.
             close: ends one; what is behind it connects anew.
-            program: ``command``, words of the program that agents start, and
-                ``environment``, variables for it.
+            program: see the attribute.
         """
-        self._membership, self._program = membership, program
+        self._run, self._take, self.program = run, take, program or {}
         self._send, self._close = send, close
         self._agents: dict[str, AgentRecord[Link]] = {}
-        self._standstill = Standstill(LONGEST_TURN_SECONDS)
+        self._linked: dict[Link, AgentRecord[Link]] = {}
+        self._lease: Lease[str] = Lease(run.lease.seconds, LONGEST_TURN_SECONDS)
+        self._away: Lease[str] = Lease(RETURN_SECONDS, LONGEST_TURN_SECONDS)
         self._ended_for: str | None = None
 
     # What agents say.
@@ -111,7 +115,7 @@ class AgentFleet(Generic[Link]):
                     "Give this one another --name, or end that one"
                 )
         # An agent of the run comes back to the end of it.
-        if known is None and self._membership.phase == "ending":
+        if known is None and self._run.phase == "ending":
             return "the run is over"
         return ""
 
@@ -126,34 +130,39 @@ class AgentFleet(Generic[Link]):
         name, told = fields["agent"], {one[0]: one for one in fields["there"]}
         if self._ended_for is not None:
             self._send(link, Finish(why=self._ended_for))
-            self._agents.pop(name, None)
+            self._drop(name)
             return
         known = self._agents.get(name)
         if known is not None and known.token not in ("", fields["token"]):
             self._lose(now, known, "another took its place")
             known = None
-        old = None if known is None else known.link
+        old = None if known is None else self._unlink(known)
         is_new = known is None or not known.token
         record = known or AgentRecord[Link](name=name)
         record.host, record.machine = fields["host"], fields["machine"]
         record.room, record.token = fields["room"], fields["token"]
-        record.link, record.heard_at, record.leaving = link, now, False
+        record.link, record.leaving = link, False
+        self._linked[link] = record
+        self._lease.heard(name, now)
+        self._away.forget(name)
         asked, record.asked = record.asked, {}
         before, record.there = record.there, set(told)
         self._agents[name] = record
-        beats = self._membership.settings.beat_seconds
-        self._tell(record, "enlisted", **self._program, beat_seconds=beats)
+        beats = self._run.settings.beat_seconds
+        self._tell(record, "enlisted", **self.program, beat_seconds=beats)
         if is_new:
-            self._membership.agent_came(now, name, record.host, record.room)
+            self._take(now, ev.AgentJoined(name, record.host, record.room))
         for one, slot in asked.items():
             if one in told:
                 self._started(now, record, one, slot, told[one][1], told[one][2])
             else:
-                self._membership.not_started(now, slot, "the agent was away")
+                self._take(now, ev.NotStarted(slot, "the agent was away"))
         for one in before - set(told):
-            self._membership.exited(now, one, None)
+            self._take(now, ev.Exited(one, None))
+        if not is_new:
+            self._take(now, ev.RoomFreed(record.free))
         for one in told:
-            member = self._membership.members.get(one)
+            member = self._run.members.get(one)
             if member is None or not member.is_there or member.agent != name:
                 self._tell(record, "kill", name=one)
             else:
@@ -166,7 +175,7 @@ class AgentFleet(Generic[Link]):
         record = self._of(link)
         if record is None:
             return
-        record.heard_at = now
+        self._lease.heard(record.name, now)
         match message:
             case Message(kind="agent_beat", fields={"leaving": leaving}):
                 record.leaving = leaving
@@ -180,69 +189,74 @@ class AgentFleet(Generic[Link]):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     why = f"agent {record.name}: {why}"
-                    self._membership.not_started(now, slot, why)
+                    self._take(now, ev.NotStarted(slot, why))
             case Message(kind="exited", fields={"name": name, **more}):
                 record.there.discard(name)
-                self._membership.exited(now, name, more["status"], more["said"])
-                self._membership.room(now)
+                status, log = more["status"], more["said"]
+                self._take(now, ev.Exited(name, status, log))
+                self._take(now, ev.RoomFreed(1))
 
     def closed(self, now: float, link: Link) -> None:
         """A connection of an agent ended; it may come back."""
         record = self._of(link)
         if record is None:
             return
-        record.link, record.gone_at = None, now
+        self._unlink(record)
+        self._away.heard(record.name, now)
         if self._ended_for is not None:
-            del self._agents[record.name]
+            self._drop(record.name)
         elif record.leaving and not record.there:
-            del self._agents[record.name]
+            self._drop(record.name)
             self._give_back(now, record)
-            self._membership.agent_left(record.name)
+            self._take(now, ev.AgentLeft(record.name))
 
     def tick(self, now: float) -> None:
         """Time has passed: agents that are silent are lost, with their members."""
-        stood = self._standstill.forgiven(now)
-        for record in self._agents.values():
-            record.heard_at = min(record.heard_at + stood, max(record.heard_at, now))
-            record.gone_at = min(record.gone_at + stood, max(record.gone_at, now))
-        lease = self._membership.settings.lease_seconds
-        for record in [*self._agents.values()]:
-            silent = now - record.heard_at
-            if silent > lease:
-                self._lose(now, record, f"it was silent for {silent:.1f} s")
-            elif record.link is None and now - record.gone_at > RETURN_SECONDS:
-                members = self._membership.members
-                held = [members[n] for n in record.there if n in members]
-                if not any(m.is_there and m.connected for m in held):
-                    self._lose(now, record, "its connection ended")
+        self._lease.turn(now)
+        self._away.turn(now)
+        for name, silent in self._lease.overdue(now).items():
+            self._lose(now, self._agents[name], f"it was silent for {silent:.1f} s")
+        for name in self._away.overdue(now):
+            members = self._run.members
+            held = [members[n] for n in self._agents[name].there if n in members]
+            if not any(m.is_there and m.connected for m in held):
+                self._lose(now, self._agents[name], "its connection ended")
 
     def _lose(self, now: float, record: AgentRecord[Link], why: str) -> None:
-        del self._agents[record.name]
+        self._drop(record.name)
         self._give_back(now, record)
-        self._membership.agent_lost(now, record.name, why)
-        if record.link is not None:
-            self._close(record.link)  # It is told anew which of its processes end.
+        self._take(now, ev.AgentLost(record.name, why))
+        link = self._unlink(record)
+        if link is not None:
+            self._close(link)  # It is told anew which of its processes end.
+
+    def _unlink(self, record: AgentRecord[Link]) -> Link | None:
+        """Forget the connection of an agent, and give it."""
+        link, record.link = record.link, None
+        if link is not None:
+            self._linked.pop(link, None)
+        return link
+
+    def _drop(self, name: str) -> None:
+        self._agents.pop(name, None)
+        self._lease.forget(name)
+        self._away.forget(name)
 
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
         """Let other agents start what this one was asked to start."""
         for slot in record.asked.values():
-            self._membership.not_started(now, slot, f"agent {record.name} is gone")
+            self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
         """Give the agents of an earlier supervisor time to come back."""
-        settings = self._membership.settings
-        back_at = now + settings.rejoin_seconds
-        for member in self._membership.members.values():
+        back_at = now + self._run.settings.rejoin_seconds
+        for member in self._run.members.values():
             if member.is_there and member.agent:
-                record = self._agents.setdefault(
-                    member.agent,
-                    AgentRecord[Link](
-                        name=member.agent,
-                        heard_at=back_at - settings.lease_seconds,
-                        gone_at=back_at - RETURN_SECONDS,
-                    ),
-                )
+                new = AgentRecord[Link](name=member.agent)
+                record = self._agents.setdefault(member.agent, new)
                 record.there.add(member.name)
+                self._lease.expect(member.agent, back_at)
+                self._away.expect(member.agent, back_at)
 
     # What agents are told.
 
@@ -256,12 +270,11 @@ class AgentFleet(Generic[Link]):
         """
         found = [r for r in self._agents.values() if r.free > 0]
         if not found:
-            members = self._membership.members
+            members = self._run.members
             ends = {n for r in self._agents.values() for n in r.there}
-            if any(n not in members or not members[n].is_there for n in ends):
-                self._membership.started_later(now + _SOON_SECONDS, slot)
-            else:
-                self._membership.unplaced(slot)
+            ending = any(n not in members or not members[n].is_there for n in ends)
+            until = now + _SOON_SECONDS if ending else None
+            self._take(now, ev.Deferred(slot, until=until))
             return False
         # Members are spread; among agents with equally many, the first that came.
         record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
@@ -298,10 +311,12 @@ class AgentFleet(Generic[Link]):
         return self._of(link) is not None
 
     def _of(self, link: Link) -> AgentRecord[Link] | None:
-        return next((r for r in self._agents.values() if r.link is link), None)
+        return self._linked.get(link)
 
     def _tell_holder(self, name: str, kind: str) -> None:
-        for record in self._agents.values():
+        member = self._run.members.get(name)
+        known = None if member is None else self._agents.get(member.agent)
+        for record in self._agents.values() if known is None else (known,):
             if name in record.there:
                 self._tell(record, kind, name=name)
 
@@ -319,15 +334,8 @@ class AgentFleet(Generic[Link]):
         began: str,
     ) -> None:
         record.there.add(name)
-        self._membership.started(
-            now,
-            name,
-            slot,
-            pid,
-            began,
-            agent=record.name,
-            machine=record.machine,
-        )
+        where = record.name, record.machine
+        self._take(now, ev.Started(name, slot, pid, began, *where))
 
 
 def program(

@@ -15,8 +15,8 @@ from typing import Final
 
 from whalejax.distributed.launch_spec import is_here
 from whalejax.elastic.agents.agent import FOLDER
-from whalejax.elastic.supervisor.endings import exit_text
 from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.membership.endings import exit_text
 from whalejax.wire.keys import make_key
 
 

@@ -7,6 +7,7 @@ at which they began, so that no other process is taken for one of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import shutil
@@ -204,6 +205,7 @@ def began_at(pid: int) -> str:
     return said.rpartition(")")[2].split()[19]
 
 
+@functools.cache
 def machine() -> str:
     """What tells this machine, as it was started, from any other.
 

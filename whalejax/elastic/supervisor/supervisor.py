@@ -1,6 +1,6 @@
 """The process outside the workers that holds a run together.
 
-It does what ``Membership`` decides: it starts and ends processes, carries messages and
+It does what ``react`` says: it starts and ends processes, carries messages and
 writes the journal. Killed and started again in the same folder, it takes its members
 back, and they do not stop for it.
 
@@ -34,19 +34,6 @@ from whalejax.distributed.launch_env import (
 from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
-from whalejax.elastic.supervisor.history import history
-from whalejax.elastic.supervisor.member_record import (
-    Effect,
-    End,
-    Kill,
-    Member,
-    Release,
-    Send,
-    Start,
-    StepCommit,
-    WriteEvent,
-)
-from whalejax.elastic.supervisor.membership import Membership
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.run_folder import (
@@ -55,12 +42,17 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
-from whalejax.elastic.supervisor.run_state import LONGEST_TURN_SECONDS
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership import events as ev
+from whalejax.membership.history import replayed
+from whalejax.membership.members import refusal
+from whalejax.membership.react import react
+from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
+from whalejax.membership.run_ends import saves_last
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
@@ -69,6 +61,8 @@ from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import (
     TO_SUPERVISOR,
+    AgentBeat,
+    Beat,
     Committed,
     Enlist,
     Exited,
@@ -145,7 +139,12 @@ class Supervisor:
         """
         self._run = run
         self._folder = run.folder / FOLDER
-        self._membership = Membership(run.settings)
+        self._state = Run(settings=run.settings)
+        self._effects: list[ev.Effect] = []
+        self._unacknowledged: dict[Channel, str] = {}
+        self._acknowledged: dict[Channel, tuple[int, float]] = {}
+        self._answers: list[tuple[Channel, Message]] = []
+        self._ticked_at = float("-inf")
         self._held = contextlib.ExitStack()
         self._selector = self._held.enter_context(selectors.DefaultSelector())
         self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | None]]
@@ -154,14 +153,16 @@ class Supervisor:
         self._channels: dict[str, Channel] = {}
         self._names: dict[Channel, str] = {}
         self._is_closed = False
-        self._processes: Processes | None = None
-        self._fleet: AgentFleet[Channel] | None = None
+        self._processes = Processes(run.command, {}, self._folder, self._selector)
+        self._fleet = AgentFleet[Channel](
+            self._state, self._take, self._send, Channel.close
+        )
         places = run.settings.most + run.settings.spares
         self._gpus = SlotGpus({**os.environ, **(run.environment or {})}, places)
         self._save: Path | None = None
         self._is_full = False
         self._terminated = self._at_once = False
-        self._end: End | None = None
+        self._end: ev.End | None = None
         self._ends_at = float("inf")
         self._pulse_at = 0.0
         self._turn_at = time.monotonic()
@@ -182,15 +183,14 @@ class Supervisor:
                 self._loop()
             except BaseException:
                 # Nobody would watch over them any more.
-                if self._processes is not None:
-                    self._processes.end_all()
-                self._finish_agents("its supervisor failed")
+                self._processes.end_all()
+                self._fleet.finish("its supervisor failed")
                 raise
             assert self._end is not None
             if self._save is not None:
                 remove_unfinished(self._save)
             remove_copies(self._folder / KEY)
-            self._finish_agents(self._end.text)
+            self._fleet.finish(self._end.text[:_LONGEST_WHY])
             self._wait_for_agents()
             tell_user(self._end.text)
             return self._end.status
@@ -205,7 +205,7 @@ class Supervisor:
         events = journal.read_events(self._folder / journal.EVENTS)
         # A number is never used again in a folder, also by a later run in it.
         numbers = [e["generation"] for e in events if e["event"] == "preparing"]
-        self._membership.generation = max(numbers, default=0)
+        self._state.generation = max(numbers, default=0)
         self._count = sum(said["event"] == "started" for said in events)
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
@@ -229,9 +229,7 @@ class Supervisor:
             SUPERVISOR: joined_address(*self._address),
             KEY_FILE: str((self._folder / KEY).absolute()),
         }
-        self._processes = Processes(
-            self._run.command, environment, self._folder, self._selector
-        )
+        self._processes.environment = environment
         if self._run.places:
             self._open_fleet()
         elif self._run.command and not self._run.quiet:
@@ -245,7 +243,7 @@ class Supervisor:
             told = {**told, "run": self._name, **self._gpus.opened()}
             self._journal.write("opened", told)
             if self._run.command:
-                self._membership.begin(time.monotonic())
+                self._take(time.monotonic(), ev.Begin())
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
@@ -258,7 +256,7 @@ class Supervisor:
             return True
         if journal.is_over(run):
             return False
-        there = [m for m in history(run).members.values() if m.status != "gone"]
+        there = replayed(self._run.settings, run).there()
         here = run[0].get("machine", machine()) == machine()
         if any(m.slot is None for m in there):
             return here and not self._run.command
@@ -298,24 +296,21 @@ class Supervisor:
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
         since = [said for said in commits if said["time"] >= events[0]["time"]]
-        told = history(events)
-        if told.over is None and told.facts:
-            self._lock_save(told.facts.get("save", ""))
-        self._membership.go_on(
-            now,
-            told,
-            journal.losses(since),
+        resumed = ev.Resume(
+            events=events,
+            losses=journal.losses(since),
             wall=time.time(),
             committed_at=since[-1]["time"] if since else 0.0,
         )
-        assert self._processes is not None
-        if self._fleet is not None:
-            self._fleet.expect(now)
-        for name, member in [*self._membership.members.items()]:
+        self._take(now, resumed)
+        if self._state.over is None:
+            self._lock_save(self._state.facts.get("save", ""))
+        self._fleet.expect(now)
+        for name, member in [*self._state.members.items()]:
             if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
                     log = self._processes.said(name)
-                    self._membership.exited(now, name, None, log)
+                    self._take(now, ev.Exited(name, None, log))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -352,18 +347,25 @@ class Supervisor:
                 else:
                     self._ended(key.data)
             now = self._take_all()
-            self._say_refused(now)
-            self._beat(now)
-            self._write_kept()
-            if self._at_once:
-                self._membership.end_at_once(now)
-                self._ends_at = 0.0
-            elif self._terminated:
-                self._membership.terminate(now)
-            if self._fleet is not None:
+            if now - self._ticked_at >= _TICK_SECONDS:
+                self._ticked_at = now
+                self._say_refused(now)
+                self._beat(now)
+                self._write_kept()
+                if self._at_once:
+                    self._take(now, ev.Terminate(at_once=True))
+                    self._ends_at = 0.0
+                elif self._terminated:
+                    self._take(now, ev.Terminate(at_once=False))
                 self._fleet.tick(now)
-            self._membership.tick(now)
+                self._take(now, ev.Tick())
+            elif not self._state.is_settled:  # Else it was a turn of beats alone.
+                self._take(now, ev.Tick())
             self._do_all()
+
+    def _take(self, now: float, event: ev.Event) -> None:
+        """Let the rules know; what follows is done at the end of the turn."""
+        self._effects += react(self._state, now, event)
 
     def _take_all(self) -> float:
         """Take what has come, before anybody is found silent; the time.
@@ -401,25 +403,26 @@ class Supervisor:
         return self._commits.flush() and written
 
     def _is_over(self) -> bool:
-        if self._end is None or self._processes is None:
+        if self._end is None:
             return False
-        there, now = self._processes.names, time.monotonic()
-        held = [] if self._fleet is None else self._fleet.names
-        if now > self._ends_at:
-            for name in [*there, *held]:
-                if self._at_once or not self._membership.saves_last(now, name):
-                    self._processes.kill(name)
-                    self._kill_held(name)
         # Agents that are lost take their processes out of the list.
-        return not there and not held
+        there, now = [*self._processes.names, *self._fleet.names], time.monotonic()
+        if now > self._ends_at:
+            for name in there:
+                if self._at_once or not saves_last(self._state, now, name):
+                    self._kill(name)
+        return not there
+
+    def _kill(self, name: str) -> None:
+        self._processes.kill(name)
+        self._fleet.kill(name)
 
     def _ended(self, name: str) -> None:
-        assert self._processes is not None
         status = self._processes.ended(name)
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
-        self._membership.exited(now, name, status, self._processes.said(name))
-        self._do_all()
+        log = self._processes.said(name)
+        self._take(now, ev.Exited(name, status, log))
 
     def _close_channels(self) -> None:
         self._is_closed = True
@@ -446,8 +449,10 @@ class Supervisor:
                 break
             except queue.Full:
                 continue
-        with contextlib.suppress(OSError):  # Full: it is awake.
-            self._wakes.send(b"x")
+        # Of beats there are many, and they can wait for the next tick.
+        if not isinstance(message, Beat | AgentBeat):
+            with contextlib.suppress(OSError):  # Full: it is awake.
+                self._wakes.send(b"x")
 
     def _say_refused(self, now: float) -> None:
         """Strangers are counted, so that many of them fill no disk."""
@@ -461,16 +466,16 @@ class Supervisor:
         for _ in range(self._events.qsize()):  # Not those that come meanwhile.
             channel, message = self._events.get_nowait()
             if message is None:
-                if self._fleet is not None:
-                    self._fleet.closed(now, channel)
+                self._fleet.closed(now, channel)
+                self._acknowledged.pop(channel, None)
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
                     del self._channels[name]
-                    self._membership.disconnected(now, name)
+                    self._take(now, ev.Disconnected(name))
             elif isinstance(message, Register):
                 self._register(now, channel, message)
             elif isinstance(message, ReductionOffer):
-                self._say_adding_up(channel, message)
+                self._say_adding_up(now, channel, message)
             elif isinstance(message, Refusal):
                 self._refused(now, channel, message)
             elif isinstance(message, Enlist):
@@ -478,36 +483,44 @@ class Supervisor:
             elif isinstance(message, OfAgent):
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
-                self._heard(now, channel, message)
-            self._do_all()
+                name = self._names[channel]
+                self._take(now, ev.Heard(name, message))
+                if not isinstance(message, Committed):  # Of those there are many.
+                    self._unacknowledged[channel] = name
 
-    def _heard(self, now: float, channel: Channel, message: OfMember) -> None:
-        name = self._names[channel]
-        self._membership.heard(now, name, message)
-        self._do_all()
-        if not isinstance(message, Committed):  # Of those there are many.
-            self._acknowledge(now, name, channel)
+    def _acknowledge(self) -> None:
+        """Tell members which of their reports they need not repeat: what is written.
 
-    def _acknowledge(self, now: float, name: str, channel: Channel) -> None:
-        """Tell a member which of its reports it need not repeat: what is written."""
-        member = self._membership.members.get(name)
-        if member is None:
-            return
-        number = member.reported if self._is_written() else 0
-        goodput = self._membership.pace.goodput(now)
-        self._send(channel, Heard(goodput=goodput, number=number))
+        Others that wait for an answer are told what was written, too.
+        """
+        is_written = self._journal.is_written and self._commits.is_written
+        heard, self._unacknowledged = self._unacknowledged, {}
+        now = time.monotonic()
+        goodput = self._state.pace.goodput(now) if heard else 0.0
+        for channel, name in heard.items():
+            member = self._state.members.get(name)
+            number = member.reported if member is not None and is_written else 0
+            before, at = self._acknowledged.get(channel, (0, float("-inf")))
+            # A member that reports nothing hears now and then that it is heard.
+            if number > before or now - at > self._state.lease.seconds / 2:
+                self._acknowledged[channel] = number, now
+                self._send(channel, Heard(goodput=goodput, number=number))
+        answers, self._answers = self._answers, []
+        for channel, answer in answers:
+            if is_written or not isinstance(answer, Noted):  # Else it is said again.
+                self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Register) -> None:
         name, slot = self._named(message.fields)
         # Only the folder of a member that is one is held.
         why = self._other_run(message.run)
-        why = why or self._membership.refusal(name, message)
+        why = why or refusal(self._state, name, message)
         why = why or self._lock_save(message.save)
         if why:
-            self._do(WriteEvent(event="refused", fields={"name": name, "why": why}))
-            self._send(channel, Refused(why=why))
+            self._record("refused", name=name, why=why)
+            self._answers.append((channel, Refused(why=why)))
             return
-        self._membership.register(now, message, name, slot)
+        self._take(now, ev.Register(name, slot, message))
         old = self._channels.get(name)
         if old is not None and old is not channel:
             self._names.pop(old, None)
@@ -526,12 +539,12 @@ class Supervisor:
         """A process says that it cannot be run, before it joins."""
         member = self._starting_member(message.fields)
         if member is not None:
-            self._membership.refused(now, member.name, message.why)
+            self._take(now, ev.Unrunnable(member.name, message.why))
         self._send(channel, Over(why="it cannot be run", well=False))
 
     def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
         """The member that a process is which was started and has not joined yet."""
-        for member in self._membership.members.values():
+        for member in self._state.members.values():
             where = member.machine or machine()
             if member.status == "starting" and fields["machine"] == where:
                 if member.pid == fields["pid"]:
@@ -540,7 +553,7 @@ class Supervisor:
 
     def _named(self, fields: Mapping[str, Any]) -> tuple[str, int | None]:
         """The name under which a member goes, and its slot if it was started here."""
-        members = self._membership.members
+        members = self._state.members
         if fields["name"]:
             known = members.get(fields["name"])
             return fields["name"], None if known is None else known.slot
@@ -577,10 +590,10 @@ class Supervisor:
 
     def _open_fleet(self) -> None:
         """Take agents, and say how they join."""
-        given = program(self._run.command, self._environment, sys.executable)
-        self._fleet = AgentFleet(self._membership, self._send, Channel.close, given)
-        self._membership.placed = True
-        self._membership.awaited = set(self._run.awaited)
+        command = self._run.command
+        self._fleet.program = program(command, self._environment, sys.executable)
+        self._state.placed = True
+        self._state.awaited = set(self._run.awaited)
         host, port = self._address
         where = joined_address(reached_host(host), port)
         key = (self._folder / KEY).absolute()
@@ -588,137 +601,135 @@ class Supervisor:
         text = f"to add a machine{alone}: whalejax agent {where} --key {key}"
         tell_user(text)
 
-    def _say_adding_up(self, channel: Channel, message: ReductionOffer) -> None:
+    def _say_adding_up(
+        self, now: float, channel: Channel, message: ReductionOffer
+    ) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
         if other := self._other_run(message.run):
             self._send(channel, Refused(why=other))
             return
-        by, why = self._membership.add_up(by=message.by, why=message.why)
-        self._do_all()
+        self._take(now, ev.ReductionProposed(message.by, message.why))
+        by, why = self._state.adding_up
         decision = ReductionDecision(
             by=cast(Way, by),
             why=why,
             processes=self._run.settings.most,
-            hosts=self._membership.hosts(),
+            hosts=self._state.hosts(),
         )
-        self._send(channel, decision)
+        self._answers.append((channel, decision))
 
     def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
         fields = message.fields
-        if self._fleet is None:
+        why = self._fleet.refusal(fields)
+        if not self._run.places:
             why = (
                 "the processes of this run are started on its own machine. Give "
                 "whalejax launch --host"
             )
-        else:
-            why = self._fleet.refusal(fields)
-        if why or self._fleet is None:
-            told = {"agent": fields["agent"], "why": why}
-            self._do(WriteEvent(event="agent_refused", fields=told))
-            self._send(channel, Refused(why=why))
+        if why:
+            self._record("agent_refused", agent=fields["agent"], why=why)
+            self._answers.append((channel, Refused(why=why)))
             return
         self._fleet.enlist(now, channel, fields)
 
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
-        if self._fleet is None:
-            return
         self._fleet.heard(now, channel, message)
-        self._do_all()
-        if isinstance(message, Exited) and self._is_written():
-            self._send(channel, Noted(name=message.name))
-
-    def _kill_held(self, name: str) -> None:
-        if self._fleet is not None:
-            self._fleet.kill(name)
-
-    def _finish_agents(self, why: str) -> None:
-        if self._fleet is not None:
-            self._fleet.finish(why[:_LONGEST_WHY])
+        if isinstance(message, Exited):
+            self._answers.append((channel, Noted(name=message.name)))
 
     def _wait_for_agents(self) -> None:
         """Until each has ended its connection, or came back and heard of the end."""
         end = time.monotonic() + _FAREWELL_SECONDS
-        while self._fleet is not None and self._fleet.hears_the_end:
+        while self._fleet.hears_the_end:
             if time.monotonic() > end:
                 return
             self._selector.select(_TICK_SECONDS)
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
             self._take_events()
+            self._do_all()
 
     # Effects.
 
     def _do_all(self) -> None:
-        while effects := self._membership.effects():
+        """Do what follows from a turn, once what happened in it is on the disk."""
+        while effects := self._effects:
+            self._effects = []
+            for effect in effects:
+                self._write(effect)
+            self._is_written()
             for effect in effects:
                 self._do(effect)
+        self._acknowledge()
 
-    def _do(self, effect: Effect) -> None:
+    def _record(self, event: str, **fields: object) -> None:
+        """Have an event written down that the rules know nothing of."""
+        self._effects.append(ev.WriteEvent(event, fields))
+
+    def _write(self, effect: ev.Effect) -> None:
         match effect:
-            case WriteEvent(event=event, fields=fields):
-                self._journal.write(event, fields)
+            case ev.WriteEvent(event=event, fields=fields):
+                self._journal.add(event, fields)
                 tell_user(shown(event, fields, quiet=self._run.quiet))
-            case StepCommit(step=step, generation=generation, loss=loss, parts=parts):
-                fields = {"step": step, "generation": generation, "loss": loss}
-                self._commits.write(journal.COMMITTED, {**fields, "parts": parts})
-            case Send(name=name, message=message):
+            case ev.StepCommit():
+                self._commits.add(journal.COMMITTED, effect._asdict())
+
+    def _do(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Send(name=name, message=message):
                 channel = self._channels.get(name)
                 if channel is not None:
                     self._send(channel, message)
-            case Kill(name=name) if self._processes is not None:
-                self._processes.kill(name)
-                self._kill_held(name)
-            case Release(name=name) if self._processes is not None:
+            case ev.Kill(name=name):
+                self._kill(name)
+            case ev.Release(name=name):
                 self._processes.release(name)
-                if self._fleet is not None:
-                    self._fleet.release(name)
-            case Start(slot=slot):
+                self._fleet.release(name)
+            case ev.Start(slot=slot):
                 self._start(slot)
-            case End():
+            case ev.End():
                 self._end = self._end or effect
                 seconds = self._run.exit_seconds
                 self._ends_at = min(self._ends_at, time.monotonic() + seconds)
 
     def _start(self, slot: int) -> None:
-        if not self._run.command or self._processes is None:
+        if not self._run.command:
             return
         now = time.monotonic()
         if not self._is_written():
-            self._membership.failures.due[slot] = now + _FULL_SECONDS
+            self._take(now, ev.Deferred(slot, until=now + _FULL_SECONDS))
             return
         name = f"m{self._count + 1}"
-        if self._fleet is not None:
+        if self._run.places:
             self._count += self._fleet.start(now, slot, name)
             return
         if self._gpus.gpus and self._is_taken(now, slot):
             # Its GPUs are another's until that process has ended.
-            self._membership.started_later(now + _TICK_SECONDS, slot)
+            self._take(now, ev.Deferred(slot, until=now + _TICK_SECONDS))
             return
         try:
             own = self._gpus.of(slot)
         except WhaleError as error:  # The run began with fewer, and is not asked again.
-            told = {"slot": slot, "why": str(error)}
-            self._do(WriteEvent(event="not_started", fields=told))
-            self._membership.unplaced(slot)
+            self._record("not_started", slot=slot, why=str(error))
+            self._take(now, ev.Deferred(slot))
             return
         self._count += 1
         try:
             pid, began = self._processes.start(name, own)
         except OSError as error:  # Too many processes or files, or no memory.
             why = error.strerror or str(error)
-            self._membership.not_started(now, slot, why)
+            self._take(now, ev.NotStarted(slot, why))
             return
-        self._membership.started(now, name, slot, pid, began)
+        self._take(now, ev.Started(name, slot, pid, began))
 
     def _is_taken(self, now: float, slot: int) -> bool:
         """Whether a process that filled a slot before has not ended yet."""
-        assert self._processes is not None
-        members = self._membership.members
+        members = self._state.members
         there = [members[n] for n in self._processes.names if n in members]
         holder = next((member for member in there if member.slot == slot), None)
         if self._gpus.is_late(now, slot, 0 if holder is None else holder.pid):
             assert holder is not None
             why = f"it has not ended {HELD_SECONDS:g} s after it was given up"
-            told = {"name": holder.name, "pid": holder.pid, "slot": slot, "why": why}
-            self._do(WriteEvent(event="slot_held", fields=told))
+            told = {"name": holder.name, "pid": holder.pid, "slot": slot}
+            self._record("slot_held", **told, why=why)
         return holder is not None

@@ -6,21 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from whalejax.distributed.standard_streams import say_in_background
-from whalejax.elastic.supervisor.endings import Ending
 from whalejax.journals.status import loss_words
+from whalejax.membership.endings import Ending
+from whalejax.membership.run import counted
 
 
 _PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
 """Events of a run that goes well."""
-
-
-def counted(processes: int) -> str:
-    """A number of processes.
-
-    >>> counted(1), counted(2)
-    ('1 process', '2 processes')
-    """
-    return f"{processes} process" + "es" * (processes != 1)
 
 
 def adding_up_words(by: str, why: str) -> str:

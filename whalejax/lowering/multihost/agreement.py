@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 
 from whalejax import _compat_processes
 from whalejax._version import __version__
-from whalejax.distributed import heartbeat
 from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.membership import heartbeat
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import told, told_apart
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from whalejax.distributed import heartbeat
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.distributed.standard_streams import say
+from whalejax.membership import heartbeat
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.pipeline.schedules import ScheduleRow
 from whalejax.planner.pipeline.transfer_order import Handing, words_of

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from whalejax.membership.lease import Lease
 from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.leading.shares import OWN, Share, Shares
 from whalejax.swarm_runtime.passage import Passage, StepContext
@@ -35,14 +36,12 @@ class _Further:
 
     Attributes:
         address: where it gives micro-batches.
-        heard: when it last asked for something.
         led: micro-batches that it has led.
         leaving: it takes no more.
         counts: of what went wrong at it.
     """
 
     address: Address
-    heard: float
     led: int = 0
     leaving: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -84,7 +83,8 @@ class Sharing:
             lease: seconds after which a trainer that is not heard of is gone.
         """
         self._fleet, self._caller, self._tell = fleet, caller, tell
-        self._lease, self.led = lease, 0
+        self.led = 0
+        self._lease: Lease[str] = Lease(lease)
         self._lock = threading.RLock()
         self._trainers: dict[str, _Further] = {}
         self._step: _Step | None = None
@@ -100,7 +100,8 @@ class Sharing:
         """
         with self._lock:
             self._lose(name)
-            self._trainers[name] = _Further(address=address, heard=self._fleet.now())
+            self._trainers[name] = _Further(address=address)
+            self._lease.heard(name, self._fleet.now())
         self._tell("trainer joined", trainer=name)
 
     def addresses(self) -> list[Address]:
@@ -133,13 +134,12 @@ class Sharing:
         with self._lock:
             step = self._step
             silent = {
-                name: (one.address, now - one.heard)
-                for name, one in self._trainers.items()
-                if now - one.heard > SILENT_SECONDS
+                name: (self._trainers[name].address, seconds)
+                for name, seconds in self._lease.overdue(now, SILENT_SECONDS).items()
             }
         for name, (address, seconds) in silent.items():
             why = f"it was not heard of for {seconds:.0f} s"
-            if seconds <= self._lease:
+            if seconds <= self._lease.seconds:
                 if step is None or not step.shares.held(name):
                     continue
                 try:
@@ -162,6 +162,7 @@ class Sharing:
     def _lose(self, name: str, why: str = "") -> None:
         with self._lock:
             known, step = self._trainers.pop(name, None), self._step
+            self._lease.forget(name)
             lost = [] if step is None else step.shares.lose(name)
         if known is not None and why:
             self._tell("trainer lost", trainer=name, numbers=lost, why=why)
@@ -206,11 +207,12 @@ class Sharing:
             known, step = self._trainers.get(name), self._step
             if known is None:
                 return GivenShare(known=False)
-            known.heard, known.counts = self._fleet.now(), asked.counts
-            known.leaving = asked.leaving
+            self._lease.heard(name, self._fleet.now())
+            known.counts, known.leaving = asked.counts, asked.leaving
             if known.leaving:
                 if step is None or not step.shares.held(name):
                     del self._trainers[name]
+                    self._lease.forget(name)
                     self._tell("trainer left", trainer=name)
                 return GivenShare()
             if step is not None:
@@ -277,5 +279,6 @@ class Sharing:
         with self._lock:
             known = self._trainers.get(name)
             if known is not None:
-                known.heard, known.led = self._fleet.now(), known.led + 1
+                self._lease.heard(name, self._fleet.now())
+                known.led += 1
         return Taken()

@@ -15,6 +15,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.adding_up import priced_script
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import Run, running
 from tests.whalejax.elastic.test_runs import audit, expected_losses
 from tests.whalejax.elastic.test_supervisor import Live, live
@@ -25,14 +26,12 @@ from whalejax.elastic.adding_up.agreement import Arbiter, agreed
 from whalejax.elastic.adding_up.price import AddingProcesses
 from whalejax.elastic.environment import RUN, SUPERVISOR
 from whalejax.elastic.programs import planned_replica
-from whalejax.elastic.supervisor.history import history
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals import journal
 from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp, Way
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import show, status_of
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
@@ -69,13 +68,13 @@ def test_the_first_answer_holds_for_all_and_is_kept(tmp_path: Path) -> None:
         (event,) = there.events("adding_up")
         assert (event["by"], event["why"]) == (MESSAGES, "cheaper")
     events = journal.read(tmp_path / FOLDER / journal.EVENTS)
-    again = Membership(SupervisorSettings(least=1, most=2))
-    again.go_on(0.0, history(events), {})
+    again = Driven(SupervisorSettings(least=1, most=2))
+    again.go_on(0.0, events, {})
     assert again.add_up(ASKED.by, ASKED.why) == (MESSAGES, "cheaper")
 
 
 def test_hosts_are_those_of_agents_that_are_there_or_awaited() -> None:
-    there = Membership(SupervisorSettings(least=1, most=4))
+    there = Driven(SupervisorSettings(least=1, most=4))
     assert there.hosts() == 1
     there.placed = True
     there.agent_came(0.0, "a", "10.0.0.1", 2)

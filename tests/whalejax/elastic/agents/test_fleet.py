@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.messages import arrives, received
 from whalejax._version import __version__
 from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
-from whalejax.elastic.supervisor.member_record import Start
-from whalejax.elastic.supervisor.membership import Membership
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.events import Start
+from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import TO_AGENT
 
@@ -34,12 +34,13 @@ class Ran:
 
     def __init__(self, **settings: Any) -> None:
         given = {"least": 1, "most": 3, **settings}
-        self.membership = Membership(SupervisorSettings(**given))
+        self.membership = Driven(SupervisorSettings(**given))
         self.membership.placed = True
         self.closed: list[str] = []
         self.told: dict[str, list[tuple[str, Any]]] = {}
         self.fleet = AgentFleet[str](
             self.membership,
+            self.membership.take,
             self._send,
             self.closed.append,
             {"command": ["", "train.py"], "environment": {}},

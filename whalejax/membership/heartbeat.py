@@ -31,7 +31,7 @@ from whalejax.distributed.launch_env import (
     exit_seconds,
 )
 from whalejax.distributed.standard_streams import say
-from whalejax.distributed.standstill import Standstill
+from whalejax.membership.lease import Lease
 
 
 SILENT_SECONDS: Final = 30.0
@@ -48,6 +48,9 @@ EXIT_SECONDS: Final = 300.0
 
 GRACE_LOOKS: Final = 2
 """So often one that failed is seen, each half a beat apart, before others end."""
+
+_SERVICE: Final = -1
+"""Stands for the service that joined all processes."""
 
 _FOLDER: Final = "whalejax/beats"
 _REMEDY: Final = (
@@ -109,11 +112,8 @@ class Hearing:
         """
         self._mine = mine
         self._all = range(processes or 0)
-        self._first: float | None = None
-        self._silent_seconds = silent_seconds
-        self._heard: dict[int, tuple[float, Beat]] = {}
-        self._answered: float | None = None
-        self._standstill = Standstill(silent_seconds / 2)
+        self._beats: dict[int, Beat] = {}
+        self._lease: Lease[int] = Lease(silent_seconds, silent_seconds / 2)
 
     def hear(self, beats: Mapping[int, Beat], now: float) -> None:
         """The service has answered.
@@ -122,13 +122,15 @@ class Hearing:
             beats: the latest of every process that has begun to beat.
             now: seconds on a clock that does not jump.
         """
-        self._answered = now
-        if self._first is None:
-            self._first = now
+        if _SERVICE not in self._lease.heard_at:
+            for number in self._all:
+                self._lease.heard(number, now)
+        self._lease.heard(_SERVICE, now)
         for number, beat in beats.items():
-            known = self._heard.get(number)
-            if known is None or known[1].count != beat.count:
-                self._heard[number] = now, beat
+            known = self._beats.get(number)
+            if known is None or known.count != beat.count:
+                self._beats[number] = beat
+                self._lease.heard(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
         """Who is missed, and why; their numbers and words that follow their name.
@@ -138,58 +140,50 @@ class Hearing:
                 it looked last does not count.
             seconds: of silence that are too many; as made if left out.
         """
-        stood = self._standstill.forgiven(now)
-        if stood and self._answered is not None and self._first is not None:
-            self._heard = {
-                n: (min(at + stood, now), beat) for n, (at, beat) in self._heard.items()
-            }
-            self._answered = min(self._answered + stood, now)
-            self._first = min(self._first + stood, now)
-        limit = self._silent_seconds if seconds is None else seconds
-        answered = self._answered
+        self._lease.turn(now)
+        answered = self._lease.heard_at.get(_SERVICE)
         if answered is None:
             return {}
-        if self._mine and now - answered > limit:
+        late = self._lease.overdue(now, seconds)
+        if self._mine and _SERVICE in late:
             # The service runs in process 0, and answers as long as that does.
-            return {0: _silent(now - answered)}
+            return {0: _silent(late[_SERVICE])}
+        # Since its last answer the service may be what is silent.
+        overdue = self._lease.overdue(answered, seconds)
         found = {}
-        for number, (at, beat) in sorted(self._heard.items()):
+        for number, beat in sorted(self._beats.items()):
             if number == self._mine or (beat.ended and beat.ready):
                 continue
             if beat.ended:
                 found[number] = "ended before the devices of all were there"
             elif beat.failed:
                 found[number] = f"failed with {beat.failed}"
-            elif answered - at > limit:
-                # Since its last answer the service may be what is silent.
-                found[number] = _silent(now - at)
-        since = answered if self._first is None else self._first
-        if answered - since > limit:
-            never = set(self._all) - {self._mine, *self._heard}
-            found |= {number: _silent(now - since) for number in sorted(never)}
-        return found
+            elif number in overdue:
+                found[number] = _silent(late[number])
+        never = set(self._all) - {self._mine, *self._beats}
+        return found | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def where(self, number: int) -> str:
         """A process by its number and place."""
-        known = self._heard.get(number)
+        known = self._beats.get(number)
         if known is None:
             return f"process {number}"
-        return f"process {number} (pid {known[1].pid} on {known[1].host})"
+        return f"process {number} (pid {known.pid} on {known.host})"
 
     def behind(self) -> list[int]:
         """Those that have begun fewer steps than this one, or have ended."""
-        mine = self._heard.get(self._mine)
-        steps = 0 if mine is None else mine[1].steps
+        mine = self._beats.get(self._mine)
+        steps = 0 if mine is None else mine.steps
         return [
             number
-            for number, (_, beat) in sorted(self._heard.items())
+            for number, beat in sorted(self._beats.items())
             if number != self._mine and (beat.steps < steps or beat.ended)
         ]
 
     def ended(self) -> set[int]:
         """Those of the others that have ended, and well."""
-        heard = self._heard.items()
-        return {n for n, (_, beat) in heard if beat.ended and n != self._mine}
+        beats = self._beats.items()
+        return {n for n, beat in beats if beat.ended and n != self._mine}
 
     def left(self) -> list[int]:
         """Those of all that have not ended yet."""
@@ -197,7 +191,7 @@ class Hearing:
 
     def beat_of(self, number: int) -> Beat:
         """The last beat of one that was heard."""
-        return self._heard[number][1]
+        return self._beats[number]
 
 
 def _silent(seconds: float) -> str:

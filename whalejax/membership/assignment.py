@@ -8,6 +8,7 @@ step's sum is the same to the last bit with any members and any shares.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -137,10 +138,13 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     if max(pace) < 1.25 * min(pace):
         pace = [1.0] * len(pace)
     found = [0] * len(pace)
+    done_at = [(each, place) for place, each in enumerate(pace)]
+    heapq.heapify(done_at)
     for _ in range(count):
         # The exact optimum: each goes where it is done first.
-        place = min(range(len(pace)), key=lambda i: ((found[i] + 1) * pace[i], i))
+        place = done_at[0][1]
         found[place] += 1
+        heapq.heapreplace(done_at, ((found[place] + 1) * pace[place], place))
     return found
 
 
@@ -208,10 +212,13 @@ def ranks(before: Sequence[str], present: Sequence[str]) -> list[str]:
     >>> ranks(["a", "b", "c"], ["b", "c", "d"]), ranks(["a", "b", "c"], ["c", "b"])
     (['d', 'b', 'c'], ['c', 'b'])
     """
+    there, was_there = set(present), set(before)
     places: list[str | None] = [
-        name if name in present else None for name in before[: len(present)]
+        name if name in there else None for name in before[: len(present)]
     ]
     places += [None] * (len(present) - len(places))
-    others = [name for name in before if name in present and name not in places]
-    others += [name for name in present if name not in before]
-    return [others.pop(0) if name is None else name for name in places]
+    kept = set(places)
+    others = [name for name in before if name in there and name not in kept]
+    others += [name for name in present if name not in was_there]
+    fill = iter(others)
+    return [next(fill) if name is None else name for name in places]

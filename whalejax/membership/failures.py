@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from whalejax.distributed.launch_env import printable
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.settings import SupervisorSettings
 
 
 _MOST_SAID: Final = 4000

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Final
 
-from whalejax.elastic.supervisor.settings import SupervisorSettings
+from whalejax.membership.settings import SupervisorSettings
 
 
 _BOUNDARY_SECONDS: Final = 0.5
@@ -17,7 +17,7 @@ _STEPS_REMEMBERED: Final = 50
 _FIRST_STEP_SECONDS: Final = 120.0
 
 
-class StepPace:
+class CommitTimes:
     """The steps of a run in time.
 
     Attributes:

@@ -1,0 +1,388 @@
+"""When a generation is formed, of whom, and when a run is complete or drained."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from whalejax.membership.assignment import dealt, ranks, repaired
+from whalejax.membership.endings import Ending
+from whalejax.membership.history import record
+from whalejax.membership.losses import check_budget, count, lose, restart_world
+from whalejax.membership.phases import BETWEEN, FETCHING, RESTORING, SAVING
+from whalejax.membership.run import Member, Phase, Run
+from whalejax.membership.run_ends import end
+from whalejax.wire import run_messages as wire
+
+
+_LONG: Final = frozenset({BETWEEN, RESTORING, SAVING})
+"""Phases that stop at nothing until they are over."""
+
+_PREPARE_STEPS: Final = 3
+
+_BEATS_BEYOND: Final = 2
+"""After so many beats from a later step a member has not left its loop."""
+
+
+def settle(run: Run, now: float) -> None:
+    """Form a generation, or end, where it is time for that."""
+    if _all_leave(run, now):
+        terminate(run, now)
+    if not _left_alike(run, now):
+        match run.phase:
+            case "gathering":
+                _gather(run, now)
+            case "preparing" | "draining":
+                _await_prepared(run, now)
+            case "running":
+                _watch(run, now)
+
+
+# Gathering members.
+
+
+def _gather(run: Run, now: float) -> None:
+    settings, members = run.settings, run.fitting()
+    if run.short_since is None:
+        run.short_since = now
+    waited = now - run.short_since
+    _release_stopped(run, now)
+    coming, finishing = run.are_coming, run.is_finishing
+    if len(members) >= settings.least or (members and finishing):
+        if (
+            len(members) == settings.most
+            or finishing
+            or (run.formed and not run.restarts)
+            or not (coming or run.failures.due or run.awaited)
+            or (waited > settings.gather_seconds and len(members) >= run.expected)
+        ):
+            change(run, now, -1)
+        return
+    # Who starts or compiles has deadlines of its own.
+    if waited > settings.wait_seconds and not coming:
+        gone = [m for m in run.members.values() if not m.is_there]
+        names = ", ".join(m.name for m in gone) or "nobody"
+        why = (
+            f"{len(members)} of at least {settings.least} members are there, and no "
+            f"other came in {waited:.0f} s; gone are {names}"
+            f"{run.agents_text()}{run.checkpoint_text()}"
+        )
+        end(run, now, Ending.LOST, why)
+
+
+def _release_stopped(run: Run, now: float) -> None:
+    """Let those go that asked to and have stopped, unless they are needed."""
+    there = run.taking_part()
+    newest = max((m.step for m in there if not m.leaving), default=-1)
+    for member in there:
+        stopped = member.leaving and member.prepared == run.generation
+        if stopped and member.released_at is None and member.step <= newest:
+            release(run, now, member)
+
+
+def release(run: Run, now: float, member: Member) -> None:
+    """Let a member go that asked to."""
+    if member.released_at is None:
+        member.released_at = now
+    run.send(member.name, wire.Over(why="drained", well=True))
+
+
+# Running.
+
+
+def _watch(run: Run, now: float) -> None:
+    if run.restarts:
+        if run.stops:
+            _watch_world(run, now)
+        return
+    there = {m.name: m for m in run.taking_part()}
+    if any(name not in there for name in run.active):
+        change(run, now, -1)
+        return
+    if all(there[name].status == "finished" for name in run.active):
+        end(run, now, Ending.COMPLETE, "")
+        return
+    # With the short run's end in sight nobody joins any more.
+    boundary = run.boundary()
+    if run.steps and boundary >= run.steps:
+        return
+    members = run.candidates()
+    leaves = any(there[name].leaving for name in run.active)
+    if members and set(members) != set(run.active):
+        if leaves or len(members) >= run.settings.least:
+            change(run, now, boundary)
+
+
+def _watch_world(run: Run, now: float) -> None:
+    """Stop a world at a step where members are to leave it or could enlarge it."""
+    there = run.taking_part()
+    if len(there) < len(run.active) or run.is_finishing:
+        return
+    if not run.pace.moves:
+        return  # It has done nothing yet.
+    ready = [m for m in run.there() if m.status == "ready" and not m.leaving]
+    members = run.fitting()
+    enough = len(members) > len(there)
+    if enough and len(members) < run.settings.most:
+        # Those that start may come along: one stop does for all of them.
+        coming = run.are_coming or bool(run.failures.due)
+        waited = now - min(m.since for m in ready)
+        enough = not coming or waited > run.settings.gather_seconds
+    if enough or any(m.leaving for m in there):
+        ask(run, now, [m.name for m in there], -1, phase="preparing")
+
+
+def unfit(run: Run, now: float, size: int, why: str) -> None:
+    """No plan was found for a number of members; one over MAX is of no interest."""
+    if size > run.settings.most:
+        return
+    if size not in run.unfit:
+        run.unfit[size] = why
+        record(run, now, "unfit", count=size, why=why)
+    if run.phase in ("draining", "ending"):
+        return
+    sizes = range(run.settings.least, run.settings.most + 1)
+    if all(size in run.unfit for size in sizes):
+        every = "; ".join(dict.fromkeys(run.unfit[size] for size in sizes))
+        text = f"there is no plan for {sizes[0]} to {sizes[-1]} processes: {every}"
+        if run.pace.has_committed:
+            end(run, now, Ending.FAILED, f"{text}{run.checkpoint_text()}")
+        else:
+            end(run, now, Ending.REFUSED, text)
+    elif run.phase == "running" and len(run.active) == size:
+        restart_world(run, now)
+
+
+def _left_alike(run: Run, now: float) -> bool:
+    """Members whose loops were left; whether nothing else is to be done.
+
+    Where all were left at one step, the run is complete as soon as a process has ended
+    well: an error in the loop's body leaves it too. One that was left alone has failed.
+    """
+    if run.restarts or run.phase in ("draining", "ending"):
+        return False
+    there = run.taking_part()
+    left = [m for m in there if m.status == "left"]
+    if not left and not run.well:
+        return False
+    others = [m for m in there if m.status == "active"]
+    if not others:
+        waited = min((now - m.since for m in left), default=0.0)
+        if waited > run.settings.finish_seconds or (run.well and not left):
+            end(run, now, Ending.COMPLETE, "")
+        return bool(left) or run.phase == "ending"
+    if any(m.beyond >= _BEATS_BEYOND for m in there):
+        _fail_left(run, now, [m.name for m in left] + sorted(run.well))
+        change(run, now, -1)
+        return False
+    asked = [run.members[name].status for name in run.target]
+    steps = [run.members[n].step for n in {*run.well, *(m.name for m in left)}]
+    gone = len(others) + len(left) + len(run.well) < len(run.active)
+    behind = any(m.step < min(steps) for m in others)
+    if "left" in asked or (run.phase == "running" and gone and behind):
+        # Who is left may wait for the part of one that is gone.
+        change(run, now, -1)
+    return run.phase == "running"
+
+
+def _fail_left(run: Run, now: float, names: list[str]) -> None:
+    """Those whose loops were left where others go on have failed."""
+    for name in names:
+        member = run.members[name]
+        why = f"its loop was left at step {member.step}, where others go on"
+        if member.is_there:
+            lose(run, now, member, why)
+        else:
+            count(run, now, member, why)
+            check_budget(run, now)
+
+
+# A new generation.
+
+
+def change(run: Run, now: float, after: int) -> None:
+    """Ask for a new generation of those who are there, after a step or at once (-1)."""
+    if run.phase == "ending":
+        return
+    members = run.fitting()
+    chosen = set(members)
+    leaving = [
+        m.name
+        for m in run.taking_part()
+        if m.status == "active" and m.leaving and m.name not in chosen
+    ]
+    target = ranks(run.active, members) + leaving
+    enough = len(members) >= run.settings.least or run.is_finishing
+    ask(run, now, target, after, phase="preparing" if enough else "gathering")
+    if not enough:
+        run.short_since = now
+        record(run, now, "short", members=members, least=run.settings.least)
+
+
+def ask(run: Run, now: float, target: list[str], after: int, *, phase: Phase) -> None:
+    """Ask members to stop behind a step, for a new generation."""
+    run.asked_at, run.suspected_at = now, None
+    run.broken_links.clear()
+    record(
+        run,
+        now,
+        "preparing",
+        generation=run.generation + 1,
+        members=list(target),
+        after=after,
+        phase=phase,
+    )
+    for name in target:
+        ask_again(run, name)
+
+
+def ask_again(run: Run, name: str) -> None:
+    """Ask one member to stop, as all were asked."""
+    run.send(name, wire.Prepare(generation=run.generation, after=run.after))
+
+
+def _await_prepared(run: Run, now: float) -> None:
+    if run.stops and (run.is_finishing or run.well):
+        return  # They came to their last step before they heard of it.
+    absent = ("gone", "left", "failed")
+    asked = [n for n in run.target if run.members[n].status not in absent]
+    if len(asked) < len(run.target) and run.phase != "draining":
+        change(run, now, -1)
+        return
+    late = [n for n in asked if run.members[n].prepared != run.generation]
+    waited = now - run.asked_at
+    if not late:
+        _drain(run, now) if run.phase == "draining" else _form(run, now)
+        return
+    stuck = [n for n in late if _is_late(run, now, run.members[n])]
+    for name in stuck:
+        why = f"it did not stop for generation {run.generation} in {waited:.0f} s"
+        lose(run, now, run.members[name], why)
+    if not stuck and run.after >= 0 and waited > run.pace.patience(run.after):
+        # Some stopped before others could hear of it, and these wait for them.
+        ask(run, now, asked, -1, phase=run.phase)
+
+
+def _is_late(run: Run, now: float, member: Member) -> bool:
+    """It had time enough to stop, whatever it did when it was asked."""
+    limit = max(run.settings.prepare_seconds, _PREPARE_STEPS * run.pace.median)
+    since = run.asked_at
+    if member.phase in _LONG:
+        limit = max(limit, run.limit(member) or 0.0)
+        since = max(since, member.moved_at)
+    elif member.phase == FETCHING:
+        since = max(since, member.moved_at)
+    return now - since > limit
+
+
+def _form(run: Run, now: float) -> None:
+    """All have stopped: begin the generation."""
+    asked = [run.members[name] for name in run.target]
+    if run.stops and any(m.status == "active" for m in asked):
+        # They cannot change the world they are in. As many are waited for as there are
+        # now, or it could be smaller afterwards.
+        run.expected = len(run.fitting())
+        restart_world(run, now)
+        return
+    step = max(m.step for m in asked)
+    holds = any(m.step == step and not m.leaving for m in asked)
+    if step < 0 or holds:
+        for member in asked:
+            if member.leaving:
+                release(run, now, member)
+        asked = [m for m in asked if not m.leaving]
+    # Else who leaves stays for a step, to hand the state over.
+    if asked:
+        _begin(run, now, asked, step)
+    else:
+        change(run, now, -1)  # All have left since they were asked.
+
+
+def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
+    holders = [m.name for m in members if m.step == step and step >= 0]
+    holders = holders or [members[0].name]
+    having = set(holders)
+    behind = [m.name for m in members if m.name not in having]
+    sources = {n: holders[i % len(holders)] for i, n in enumerate(behind)}
+    seconds = {m.name: m.seconds for m in members}
+    held = {m.name: m.held for m in members if m.step == step}
+    size, names = run.micro_batches, [m.name for m in members]
+    run.short_since, run.expected = None, 0
+    run.pace.begun(step, now)
+    kept = sum(last - first for nodes in held.values() for first, last in nodes)
+    record(
+        run,
+        now,
+        "begun",
+        generation=run.generation,
+        members=names,
+        step=step,
+        kept_micro_batches=kept,
+    )
+    first = repaired(names, seconds, held, size)
+    run.assigned = run.generation, first, dealt(names, seconds, size)
+    begin = wire.Begin(
+        generation=run.generation,
+        members=[(m.name, m.host, m.port) for m in members],
+        step=step,
+        sources=sources,
+        first=first,
+        later=run.assigned[2],
+    )
+    for member in members:
+        member.held, member.beyond = (), 0
+        member.moved_at = now
+        run.send(member.name, begin)
+
+
+# The end.
+
+
+def _all_leave(run: Run, now: float) -> bool:
+    """Everybody who has the state was told to leave, and nobody comes to take it.
+
+    Who is held out for failing again and again is not waited for.
+    """
+    there = [m for m in run.taking_part() if m.status == "active"]
+    if not there or not all(m.leaving for m in there):
+        return False
+    if run.restarts and not run.stops:
+        return False
+    if run.candidates() or run.are_coming:
+        return False
+    return not any(due <= now for due in run.failures.due.values())
+
+
+def terminate(run: Run, now: float) -> None:
+    """The run is to end: members stop at a step, and one saves its state."""
+    if run.draining or run.phase == "ending":
+        return
+    record(run, now, "draining", step=run.pace.step)
+    begin_draining(run, now)
+
+
+def begin_draining(run: Run, now: float) -> None:
+    """Ask members to stop for the end, or end where they have done nothing."""
+    there = [m for m in run.taking_part() if m.status == "active"]
+    # What members that have not come back yet hold is not known.
+    newest = max([run.pace.step, *(m.step for m in there)])
+    alone = run.restarts and not (run.stops and run.phase != "gathering")
+    if alone or not there or newest < 0:
+        where = run.checkpoint_text()
+        text = f"the run was told to end before its first step{where}"
+        if run.restarts and run.formed:
+            text = "the run was told to end"
+        end(run, now, Ending.INTERRUPTED, text)
+        return
+    ask(run, now, [m.name for m in there], run.boundary(), phase="draining")
+
+
+def _drain(run: Run, now: float) -> None:
+    asked = [run.members[name] for name in run.target]
+    there = [m for m in asked if m.status not in ("failed", "gone")]
+    newest = max((m.step for m in there), default=-1)
+    if newest >= 0:
+        why = f"the run was told to end, after step {newest}"
+        end(run, now, Ending.DRAINED, why)
+    else:
+        why = "the run was told to end, and its members were lost before they stopped"
+        end(run, now, Ending.INTERRUPTED, f"{why}{run.checkpoint_text()}")

@@ -1,0 +1,115 @@
+"""What the events of a journal tell of a run: one function for each of them.
+
+A living supervisor changes by the same function what it writes down, and one that was
+killed goes on from it, so that it does not matter behind which event it is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from whalejax.membership.endings import Ending
+from whalejax.membership.events import WriteEvent
+from whalejax.membership.run import Member, Over, Run
+from whalejax.membership.settings import SupervisorSettings
+
+
+def record(run: Run, now: float, event: str, **fields: Any) -> None:
+    """Let an event happen to a run, and have it written down."""
+    run.outbox.append(WriteEvent(event=event, fields=fields))
+    apply(run, now, event, fields)
+
+
+def replayed(settings: SupervisorSettings, events: Iterable[Mapping[str, Any]]) -> Run:
+    """The run that the events of a journal tell of.
+
+    Args:
+        settings: of the run.
+        events: of one run, in order.
+
+    >>> told = [{"event": "started", "name": "m1", "slot": 0, "pid": 7, "began": "1"}]
+    >>> replayed(SupervisorSettings(least=1, most=1), told).members["m1"].status
+    'starting'
+    """
+    run = Run(settings=settings)
+    for said in events:
+        apply(run, 0.0, said["event"], said)
+    return run
+
+
+def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
+    """Change what a journal tells of a run, as an event does.
+
+    Args:
+        run: changed by it.
+        now: the time.
+        event: of a journal; one that tells of nothing here changes nothing.
+        fields: of the event.
+    """
+    name = fields.get("name")
+    if name is not None:
+        _apply_to_member(run, now, name, event, fields)
+        return
+    match event:
+        case "preparing":
+            run.generation, run.after = fields["generation"], fields["after"]
+            run.phase = fields.get("phase", "gathering")
+            run.target, run.well = _known(run, fields["members"]), set()
+        case "begun":
+            run.active, run.step = _known(run, fields["members"]), fields["step"]
+            run.phase, run.formed = "running", True
+            run.target, run.after, run.well = [], -1, set()
+            for name in run.active:
+                if run.members[name].status != "finished":
+                    run.members[name].becomes("active", now)
+        case "restarting":
+            run.phase = "gathering"
+        case "facts":
+            run.facts = {k: v for k, v in fields.items() if k not in ("time", "event")}
+        case "adding_up":
+            run.adding_up = fields["by"], fields["why"]
+        case "draining":
+            run.draining = True
+        case "ending":
+            how, text = str(fields.get("how")), fields.get("why", "")
+            ending = Ending(how) if how in [*Ending] else Ending.FAILED
+            run.over = Over(how=ending, text=text, saver=fields.get("saver", ""))
+            run.phase = "ending"
+
+
+def _apply_to_member(
+    run: Run, now: float, name: str, event: str, fields: Mapping[str, Any]
+) -> None:
+    if event == "started":
+        own = {k: fields.get(k, "") for k in ("slot", "pid", "began")}
+        where = {k: fields.get(k, "") for k in ("agent", "machine")}
+        run.members[name] = Member(name=name, since=now, **own, **where)
+        return
+    if event == "registered":
+        run.members.setdefault(name, Member(name=name, slot=None, since=now))
+    member = run.members.get(name)
+    if member is None:
+        return
+    match event:
+        case "registered":
+            if member.status == "starting":  # Else it came back.
+                member.becomes("registered", now)
+            member.token = fields.get("token", "")
+            run.generation = max(run.generation, fields.get("generation", 0))
+        case "ready" | "finished" | "left" | "failed" as status:
+            member.becomes(status, now)
+        case "lost" | "ended":
+            member.becomes("gone", now)
+            run.lease.forget(name)
+            if event == "ended" and fields.get("well"):
+                run.well.add(name)
+        case "leaving":
+            member.leaving = True
+        case "saved":
+            run.checkpoint = fields["path"]
+
+
+def _known(run: Run, names: Iterable[str]) -> list[str]:
+    """Those of members that the journal tells of: a line may be missing."""
+    return [name for name in names if name in run.members]

@@ -1,0 +1,277 @@
+"""What members say, and what is written down of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from whalejax.membership.endings import Ending
+from whalejax.membership.events import Register, Release, Started, StepCommit
+from whalejax.membership.generations import ask, ask_again, change, release, unfit
+from whalejax.membership.history import record
+from whalejax.membership.phases import IN_A_STEP, STOPPED
+from whalejax.membership.run import Member, Parts, Run
+from whalejax.membership.run_ends import dismiss, end
+from whalejax.wire import run_messages as wire
+
+
+_LOSSES_KEPT: Final = 10_000
+
+
+def started(run: Run, now: float, event: Started) -> None:
+    """A process was started; see ``Started``."""
+    name, slot, pid, began = event.name, event.slot, event.pid, event.began
+    where = {"agent": event.agent, "machine": event.machine} if event.agent else {}
+    run.starting.discard(slot)
+    run.lease.heard(name, now)
+    record(run, now, "started", name=name, slot=slot, pid=pid, began=began, **where)
+    run.outbox.append(Release(name=name))
+
+
+def refusal(run: Run, name: str, message: wire.Register) -> str:
+    """Why a process cannot take part under a name, or nothing."""
+    known = run.members.get(name)
+    if known is not None and not known.is_there:
+        return "this member was given up, and its generation is over"
+    if run.phase == "ending" and known is None:
+        return "the run is over"
+    return difference(_facts(message), run.facts) if run.facts else ""
+
+
+def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
+    """In what a member differs from those that are there; nothing where it does not.
+
+    Args:
+        facts: of the member.
+        known: of the others.
+
+    >>> difference({"jax": "0.10.1"}, {"jax": "0.10.2"})[:66]
+    'this member differs from the others: jax is 0.10.1, not 0.10.2. Ru'
+    """
+    wrong = [
+        f"{name} is {facts.get(name, 'not told')}, not {known.get(name, 'told')}"
+        for name in sorted({*facts, *known})
+        if facts.get(name) != known.get(name)
+    ]
+    if not wrong:
+        return ""
+    return (
+        f"this member differs from the others: {'; '.join(wrong)}. Run the same code, "
+        "versions, data and optimizer in all"
+    )
+
+
+def _facts(message: wire.Register) -> dict[str, str]:
+    """What all members must have in common, of one."""
+    return {
+        **message.facts,
+        "micro-batches": str(message.micro_batches),
+        "steps": str(message.steps),
+        "save": message.save,
+    }
+
+
+def register(run: Run, now: float, event: Register) -> None:
+    """A member introduces itself; see ``Register``."""
+    name, message = event.name, event.message
+    if not run.facts:
+        record(run, now, "facts", **_facts(message))
+    ahead = message.generation > run.generation
+    record(
+        run,
+        now,
+        "registered",
+        name=name,
+        host=message.host,
+        step=message.step,
+        token=message.token,
+        generation=message.generation,
+    )
+    known = run.members[name]
+    if event.slot is not None:
+        known.pid = known.pid or message.pid
+    known.host, known.port = message.host, message.port
+    known.step, known.connected = message.step, True
+    run.lease.heard(name, now)
+    _catch_up(run, now, known, ahead=ahead)
+
+
+def _catch_up(run: Run, now: float, member: Member, *, ahead: bool) -> None:
+    """Tell a member what it may have missed while it was not connected."""
+    if run.phase == "ending":
+        dismiss(run, now, member)
+    elif member.released_at is not None:
+        release(run, now, member)
+    elif ahead and run.phase == "draining":
+        ask(run, now, run.target, -1, phase="draining")
+    elif ahead and run.phase in ("preparing", "running"):
+        change(run, now, -1)  # The journal lacks its generation.
+    elif run.phase in ("gathering", "preparing", "draining"):
+        if member.name in run.target:
+            ask_again(run, member.name)
+
+
+def unrunnable(run: Run, now: float, name: str, why: str) -> None:
+    """A process that has not joined cannot be run with what it was given.
+
+    All are given the same. Where another has joined, it is this one that differs, and
+    it fails like any other.
+    """
+    member = run.members[name]
+    _failed(run, now, member, why)
+    joined = any(m.token for m in run.members.values())
+    if joined or run.formed or run.phase != "gathering":
+        return
+    record(run, now, "ended", name=name, status=None, how=Ending.FAILED, well=False)
+    end(run, now, Ending.REFUSED, why)
+
+
+def hear(run: Run, now: float, name: str, message: wire.OfMember) -> None:
+    """A member said something; what it repeats, for want of an answer, is left out."""
+    member = run.members.get(name)
+    if member is None or not member.is_there:
+        run.send(name, wire.Over(why="this member was given up", well=False))
+        return
+    run.lease.heard(name, now)
+    match message:
+        case wire.Beat(phase=phase, step=step, done=done):
+            _beat(run, now, member, phase, step, done)
+        case wire.Report(number=number) if 0 < number <= member.reported:
+            pass
+        case wire.Committed():
+            member.reported = max(member.reported, message.number)
+            _committed(run, now, member, message)
+        case wire.Report(number=number):
+            member.reported = max(member.reported, number)
+            run.is_settled = False
+            run.forget_left()
+            _report(run, now, member, message)
+
+
+def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
+    """What is said seldom, and may change who takes part."""
+    name = member.name
+    match message:
+        case wire.Ready() if member.status == "registered":
+            record(run, now, "ready", name=name)
+        case wire.Prepared(generation=generation) if generation == run.generation:
+            member.prepared, member.step = generation, message.step
+            member.held = message.held
+        case wire.Suspect(generation=generation, name=other, why=why):
+            _suspect(run, now, member, generation, other, why)
+        case wire.Leaving(why=why):
+            if not member.leaving and member.status not in ("finished", "left"):
+                record(run, now, "leaving", name=name, why=why)
+                if member.status in ("registered", "ready"):
+                    release(run, now, member)
+        case wire.Left(step=step):
+            # The same will hold of all, or of it alone: losses are equal in all
+            # members, so that a condition on them is.
+            member.step = max(member.step, step)
+            if member.status == "active":
+                record(run, now, "left", name=name, step=step)
+        case wire.Finished(step=step):
+            member.step = max(member.step, step)
+            if member.status != "finished":
+                record(run, now, "finished", name=name, step=step)
+        case wire.Failed(why=why):
+            _failed(run, now, member, why)
+        case wire.Unfit(count=count, why=why):
+            unfit(run, now, count, why)
+        case wire.Written(step=step):
+            # It asks whether its checkpoint may take its name: not if it was given up.
+            run.send(name, wire.Keep(step=step))
+        case wire.Saved() | wire.NotSaved():
+            if run.over is not None:
+                run.saver_reported |= name == run.over.saver
+            _record_report(run, now, name, message)
+        case wire.Recovered(step=step):  # From copies in memory, or a checkpoint.
+            _record_report(run, now, name, message)
+            run.pace.begun(step, now)
+        case wire.NotCopied() | wire.CompiledAhead() | wire.Note():
+            _record_report(run, now, name, message)
+
+
+def _record_report(run: Run, now: float, name: str, message: wire.Report) -> None:
+    """Write down what a report tells, without the number that the member gave it."""
+    told = {key: told for key, told in message.fields.items() if key != "number"}
+    record(run, now, message.kind, name=name, **told)
+
+
+def _beat(
+    run: Run, now: float, member: Member, phase: str, step: int, done: int
+) -> None:
+    if phase != member.phase or done != member.done:
+        member.phase, member.done, member.moved_at = phase, done, now
+    member.step = max(member.step, step)
+    left_at = run.first_left()
+    goes_on = left_at is not None and step >= left_at and member.status == "active"
+    if goes_on and phase in IN_A_STEP:
+        member.beyond, run.is_settled = member.beyond + 1, False
+    else:
+        member.beyond = 0
+    if phase == STOPPED and run.phase == "running":
+        waited = now - run.pace.at > 2 + 2 * run.settings.beat_seconds
+        if waited and member.name in run.active:
+            change(run, now, -1)  # It never heard that this one began.
+
+
+def _committed(run: Run, now: float, member: Member, message: wire.Committed) -> None:
+    generation, step, loss = message.generation, message.step, message.loss
+    member.step = max(member.step, step)
+    member.seconds, member.moved_at = message.seconds, now
+    known = run.losses.get(step)
+    if known is None or generation > known[0]:
+        run.losses[step] = generation, loss
+        assigned_in, first, later = run.assigned
+        parts: Parts = message.parts  # The first member alone tells them.
+        if not parts and generation == assigned_in:
+            parts = first if step == run.step + 1 else later
+        run.outbox.append(StepCommit(step, generation, loss, parts))
+    elif generation == known[0]:
+        _compare(run, now, member, step, loss, known[1])
+    while len(run.losses) > _LOSSES_KEPT:
+        del run.losses[next(iter(run.losses))]
+    if step > run.pace.step:
+        run.pace.committed(step, now)
+        run.failures.progressed(step)
+        run.reconnected_links.clear()
+
+
+def _compare(
+    run: Run, now: float, member: Member, step: int, loss: float, known: float
+) -> None:
+    """End a run whose members come to other losses from the same sums.
+
+    A step that another generation redoes may be computed elsewhere, and so differ in
+    its last bits; members of one generation add up the same numbers.
+    """
+    if known == loss or (math.isnan(known) and math.isnan(loss)):
+        return
+    why = (
+        f"{member.name} came to the loss {loss!r} in step {step}, where others came to "
+        f"{known!r} from the same sums: its processor or memory is not to be trusted"
+        f"{run.checkpoint_text()}"
+    )
+    end(run, now, Ending.FAILED, why, saves=False)
+
+
+def _suspect(
+    run: Run, now: float, member: Member, generation: int, other: str, why: str
+) -> None:
+    record(run, now, "suspect", name=other, by=member.name, why=why)
+    known = run.members.get(other)
+    if known is None or known.status in ("left", "failed", "gone"):
+        return  # That it cannot be reached is known.
+    if generation == run.generation:
+        run.broken_links.add(frozenset((other, member.name)))
+        if run.suspected_at is None:
+            run.suspected_at = now
+
+
+def _failed(run: Run, now: float, member: Member, why: str) -> None:
+    """It ends by an error, and takes no part any more: the others do not wait."""
+    record(run, now, "failed", name=member.name, why=why)
+    run.failures.said(member.name, why)
+    member.released_at = now

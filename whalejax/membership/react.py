@@ -1,0 +1,263 @@
+"""The one function by which a run goes on: an event comes in, what is to be done out.
+
+No socket, process or clock is touched here: what happened comes in with the time of it,
+so that every order of events can be tried in a test with a clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from whalejax.membership import events as ev
+from whalejax.membership import generations, losses, members, run_ends
+from whalejax.membership.failures import Failure
+from whalejax.membership.history import apply, record
+from whalejax.membership.lease import shifted
+from whalejax.membership.phases import COMPUTING
+from whalejax.membership.run import Member, Run
+
+
+_SUSPECT_SECONDS: Final = 1.0
+"""How long the end of a member may lag behind that of its connections."""
+
+
+def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
+    """Take an event, and say what is to be done.
+
+    Who takes part is decided once a turn of the loop, at ``Tick``.
+
+    Args:
+        run: changed by it.
+        now: the time, in seconds.
+        event: what happened.
+
+    Returns:
+        What is to be done, in this order.
+
+    >>> from whalejax.membership.settings import SupervisorSettings
+    >>> run = Run(settings=SupervisorSettings(least=1, most=2))
+    >>> react(run, 0.0, ev.Begin())
+    [Start(slot=0), Start(slot=1)]
+    """
+    match event:
+        case ev.Heard(name=name, message=message):
+            members.hear(run, now, name, message)
+        case ev.Tick():
+            _tick(run, now)
+        case ev.Register():
+            members.register(run, now, event)
+        case ev.Disconnected(name=name):
+            if name in run.members:
+                run.members[name].connected = False
+        case ev.Exited(name=name, status=status, log=log):
+            if not run.is_settled:
+                generations.settle(run, now)  # What it said before counts first.
+            losses.exited(run, now, name, status, log)
+        case ev.Unrunnable(name=name, why=why):
+            members.unrunnable(run, now, name, why)
+        case ev.ReductionProposed(by=by, why=why):
+            if by and not run.adding_up[0]:
+                record(run, now, "adding_up", by=by, why=why)
+        case ev.Begin():
+            for slot in range(run.settings.most + run.settings.spares):
+                run.failures.due[slot] = now
+            _tick(run, now)
+        case ev.Resume():
+            _resume(run, now, event)
+        case ev.Terminate(at_once=True):
+            run_ends.end_at_once(run, now)
+        case ev.Terminate():
+            generations.terminate(run, now)
+        case ev.Started():
+            members.started(run, now, event)
+        case _:
+            _place(run, now, event)
+    if not isinstance(event, ev.Heard | ev.Disconnected):
+        run.is_settled = isinstance(event, ev.Tick)
+        run.forget_left()
+    effects, run.outbox = run.outbox, []
+    return effects
+
+
+def _place(run: Run, now: float, event: ev.Event) -> None:
+    """What comes of starting processes, and of the agents that hold them."""
+    match event:
+        case ev.NotStarted(slot=slot, why=why):
+            run.starting.discard(slot)
+            record(run, now, "not_started", slot=slot, why=why)
+            hold = max(run.settings.hold_seconds, run.failures.hold(now, slot))
+            run.failures.due[slot] = now + hold
+        case ev.Deferred(slot=slot, until=at):
+            run.starting.discard(slot)
+            if at is None:
+                run.unplaced.add(slot)
+            else:
+                run.failures.due[slot] = at
+        case ev.RoomFreed(rooms=room):
+            _fill_room(run, now, room)
+        case ev.AgentJoined(agent=agent, host=host, room=room):
+            record(run, now, "agent_joined", agent=agent, host=host, room=room)
+            run.awaited.discard(agent)
+            run.agents[agent] = room
+            _fill_room(run, now, room)
+        case ev.AgentLeft(agent=agent):
+            record(run, now, "agent_left", agent=agent)
+            run.agents.pop(agent, None)
+        case ev.AgentLost(agent=agent, why=why):
+            losses.agent_lost(run, now, agent, why)
+
+
+def _fill_room(run: Run, now: float, room: int) -> None:
+    for slot in sorted(run.unplaced)[:room]:
+        run.unplaced.discard(slot)
+        run.failures.due.setdefault(slot, now)
+
+
+# Time.
+
+
+def _tick(run: Run, now: float) -> None:
+    stood = run.lease.turn(now)
+    if stood:
+        _forgive(run, now, stood)
+    if run.phase != "ending":  # Else the loop ends what has not ended in time.
+        silent = run.lease.overdue(now)
+        for member in [*run.members.values()]:
+            why = _overdue(run, now, member, silent.get(member.name))
+            if why and run.over is None:
+                losses.lose(run, now, member, why)
+    if not run.restarts:  # Else steps are between the processes, which watch over them.
+        check_step(run, now)
+    losses.start_due(run, now)
+    generations.settle(run, now)
+
+
+def _forgive(run: Run, now: float, seconds: float) -> None:
+    """The supervisor was frozen, and could not have heard of anybody meanwhile."""
+    for member in run.there():
+        member.moved_at = shifted(member.moved_at, seconds, now)
+        member.since = shifted(member.since, seconds, now)
+    run.pace.at = min(run.pace.at + seconds, now)
+    run.asked_at = min(run.asked_at + seconds, now)
+    if run.short_since is not None:
+        run.short_since = min(run.short_since + seconds, now)
+    if run.suspected_at is not None:
+        run.suspected_at = min(run.suspected_at + seconds, now)
+
+
+def _overdue(run: Run, now: float, member: Member, silent: float | None) -> str:
+    """Why a member is given up now, or nothing."""
+    settings = run.settings
+    match member.status:
+        case "gone":
+            return ""
+        case "starting":
+            waited = now - member.since
+            if member.slot is not None and waited > settings.start_seconds:
+                return f"it said nothing in {waited:.0f} s after its start"
+            return ""
+        case "registered" if now - member.since > settings.compile_seconds:
+            return f"it was not ready for steps after {now - member.since:.0f} s"
+    if silent is not None:
+        return f"it was silent for {silent:.1f} s"
+    released = member.released_at
+    if released is not None and now - released > settings.finish_seconds:
+        return f"it did not end in {now - released:.0f} s after it was let go"
+    return ""
+
+
+def check_step(run: Run, now: float) -> None:
+    """Give up who holds a step up; connect anew where nobody can be named."""
+    at = run.suspected_at
+    if at is not None and run.phase == "running" and now - at > _SUSPECT_SECONDS:
+        _connect_anew(run, now)
+    if run.phase != "running":
+        return
+    limit = run.pace.limit()
+    there = [m for m in run.taking_part() if m.status == "active"]
+    limits = [run.limit(member, limit) for member in there]
+    for member, own in zip(there, limits, strict=True):
+        if own is not None and now - member.moved_at > own:
+            step = member.phase in (COMPUTING, "")
+            what = "in a step" if step else f"({member.phase})"
+            losses.lose(run, now, member, f"it did not move on {what} for {own:.0f} s")
+    moved_at = max([run.pace.at, *(m.moved_at for m in there)])
+    if there and now - moved_at > limit and not any(limits):
+        record(run, now, "stuck", seconds=limit, members=list(run.active))
+        why, since = "waited for each other", run.pace.at
+        run.failures.count(Failure(at=now, since=since, name="all members", why=why))
+        losses.check_budget(run, now)
+        generations.change(run, now, -1)
+
+
+def _connect_anew(run: Run, now: float) -> None:
+    """Members cannot reach each other, though all reach the supervisor.
+
+    The first time they try again. Of those whose link breaks again, one is given up:
+    who has most such links, and of two alike not the one with the newer state.
+    """
+    there = {m.name: m for m in run.taking_part()}
+    links = {link for link in run.broken_links if link <= there.keys()}
+    if any(not there[name].connected for link in links for name in link):
+        run.suspected_at = now  # It is coming back, or its lease will tell.
+        return
+    run.suspected_at = None
+    again = links & run.reconnected_links
+    run.reconnected_links |= links
+    if again:
+        ends = Counter(name for link in again for name in link)
+        order = [*there]
+        worst = max(ends, key=lambda n: (ends[n], -there[n].step, order.index(n)))
+        losses.lose(run, now, there[worst], "other members cannot reach it")
+    generations.change(run, now, -1)
+
+
+def _resume(run: Run, now: float, event: ev.Resume) -> None:
+    """Go on where a supervisor that was killed has left the run; see ``Resume``.
+
+    Its members are given time to come back.
+    """
+    before, newest = run.generation, event.losses
+    for said in event.events:
+        apply(run, now, said["event"], said)
+    since = [step for step, (made_in, _) in newest.items() if made_in >= run.generation]
+    run.generation, run.asked_at = max(before, run.generation), now
+    for member in run.there():
+        member.moved_at = now
+        run.lease.expect(member.name, now + run.settings.rejoin_seconds)
+    run.losses = dict(newest)
+    run.pace.begun(max([run.step, *since]), now)
+    _count_again(run, now - event.wall, event)
+    if run.phase not in ("draining", "ending"):
+        taken = {m.slot for m in run.there()}
+        for slot in range(run.settings.most + run.settings.spares):
+            if slot not in taken:
+                run.failures.due[slot] = now
+    if run.over is not None:
+        run_ends.end_again(run)
+    elif run.draining and run.phase != "draining":
+        generations.begin_draining(run, now)
+
+
+def _count_again(run: Run, shift: float, event: ev.Resume) -> None:
+    """Count the failures that a journal tells of; ``shift`` makes its times ours."""
+    for said in event.events:
+        match said:
+            case {"event": "failed", "name": name, "why": why}:
+                run.failures.said(name, why)
+    for said in event.events:
+        match said:
+            case {"event": "lost" | "ended", "counts": True, "name": name, "why": why}:
+                at = said.get("time", 0.0)
+                failure = Failure(
+                    at=shift + at,
+                    since=shift + at - said.get("seconds", 0.0),
+                    name=name,
+                    why=why,
+                    error=said.get("said", ""),
+                    step=said["step"],
+                )
+                run.failures.count(failure)
+                if at < event.committed_at:
+                    run.failures.progressed()

@@ -1,0 +1,110 @@
+"""The end of a run: who is told what, and how the end of each process is meant."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from whalejax.membership.endings import STATUS, Ending, exit_text
+from whalejax.membership.events import End, Kill
+from whalejax.membership.history import record
+from whalejax.membership.phases import BETWEEN, SAVING
+from whalejax.membership.run import Member, Run
+from whalejax.wire import run_messages as wire
+
+
+_TERMINATED: Final = (143, -15)
+_ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
+
+
+def end(run: Run, now: float, how: Ending, text: str, *, saves: bool = True) -> None:
+    """End the run; a member ``saves`` its state, unless all steps are done."""
+    if run.phase == "ending":
+        return
+    saver = _saver(run) if saves and how is not Ending.COMPLETE else ""
+    record(run, now, "ending", how=how, status=STATUS[how], why=text, saver=saver)
+    for member in run.there():
+        dismiss(run, now, member)
+    end_again(run)
+
+
+def end_again(run: Run) -> None:
+    """Tell the loop of the end; also where an earlier supervisor came to it."""
+    assert run.over is not None
+    run.outbox.append(End(how=run.over.how, text=run.over.text))
+
+
+def end_at_once(run: Run, now: float) -> None:
+    """End the run without waiting for anything."""
+    for member in run.there():
+        member.ends_by_kill = True
+    text = f"the run was ended at once, as it was asked to{run.checkpoint_text()}"
+    end(run, now, Ending.INTERRUPTED, text, saves=False)
+
+
+def _saver(run: Run) -> str:
+    """Who has the newest state, and can write it."""
+    there = [m for m in run.there() if m.status in ("active", "finished")]
+    newest = max((m.step for m in there), default=-1)
+    holders = [m for m in there if m.step == newest and newest >= 0]
+    return min(holders, key=lambda m: not m.connected).name if holders else ""
+
+
+def saves_last(run: Run, now: float, name: str) -> bool:
+    """Whether a member is about to write the last checkpoint, within its time."""
+    member = run.members.get(name)
+    if run.over is None or member is None or name != run.over.saver:
+        return False
+    if run.lease.silent(name, now) > run.lease.seconds:
+        return False
+    limit = run.limit(member) if member.phase in (BETWEEN, SAVING) else None
+    return limit is not None and now - member.moved_at <= limit
+
+
+def miss_checkpoint(run: Run, now: float, member: Member, status: int | None) -> None:
+    """Say so where a member ends that should have written the last checkpoint."""
+    if run.over is None or member.name != run.over.saver or run.restarts:
+        return
+    if run.facts.get("save") and not run.saver_reported:
+        why = f"{member.name} ended {exit_text(status)} before it was written"
+        record(run, now, "not_saved", name=member.name, step=member.step, why=why)
+
+
+def dismiss(run: Run, now: float, member: Member) -> None:
+    """Tell a member that the run is over; it may be told again."""
+    assert run.over is not None
+    how = run.over.how
+    if member.released_at is None:
+        member.released_at = now
+    if member.status in ("starting", "registered") and member.pid:
+        # It imports or compiles, so that it hears nothing, and has nothing to save.
+        member.ends_by_kill = True
+        run.outbox.append(Kill(name=member.name, pid=member.pid))
+    elif member.status not in ("active", "finished", "left"):
+        run.send(member.name, wire.Over(why="the run is over", well=True))
+    elif how is Ending.COMPLETE:
+        run.send(member.name, wire.Done())
+    else:
+        saves = member.name == run.over.saver
+        well = how in (Ending.DRAINED, Ending.INTERRUPTED)
+        run.send(member.name, wire.Stop(why=run.over.text, saves=saves, well=well))
+
+
+def how_ended(run: Run, member: Member, status: int | None) -> Ending | None:
+    """How the end of a process is meant; None where it should not have come."""
+    if run.over is not None:
+        ordered = status in (0, None, *_TERMINATED) or member.ends_by_kill
+        if run.over.how is Ending.COMPLETE and ordered:
+            return Ending.COMPLETE
+        # Those that were told why the run fails say so, and end with an error.
+        fails = run.over.how in _ERRORS and status == 1
+        return Ending.DRAINED if ordered or fails else None
+    if run.restarts and member.status in ("active", "finished"):
+        done = status == 0 or (status is None and member.status == "finished")
+        return Ending.COMPLETE if done else None
+    if status in _TERMINATED and member.status in ("starting", "registered"):
+        return Ending.DRAINED  # It was told to leave, and could not say so.
+    if status not in (0, None):
+        return None
+    if member.leaving:
+        return Ending.DRAINED
+    return Ending.COMPLETE if member.status in ("finished", "left") else None
