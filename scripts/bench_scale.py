@@ -26,7 +26,6 @@ import os
 import queue
 import resource
 import secrets
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -52,7 +51,7 @@ from whalejax.membership.run import Run
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire import run_messages as wire
 from whalejax.wire.connection import Channel, dial
-from whalejax.wire.keys import load_key
+from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import WireError
 
 
@@ -96,9 +95,8 @@ def supervise(folder: Path, members: int) -> None:
 class Members:
     """Members in one process: they answer, beat and commit, and compute nothing."""
 
-    def __init__(self, address: tuple[str, int], key: bytes, count: int) -> None:
+    def __init__(self, address: tuple[str, int], key: Key, count: int) -> None:
         self._count, self._step = count, 0
-        self._selector = selectors.DefaultSelector()
         self._numbers, self._generations = [0] * count, [0] * count
         self._joined: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         self._channels: dict[int, Channel] = {}
@@ -106,7 +104,7 @@ class Members:
         for number in range(count):
             pool.submit(self._join, address, key, number)
 
-    def _join(self, address: tuple[str, int], key: bytes, number: int) -> None:
+    def _join(self, address: tuple[str, int], key: Key, number: int) -> None:
         """Dial until it is taken, as members do."""
         end = time.monotonic() + _WAIT_SECONDS
         while True:
@@ -130,7 +128,7 @@ class Members:
 
     def _answer(self, number: int) -> None:
         channel = self._channels[number]
-        match channel.receive(wire.TO_MEMBER, seconds=_WAIT_SECONDS):
+        match channel.next(wire.TO_MEMBER):
             case wire.Prepare(generation=generation):
                 told = {"generation": generation, "step": -1, "held": []}
                 self._report(channel, number, wire.Prepared, **told)
@@ -157,12 +155,13 @@ class Members:
         count, began = self._count, time.monotonic()
         beats = 0
         while not over.is_set():
-            for key, _ in self._selector.select(0.01):
-                self._answer(key.data)
+            time.sleep(0.01)
+            for number, channel in self._channels.items():
+                while channel.has_more:
+                    self._answer(number)
             while not self._joined.empty():
                 number, channel = self._joined.get()
                 self._channels[number] = channel
-                self._selector.register(channel, selectors.EVENT_READ, number)
             # Each in turn, so that they are spread over the time of a beat.
             due = int((time.monotonic() - began) / BEAT_SECONDS * count)
             while beats < due:
@@ -183,7 +182,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def entered(address: tuple[str, int], key: bytes, count: int) -> int:
+def entered(address: tuple[str, int], key: Key, count: int) -> int:
     """How many of so many that dial at once are taken, each at its first try."""
     gate, taken = threading.Barrier(count), list[Channel]()
 

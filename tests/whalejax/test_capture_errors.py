@@ -58,7 +58,7 @@ def test_leaves_that_differ_in_samples_are_all_listed() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "parts", "advice"),
-    [(6, 4, "4 or 8"), (3, 4, "4"), (10, 3, "9 or 12"), (0, 2, "2")],
+    [(6, 4, "4 or 8"), (3, 4, "4"), (10, 3, "9 or 12")],
 )
 def test_a_batch_that_does_not_divide(samples: int, parts: int, advice: str) -> None:
     text = refused(mlp_params(), mlp_loss, mlp_batch(samples), num_micro_batches=parts)
@@ -67,6 +67,11 @@ def test_a_batch_that_does_not_divide(samples: int, parts: int, advice: str) -> 
         f"  1. {samples} samples do not divide into {parts} micro-batches. Use a batch "
         f"of {advice}, or another num_micro_batches."
     )
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    text = refused(mlp_params(), mlp_loss, mlp_batch(0), num_micro_batches=2)
+    assert text.startswith("batch: 1 problem\n  1. the batch has 0 samples; expected 1")
 
 
 def test_leaves_without_a_batch_dimension_are_listed() -> None:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -33,13 +34,19 @@ class Watched(Protocol):
 
 
 class Waker:
-    """What a selector of one's own is woken by, from any thread."""
+    """What a selector of one's own is woken by, from any thread.
+
+    Attributes:
+        close: lets go of the sockets.
+    """
 
     def __init__(self) -> None:
         """Nobody has woken it."""
         self._reads, self._writes = socket.socketpair()
         for end in (self._reads, self._writes):
             end.setblocking(False)
+        # What is made and never run lets go of them, too.
+        self.close = weakref.finalize(self, _close, self._reads, self._writes)
 
     def fileno(self) -> int:
         """Of the socket that can be read when it was woken."""
@@ -55,10 +62,10 @@ class Waker:
         with contextlib.suppress(OSError):
             self._reads.recv(4096)
 
-    def close(self) -> None:
-        """Let go of the sockets."""
-        self._reads.close()
-        self._writes.close()
+
+def _close(*ends: socket.socket) -> None:
+    for end in ends:
+        end.close()
 
 
 class Loop:

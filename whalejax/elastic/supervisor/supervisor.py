@@ -16,7 +16,6 @@ import queue
 import secrets
 import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -58,6 +57,7 @@ from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, Closed, listen
 from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.loop import Waker
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import (
     TO_SUPERVISOR,
@@ -149,7 +149,7 @@ class Supervisor:
         self._selector = self._held.enter_context(selectors.DefaultSelector())
         self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | None]]
         self._events = queue.Queue(_MOST_EVENTS)
-        self._wakes, self._woken = map(self._held.enter_context, socket.socketpair())
+        self._waker: Waker | None = None
         self._channels: dict[str, Channel] = {}
         self._names: dict[Channel, str] = {}
         self._is_closed = False
@@ -280,15 +280,15 @@ class Supervisor:
                 else f"the supervisor cannot listen at {host}:{port} "
                 f"({error.strerror or error}). Give another --port, or leave it out"
             ) from error
+        self._waker = Waker()
+        self._held.callback(self._waker.close)
+        self._selector.register(self._waker, selectors.EVENT_READ, self._events)
         self._acceptor = Acceptor(self._listening, self._key, self._serve)
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
         address = {"address": joined_address(*self._address)}
         write_pointer(self._folder / ADDRESS, address)
-        for end in (self._wakes, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._events)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Go on where a supervisor that was killed has left its members."""
@@ -341,9 +341,8 @@ class Supervisor:
     def _loop(self) -> None:
         while not self._is_over():
             for key, _ in self._selector.select(_TICK_SECONDS):
-                if key.data is self._events:
-                    with contextlib.suppress(BlockingIOError):
-                        self._woken.recv(4096)
+                if isinstance(key.fileobj, Waker):
+                    key.fileobj.clear()
                 else:
                     self._ended(key.data)
             now = self._take_all()
@@ -450,9 +449,8 @@ class Supervisor:
             except queue.Full:
                 continue
         # Of beats there are many, and they can wait for the next tick.
-        if not isinstance(message, Beat | AgentBeat):
-            with contextlib.suppress(OSError):  # Full: it is awake.
-                self._wakes.send(b"x")
+        if self._waker is not None and not isinstance(message, Beat | AgentBeat):
+            self._waker.wake()
 
     def _say_refused(self, now: float) -> None:
         """Strangers are counted, so that many of them fill no disk."""
@@ -644,8 +642,8 @@ class Supervisor:
             if time.monotonic() > end:
                 return
             self._selector.select(_TICK_SECONDS)
-            with contextlib.suppress(BlockingIOError):
-                self._woken.recv(4096)
+            if self._waker is not None:
+                self._waker.clear()
             self._take_events()
             self._do_all()
 
