@@ -4,6 +4,9 @@ The model is cut where its slowest stage is fastest, by the predicted cost of wh
 between any two borders; or where ``stage`` marks say. Each stage is then a model with
 its own layout, searched on the devices of one stage, and the schedule's table says what
 all of them take together.
+
+The module is long because one class holds what is made of a cut: its stages' layouts,
+their time and memory together, and the plan that is written of them.
 """
 
 from __future__ import annotations

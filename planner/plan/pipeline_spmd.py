@@ -4,6 +4,9 @@ Each stage holds a part of a scan over layers, on devices of its own. What the f
 stage computes is the model with fewer layers, so that is what is searched, on the
 devices of one stage; the schedule's table then says how often it is done. All stages
 compute what stands before and behind the layers, as the first and the last must.
+
+The module is long because one class holds what is made of one number of micro-batches:
+its turns, its time and memory, and the plan that is written of them.
 """
 
 from __future__ import annotations
