@@ -157,6 +157,9 @@ class PlanData(StepOptions):
     per_micro_batch: bool = dataclasses.field(
         default=False, metadata={"unless_default": True}
     )
+    gap: float | None = dataclasses.field(
+        default=None, metadata={"unless_default": True}
+    )
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
@@ -328,6 +331,8 @@ def _check_fields(plan: PlanData) -> None:
         value = getattr(plan, name)
         if value is not None and not (is_number(value) and value >= 0):
             problems.refuse(name, value, "0 or more")
+    if plan.gap is not None and not (is_number(plan.gap) and 0 <= plan.gap <= 1):
+        problems.refuse("gap", plan.gap, "0 to 1")
     if plan.precision not in PRECISIONS:
         problems.refuse("precision", plan.precision, "f32, bf16 or f16")
     problems.raise_if_any()

@@ -36,10 +36,12 @@ class AxisHits:
     Attributes:
         code: Number of each layout, equal where the same axes shard the same roles.
         parts: Array of the shards of each role that some axis shards.
+        tensor: Whether ``tensor`` shards some of them.
     """
 
     code: np.ndarray
     parts: Mapping[int, np.ndarray]
+    tensor: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class LayoutGrid:
         self, home: int, present: frozenset[int], divisible: Mapping[int, int]
     ) -> AxisHits:
         code = np.zeros(len(self), dtype=np.int64)
+        tensor = np.zeros(len(self), dtype=bool)
         parts: dict[int, np.ndarray] = {}
         number = {role: n for n, role in enumerate(sorted(present), 1)}
         for table, rows in self._of_home(home):
@@ -112,12 +115,15 @@ class LayoutGrid:
                 hit = (size > 1) & (divisible[role] % more == 0)
                 here[role] = np.where(hit, more, before)
                 code[rows] += hit * (number[role] * (len(number) + 1) ** place)
+                if axis == "tensor":
+                    tensor[rows] |= hit
             for role, size in here.items():
                 if role not in parts:
                     parts[role] = np.ones(len(self))
                 parts[role][rows] = size
         parts = {role: sizes for role, sizes in parts.items() if (sizes > 1).any()}
-        return AxisHits(code=np.unique(code, return_inverse=True)[1], parts=parts)
+        code = np.unique(code, return_inverse=True)[1]
+        return AxisHits(code=code, parts=parts, tensor=tensor)
 
     def codes(
         self, layout: Layout, sizes: Layout, home: int, fused: Fused | None = None

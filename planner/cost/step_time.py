@@ -61,6 +61,7 @@ class TimeColumns:
         terms: Seconds of each term, by its name in ``TimeTerms`` and case.
         ahead, behind: Seconds that a forward and a backward pass of one micro-batch
             compute, by case.
+        between: Seconds that a step computes what ``tensor`` does not share, by case.
         wire: Payload bytes of all collectives of a step, by case.
         gathered: Bytes of the largest value that is gathered on its way to its
             readers, by case.
@@ -70,6 +71,7 @@ class TimeColumns:
     terms: Mapping[str, np.ndarray]
     ahead: np.ndarray
     behind: np.ndarray
+    between: np.ndarray
     wire: np.ndarray
     gathered: np.ndarray
     collectives: tuple[Collective, ...] = ()
@@ -82,6 +84,7 @@ class TimeColumns:
             terms={},
             ahead=nothing,
             behind=nothing,
+            between=nothing,
             wire=nothing,
             gathered=nothing,
         )
@@ -91,7 +94,7 @@ class TimeColumns:
         """Cases of several, one after the other."""
         arrays = {
             name: np.concatenate([getattr(one, name) for one in many])
-            for name in ("ahead", "behind", "wire", "gathered")
+            for name in _ARRAYS
         }
         terms = {
             name: np.concatenate([one.terms[name] for one in many])
@@ -102,10 +105,7 @@ class TimeColumns:
 
     def take(self, rows: np.ndarray) -> TimeColumns:
         """Select some of the cases."""
-        arrays = {
-            name: getattr(self, name)[rows]
-            for name in ("ahead", "behind", "wire", "gathered")
-        }
+        arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         terms = {name: values[rows] for name, values in self.terms.items()}
         return TimeColumns(terms=terms, **arrays)
 
@@ -114,11 +114,32 @@ class TimeColumns:
         """Seconds of the whole step, by case."""
         return sum(self.terms.values(), np.zeros(len(self.ahead)))
 
+    def sequence_parallel(self, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Likely and least seconds of the layouts with the sequence sharded, too.
+
+        What ``tensor`` does not share between products is shared at best evenly, and no
+        value has to change its layout. An all-reduce becomes a reduce-scatter and an
+        all-gather of as many bytes, of which several readers share the second: at least
+        half of its time is left.
+
+        Args:
+            tensor: Size of that axis, by case.
+        """
+        none = np.zeros(len(tensor))
+        less = self.between * (1 - 1 / tensor) + self.terms.get("border", none)
+        likely = self.step - np.where(tensor > 1, less, 0.0)
+        half = self.terms.get("activation", none) / 2
+        return likely, likely - np.where(tensor > 1, half, 0.0)
+
     def at(self, index: int) -> TimeTerms:
         """Terms of one case."""
         return TimeTerms(
             **{f"{name}_seconds": float(v[index]) for name, v in self.terms.items()}
         )
+
+
+_ARRAYS = ("ahead", "behind", "between", "wire", "gathered")
+"""Fields of ``TimeColumns`` that are arrays over the cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,20 +182,25 @@ class StepTime:
         return _with_storage(inside, inverse, cases)
 
     def near(
-        self, cases: LayoutCases, seconds: float
+        self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
         """Predict the steps of the cases that can be as fast as that.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
             seconds: Seconds of a step.
+            sequence_parallel: Whether it is enough that the same layout can be, with
+                the sequence sharded between products.
 
         Returns:
             Indices of the cases whose computation alone takes no longer, and terms of
             those.
         """
         inside, inverse = self._inside(cases, None)
-        computes = inside.compute * inside.cases.count
+        parts, tensor = inside.cases.count, inside.cases.mesh["tensor"]
+        computes = inside.compute * parts
+        if sequence_parallel:
+            computes = computes - inside.between * (1 - 1 / tensor) * parts
         computes += inside.launches * inside.cases.count * self.launch_seconds
         kept = np.flatnonzero(computes <= seconds)
         rows = np.flatnonzero(computes[inverse] <= seconds)
@@ -212,6 +238,7 @@ class _Inside:
         links: Collectives but for the reductions of gradients.
         gradients: Bytes of gradients that are reduced, by mesh axes and case.
         compute, ahead: Seconds that a micro-batch computes, and its forward pass.
+        between: Seconds of these in operations that ``tensor`` does not share.
         launches: Kernels of a micro-batch.
         covers: Seconds beside which a ring's rounds run.
     """
@@ -227,6 +254,7 @@ class _Inside:
         self.gradients: dict[tuple[str, ...], np.ndarray] = {}
         number = len(cases)
         self.compute, self.ahead = np.zeros(number), np.zeros(number)
+        self.between = np.zeros(number)
         self.launches, self.covers = np.zeros(number), np.zeros(number)
         self.divisible = [role.divisible for role in model.dims.roles]
         self._use(cases)
@@ -246,6 +274,7 @@ class _Inside:
         """Go on with some of the cases."""
         self._use(self.cases.take(rows))
         self.compute, self.ahead = self.compute[rows], self.ahead[rows]
+        self.between = self.between[rows]
         self.launches, self.covers = self.launches[rows], self.covers[rows]
 
     def communicate(self) -> None:
@@ -303,13 +332,15 @@ class _Inside:
     def _operation(self, row: Row) -> None:
         present, model = self.model.present(row), self.model
         # An operation costs the same whichever axes shard its roles.
-        parts = self._hits(row.task_graph, present).parts
+        hits = self._hits(row.task_graph, present)
+        parts = hits.parts
         names = {f"role {role}": role for role in parts}
         s = self._setting({n: parts[r][self.cases.row] for n, r in names.items()})
         kind = slowest_kind(row, model.cluster)
         ahead, behind, launches = row_seconds(row, names, s, kind)
         seconds = (ahead + behind + ahead * row.remat) * row.count
         self.compute += seconds
+        self.between += np.where(hits.tensor[self.cases.row], 0.0, seconds)
         # The backward pass takes twice as long as the forward pass, which it may
         # contain once more.
         self.ahead += seconds / (3 + row.remat)
@@ -400,6 +431,7 @@ def _with_storage(
         terms=terms,
         ahead=ahead,
         behind=compute - ahead,
+        between=inside.between[inverse] * count,
         wire=links.wire,
         gathered=links.gathered,
         collectives=tuple(links.run),

@@ -50,6 +50,7 @@ def written(
     request: Request,
     precision: str,
     batch: Sequence[BatchLeaf],
+    gap: float | None = None,
 ) -> Plan:
     """The plan of the first of some scored ones; the others are its candidates.
 
@@ -60,6 +61,7 @@ def written(
         cluster, request: what was asked for.
         precision: noted in the plan.
         batch: leaves of the global batch.
+        gap: Part of the step by which another plan may be faster, if that is known.
     """
     chosen = weighed[0]
     best = dataclasses.replace(chosen, memory=search.reported(chosen))
@@ -94,6 +96,7 @@ def written(
         candidates=_candidates(search, weighed),
         notes=_notes(analysed, search, best, leaves),
         product_flops=search.product_flops(best),
+        gap=gap,
     )
 
 

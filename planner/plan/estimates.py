@@ -15,9 +15,12 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import Shared
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.host_offload import unhosted
-from whalejax.planner.search.request import Hosted, Request
+from whalejax.planner.search.request import Hosted, Request, Scored
 from whalejax.planner.sharding.offload_candidates import sliced_leaves
 from whalejax.planner.step_options import FixedOptions, options_of
+
+
+NO_SLICES = "no scan over layers slices parameters in host memory"
 
 
 def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
@@ -40,8 +43,41 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
             number = 1 + len(scans.others)
             texts.append(f"stages share out the layers of {number} scans")
     if "params" in plan.offload and not sliced_leaves(graph):
-        texts.append("no scan over layers slices parameters in host memory")
+        texts.append(NO_SLICES)
     return [*found, *(text.partition(". ")[0] for text in texts)]
+
+
+def paper_notes(found: Scored | None, request: Request, plan: Plan) -> Iterator[str]:
+    """What a faster plan would gain that no executor of this version runs, and why.
+
+    Args:
+        found: That plan, or None.
+        request: What was asked for.
+        plan: The plan that runs.
+    """
+    if found is not None:
+        hosts = request.hosted or Hosted
+        why = unhosted(found.offload, hosts, has_optimizer=True)
+        texts = [text.partition(". ")[0] for text in why]
+        if "params" in found.offload and not texts:
+            texts = [NO_SLICES]
+        yield paper_note(found.layout, found.time.step_seconds, texts, plan)
+
+
+def paper_note(layout: str, seconds: float, reasons: list[str], plan: Plan) -> str:
+    """That a plan would be faster on paper, by how much, and why it does not run.
+
+    Args:
+        layout: Its layout in words.
+        seconds: Seconds of a step.
+        reasons: Why no executor of this version runs it.
+        plan: The plan that runs.
+    """
+    less = 1 - seconds / plan.time.step_seconds
+    return (
+        f"on paper {layout} takes {milliseconds(seconds)} a step, {less:.0%} less; it "
+        f"does not run because: {'; '.join(reasons)} (runnable=False plans it)"
+    )
 
 
 def as_estimate(plan: Plan, reasons: list[str]) -> Plan:

@@ -75,6 +75,8 @@ class Plan(Pictured):
         group_size: Number of neighbouring samples that micro-batches keep together.
         per_micro_batch: The user means each micro-batch's own loss, where the samples
             of a batch are not independent.
+        gap: Part of the step's time by which another plan of one program can at most be
+            faster, as predicted; None where that is not known.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: (name, value) pairs that the step is compiled with.

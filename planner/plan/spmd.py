@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.build import written
+from whalejax.planner.plan.estimates import paper_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import Again, Known, by_marks, decided_on
@@ -42,7 +44,7 @@ def decide(
     """
     request = by_marks(graph, request)
     decided = decided_on(graph, cluster, request, again, known)
-    return written(
+    plan = written(
         decided.analysed,
         decided.search,
         decided.weighed,
@@ -50,4 +52,7 @@ def decide(
         request,
         precision,
         batch,
+        decided.gap,
     )
+    notes = paper_notes(decided.on_paper, request, plan)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))

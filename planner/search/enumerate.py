@@ -15,6 +15,7 @@ evaluates share what was asked, and what others have found.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -198,6 +199,33 @@ class _Layouts:
         return self.cases.take(rows).with_count(count)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NearLayouts:
+    """Layouts that may be near the best if they shard the sequence, too.
+
+    Attributes:
+        meshes: Sizes of the axes, by row.
+        row: Row of each layout.
+        likely, least: Seconds of a step, by layout.
+    """
+
+    meshes: Sequence[Mapping[str, int]]
+    row: np.ndarray
+    likely: np.ndarray
+    least: np.ndarray
+
+    def sizes(self, best: float) -> set[tuple[int, ...]]:
+        """Axis sizes of the meshes that are likely fast enough."""
+        rows = np.unique(self.row[self.likely <= best]).tolist()
+        return {tuple(self.meshes[row].values()) for row in rows}
+
+    def least_of_others(self, known: Collection[tuple[int, ...]]) -> float:
+        """Least seconds on other meshes than those of known sizes."""
+        rows = np.unique(self.row).tolist()
+        others = [row for row in rows if tuple(self.meshes[row].values()) not in known]
+        return float(self.least[np.isin(self.row, others)].min(initial=np.inf))
+
+
 _Waiting = tuple[_Layouts, TimeColumns, np.ndarray]
 """Layouts with their times, and the indices of those that wait, the fastest first."""
 
@@ -228,6 +256,7 @@ class Search:
         split: what stands between products is set apart in the graph, for sequence
             parallelism; the options are those of the search ``beside`` without.
         grids: layouts that searches of other programs have made, too.
+        sizes: of the axes of the meshes that are looked at; None for all meshes.
         named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``; of very many meshes, those
             that fit, or the nearest to that.
@@ -236,6 +265,7 @@ class Search:
             evaluated.
         least_lacking: seconds of the fastest layout that lacks memory with as few
             micro-batches as there can be.
+        least_skipped: Least seconds of layouts that were not looked at.
         best: step time of the best plan that others have found.
         slack: how many times that a plan may take that is worth its evaluation; of very
             many meshes at most ``NEAR``.
@@ -257,7 +287,9 @@ class Search:
         slack: float = 1.0,
         program: AnalysedProgram | None = None,
         grids: MutableSequence[KnownLayouts] | None = None,
+        sizes: Collection[tuple[int, ...]] | None = None,
     ) -> None:
+        self.sizes = sizes
         self.graph = graph
         self.best, self.slack = best, slack
         self.bound = best * slack
@@ -300,20 +332,21 @@ class Search:
         )
         self.hosting = self.evaluator.hosting
         self.named_axes = pinned_axes(graph)
-        self._begin()
+        self._begin(beside)
 
-    def _begin(self) -> None:
+    def _begin(self, beside: Search | None) -> None:
         """Nothing is evaluated yet."""
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}
         self.scored: list[Scored] = []
         self.weighed = 0
-        self.follows = False
-        self.least_lacking = self._lacks = math.inf
+        self.follows: bool = beside is not None and beside.follows
+        self.least_lacking = self._lacks = self.least_skipped = math.inf
         self._nearest: Scored | None = None
         self._lacking: list[_Waiting] = []
         self._postponed: list[_Waiting] = []
+        self._passed: list[_Waiting] = []
         self._timed: dict[int, tuple[_Layouts, TimeColumns | None, np.ndarray]] = {}
         self._has_fit = False
         self.refused: dict[str, int] = {}
@@ -360,7 +393,8 @@ class Search:
         devices = devices or self.request.num_devices
         if fixed is None and self.options.sequence:
             sizes += [n for n in divisors(devices) if n > 1]
-        return [m for context in sizes for m in self.meshes(context, devices=devices)]
+        every = (m for n in sizes for m in self.meshes(n, devices=devices))
+        return [m for m in every if not self.sizes or tuple(m.values()) in self.sizes]
 
     def at_every_count(self, allowed: Mapping[int, Collection[int]]) -> LayoutCases:
         """Every layout with every number of micro-batches; nothing is evaluated.
@@ -393,6 +427,7 @@ class Search:
         for mesh in every:
             model = mesh["tensor"] * mesh["expert"]
             if model > most:
+                self.least_skipped = self._evenly_shared()
                 break
             self._score_meshes([mesh])
             fresh, seen = self.scored[seen:], len(self.scored)
@@ -400,6 +435,14 @@ class Search:
             self.bound = min(self.bound, min(fitting, default=math.inf) * SPACE_SLACK)
             if fitting and len(every) > MANY_SPACES:
                 most = model
+
+    def _evenly_shared(self) -> float:
+        """Seconds that all devices compute, each an even part of the step."""
+        ones = dict.fromkeys(SEARCHED_AXES, 1)
+        tables = next(iter(self._combinations(ones, 1, 1, (1, 1, 1))))
+        case = self.evaluator.case(ones, tables, 0, self.graph.num_micro_batches)
+        compute = self.evaluator.times(case).terms["compute"]
+        return float(compute[0]) / self.request.num_devices
 
     def _wants_space(self) -> bool:
         """The space of samples may be worth sharing: the user leaves it open, and
@@ -650,7 +693,12 @@ class Search:
         self.follows = self.follows or len(every) > LISTED
         if self.follows:
             self.bound = min(self.bound, self.best * NEAR)
-        near, times = self.evaluator.near(layouts.cases, self.bound)
+        splits = self.split is None and self.request.sequence_parallel is not False
+        near, times = self.evaluator.near(
+            layouts.cases,
+            self.bound,
+            sequence_parallel=splits and bool(self.options.sequence),
+        )
         self._score_layouts(layouts.take(near), times)
 
     def _score_layouts(self, layouts: _Layouts, times: TimeColumns) -> None:
@@ -742,21 +790,44 @@ class Search:
                     return True
         return any(one.fits for one in self.scored)
 
-    def lacking_tables(self) -> list[tuple[float, Mapping[int, Table]]]:
-        """Tables with a tensor axis that lack memory with as little as may be in host
-        memory, and seconds of their fastest step, the fastest first.
+    def near_sequence_parallel(
+        self, best: float
+    ) -> dict[frozenset[int], list[NearLayouts]]:
+        """Where sharding the sequence between products may be fast enough.
+
+        Args:
+            best: Seconds of a step that the least may not exceed.
+
+        Returns:
+            Layouts by the roles that ``tensor`` shards in their products; the roles of
+            the likely fastest come first.
         """
-        found: dict[int, tuple[float, Mapping[int, Table]]] = {}
-        for layouts, times, lacking in self._lacking:
-            lacking = lacking[times.step[lacking] <= self.bound]
-            cases = layouts.cases.take(lacking)
-            shards, step = cases.mesh["tensor"] > 1, times.step[lacking]
-            for tables, rows in cases.batches:
-                here = rows[shards[rows]]
-                if len(here):
-                    known = found.get(id(tables), (math.inf, tables))
-                    found[id(tables)] = min(known[0], float(step[here].min())), known[1]
-        return sorted(found.values(), key=lambda pair: pair[0])
+        found: dict[frozenset[int], list[NearLayouts]] = {}
+
+        def add(tables: Mapping[int, Table], one: NearLayouts) -> None:
+            roles = shared_roles(tables, self.options.batch)
+            if roles:
+                found.setdefault(roles, []).append(one)
+
+        waiting = (*self._lacking, *self._postponed, *self._passed)
+        for layouts, times, lacking in waiting:
+            grid, row = layouts.cases.grid, layouts.cases.row[lacking]
+            tensor = grid.mesh["tensor"][row]
+            seconds = times.take(lacking).sequence_parallel(tensor)
+            near = np.flatnonzero((tensor > 1) & (seconds[1] <= best))
+            row, (likely, least) = row[near], (one[near] for one in seconds)
+            table = grid.table[row]
+            for index in np.unique(table).tolist():
+                some = np.flatnonzero(table == index)
+                one = NearLayouts(layouts.meshes, row[some], likely[some], least[some])
+                add(grid.tables[index], one)
+        for plan in self.scored:
+            likely, least = np.array([plan.sequence_parallel_seconds]).T
+            if plan.fits and plan.mesh["tensor"] > 1 and least[0] <= best:
+                first = np.zeros(1, dtype=np.int64)
+                add(plan.tables, NearLayouts([plan.mesh], first, likely, least))
+        each = {key: min(o.likely.min() for o in some) for key, some in found.items()}
+        return {key: found[key] for key in sorted(each, key=lambda key: each[key])}
 
     def use_host_memory(self, best: float) -> None:
         """Evaluate layouts that lack memory with more of theirs in host memory.
@@ -781,14 +852,35 @@ class Search:
                 left = left[hopeful]
             for group in others:
                 left = self._score_group(layouts, times, left, group)
-        if self.follows and self.weighed and not self._has_fit:
+        nothing = best == math.inf and not self._has_fit
+        if self.follows and self.weighed and nothing:
             if self._nearest is None:
                 # Devices hold the parameters of none: what needs least is evaluated.
                 *_, group = self.hosting.options()
                 self.keep_nearest(group[-1])
             else:
                 self.scored.append(self._nearest)
+        self._passed += self._lacking
         self._lacking = []
+
+    def on_paper(self, best: float) -> list[Scored]:
+        """Plans that keep more in host memory than an executor of this version does.
+
+        Args:
+            best: Seconds of a step that none may exceed.
+        """
+        found = copy.copy(self)
+        found.request = dataclasses.replace(self.request, estimate=True)
+        found.evaluator = dataclasses.replace(self.evaluator, request=found.request)
+        found.hosting = found.evaluator.hosting
+        found.scored, found.bound = [], best
+        for layouts, times, lacking in self._passed:
+            left = lacking[times.step[lacking] <= best]
+            group = found.hosting.on_paper() if len(left) else []
+            if group:
+                left = found._near_in_host_memory(layouts, times, left, [group])
+                found._score_group(layouts, times, left, group)
+        return [o for o in found.scored if o.fits and o.time.step_seconds <= best]
 
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Whether devices hold parameters and the optimizer's state, by case.
@@ -1067,10 +1159,12 @@ class Search:
             return []
         rows, cases, memory = rows[places], cases.take(places), memory.take(places)
         here = self._times_at(layouts, times, rows, cases)
+        tensor = layouts.cases.mesh["tensor"][rows]
+        likely, least = times.take(rows).sequence_parallel(tensor)
         moves = self.evaluator.offload_seconds(cases, offload, here, memory)
         fresh_seconds = self.cluster.slowest.fresh_seconds
         found = []
-        for place, row in enumerate(rows.tolist()):
+        for place in range(len(rows)):
             terms = memory.at(place)
             found.append(
                 Scored(
@@ -1092,7 +1186,10 @@ class Search:
                     wire_bytes=int(here.wire[place]),
                     fits=False,
                     roomy=False,
-                    least_seconds=float(times.step[row]),
+                    sequence_parallel_seconds=(
+                        float(likely[place]),
+                        float(least[place]),
+                    ),
                 )
             )
         return found

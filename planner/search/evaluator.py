@@ -163,19 +163,23 @@ class Evaluator:
         return TimeColumns.joined(found)
 
     def near(
-        self, cases: LayoutCases, seconds: float
+        self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
         """Time of the steps that can be as fast as that, without host memory.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
             seconds: Seconds of a step.
+            sequence_parallel: Whether it is enough that the same layout can be, with
+                the sequence sharded between products.
 
         Returns:
             Indices of the cases, and their times.
         """
         if self.request.combine == "mean" and seconds < np.inf:
-            return self.step_time.near(cases, seconds)
+            return self.step_time.near(
+                cases, seconds, sequence_parallel=sequence_parallel
+            )
         return np.arange(len(cases)), self.times(cases)
 
     def _combined(self, cases: LayoutCases, index: int) -> Combined:

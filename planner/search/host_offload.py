@@ -7,6 +7,7 @@ alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -100,6 +101,16 @@ class Hosting:
             layouts, offload: as for ``there``.
         """
         return "params" not in offload or any(self.there(layouts, offload))
+
+    def on_paper(self) -> list[Offload]:
+        """What could be kept there beside what executors of this version keep."""
+        if not self.counted:
+            return []
+        runs = dataclasses.replace(
+            self, request=dataclasses.replace(self.request, estimate=False)
+        )
+        kept = [*itertools.chain(*runs.options())]
+        return [one for some in self.options() for one in some if one not in kept]
 
     def options(self) -> Iterator[list[Offload]]:
         """What may lie there, in groups: the more only where the less does not fit."""

@@ -19,7 +19,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import SLACK, Again, Known, ProgramAnalyses
+from whalejax.planner.search.spmd import Again, Known, ProgramAnalyses
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_off
 from whalejax.planner.terms import ALL, Remat
@@ -131,9 +131,11 @@ def least_paces(
 def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a micro-batch and of what its forward pass computes, by case."""
     times = search.evaluator.times(cases)
-    pace = (times.step - times.terms["update"]) / cases.count
-    slack = np.where(cases.mesh["tensor"] > 1, SLACK, 1.0)
-    return pace / slack, times.ahead / slack
+    tensor = cases.mesh["tensor"]
+    _, step = times.sequence_parallel(tensor)
+    # A forward pass is a third of what is not computed again.
+    shared = times.between / cases.count / 3 * (1 - 1 / tensor)
+    return (step - times.terms["update"]) / cases.count, times.ahead - shared
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:

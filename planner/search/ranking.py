@@ -15,6 +15,10 @@ Weighable = TypeVar("Weighable")
 TIE = 0.005
 """Plans closer than this part of the best step time count as equally fast."""
 
+SURE = 0.1
+"""By which part of its time a plan of another sort has to be faster to be taken or
+named where nobody asks for it: predictions of two sorts are no closer to each other."""
+
 
 def best_first(
     plans: Sequence[Weighable],

@@ -117,7 +117,8 @@ class Scored(StepOptions):
         wire_bytes: payload of all collectives in a step, for breaking ties.
         fits: memory is within the device's.
         roomy: so it is with as few micro-batches as there can be.
-        least_seconds: of a step with so few, whether they fit or not.
+        sequence_parallel_seconds: Likely and least seconds of a step of this layout
+            with the sequence sharded over ``tensor`` between products.
     """
 
     mesh: Mapping[str, int]
@@ -131,7 +132,7 @@ class Scored(StepOptions):
     wire_bytes: int
     fits: bool
     roomy: bool
-    least_seconds: float = 0.0
+    sequence_parallel_seconds: tuple[float, float] = (0.0, 0.0)
 
     @functools.cached_property
     def layouts(self) -> tuple[LeafLayout, ...]:

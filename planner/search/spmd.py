@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
@@ -28,13 +28,11 @@ from whalejax.planner.search.enumerate import (
     ranked,
 )
 from whalejax.planner.search.infeasible import refusal
-from whalejax.planner.search.ranking import TIE
+from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
-    Split,
-    shared_roles,
     split_between,
     splits_between,
 )
@@ -104,11 +102,16 @@ class Decided:
         analysed: the graph that was searched.
         search: the search.
         weighed: its plans, of which the first is taken.
+        gap: Part of the step by which another plan of one program may be faster; None
+            for a stage or a replica.
+        on_paper: A clearly faster plan of one program that no executor runs, or None.
     """
 
     analysed: Analysed
     search: Search
     weighed: list[Scored]
+    gap: float | None
+    on_paper: Scored | None = None
 
 
 def decided_on(
@@ -126,19 +129,31 @@ def decided_on(
     Raises:
         PlanError: no plan fits.
     """
-    searched = searches(graph, cluster, request, again, known)
+    every = searches(graph, cluster, request, again, known)
+    searched = every.found
     fits = [s for _, one in searched for s in one.scored if s.fits]
     fitting = ranked(fits if request.is_part else _without_needless(fits))
     if request.sequence_parallel and not any(one.scored for _, one in searched):
         raise PlanError(_no_sequence(searched[0][1]))
     if not fitting:
-        every = [search for _, search in searched]
-        raise refusal(every, open_remat=request.remat is None)
+        looked = [search for _, search in searched]
+        raise refusal(looked, open_remat=request.remat is None)
     analysed, search = next(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
     refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
-    return Decided(analysed=analysed, search=search, weighed=[*fitting, *refused])
+    decided = Decided(
+        analysed=analysed, search=search, weighed=[*fitting, *refused], gap=None
+    )
+    if request.is_part:
+        return decided
+    least = min(every.best_seconds(), every.least_left_out())
+    seconds = fitting[0].time.step_seconds
+    return dataclasses.replace(
+        decided,
+        gap=max(0.0, 1 - least / seconds),
+        on_paper=every.on_paper(seconds / (1 + SURE)),
+    )
 
 
 def _without_needless(fits: Sequence[Scored]) -> list[Scored]:
@@ -169,7 +184,7 @@ def searches(
     request: Request,
     again: Again | None,
     known: Known | None = None,
-) -> list[tuple[Analysed, Search]]:
+) -> ProgramSearches:
     """One search for each policy of remat that may be worth it, the lightest first.
 
     Computing again takes time and gives memory: where every layout has enough with the
@@ -177,7 +192,9 @@ def searches(
     fits, no policy can be better than none.
     """
     known = Known() if known is None else known
-    return _Searches(graph, cluster, request, again, known).all()
+    found = ProgramSearches(graph, cluster, request, again, known)
+    found.all()
+    return found
 
 
 def _written(mesh: Mapping[str, int] | None) -> dict[str, int]:
@@ -244,8 +261,12 @@ class ProgramAnalyses:
         return None if graph is self.graph else graph
 
 
-class _Searches:
-    """Searches of programs of one loss; each is bounded by the best before it."""
+class ProgramSearches:
+    """Searches of programs of one loss; each is bounded by the best before it.
+
+    Attributes:
+        found: Analysed programs with their searches.
+    """
 
     def __init__(
         self,
@@ -263,7 +284,7 @@ class _Searches:
         self.request = request
         self.again = again
         self.found: list[tuple[Analysed, Search]] = []
-        self.tried: dict[int, set[frozenset[int]]] = {}
+        self.tried: dict[int, dict[frozenset[int], set[tuple[int, ...]]]] = {}
         self.searched: dict[tuple[Remat, Chosen, int], tuple[Analysed, Search]] = {}
         self.hopeless = False
 
@@ -274,13 +295,13 @@ class _Searches:
         )
         return min(steps, default=math.inf)
 
-    def all(self) -> list[tuple[Analysed, Search]]:
-        """Every program that may be worth it."""
+    def all(self) -> None:
+        """Search every program that may be worth it."""
         request = self.request
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
         if self.hopeless:
-            return self.found
+            return
         if request.attention is None and self.again is not None:
             # In blocks it moves less even where nothing can share the sequence.
             self.policies(((ALL, "ring"),), asked)
@@ -288,7 +309,9 @@ class _Searches:
             if any(self.gains(search) for _, search in self.found):
                 self.policies(self.best_attention(), LOSS_CHUNKS)
         self.use_host_memory([*self.found])
-        return self.found
+        for analysed, search in self.searched.values() if not request.is_part else ():
+            for apart in self.set_apart(analysed, search, every=True):
+                apart.use_host_memory(self.best_seconds())
 
     def use_host_memory(self, pairs: Sequence[tuple[Analysed, Search]]) -> None:
         """Put more in host memory, where with enough memory a plan may be the best.
@@ -412,7 +435,7 @@ class _Searches:
             self.cluster,
             asked,
             best=self.best_seconds(),
-            slack=SLACK,
+            slack=1 + TIE,
             program=shared,
             grids=self.known.grids,
         )
@@ -422,15 +445,36 @@ class _Searches:
         self.set_apart(analysed, one)
         return True
 
-    def set_apart(self, analysed: Analysed, plain: Search) -> list[Search]:
-        """Beside a search's best plans, those that shard the sequence, too."""
-        tried = self.tried.setdefault(id(plain), set())
-        best = self.best_seconds() * (1 + TIE)
-        splits = [*_splits(analysed, plain, tried, best)]
-        if self.request.sequence_parallel:
+    def set_apart(
+        self, analysed: Analysed, plain: Search, *, every: bool = False
+    ) -> list[Search]:
+        """Beside a search's best plans, those that shard the sequence, too.
+
+        Args:
+            analysed, plain: the program, and its search.
+            every: all that may be the best plan, not only the likeliest.
+        """
+        options, asked = plain.options, self.request.sequence_parallel
+        if asked is False or not options.sequence:
+            return []
+        tried = self.tried.setdefault(id(plain), {})
+        best = self.best_seconds() * (1 if every else 1 + TIE)
+        best = math.inf if asked else best
+        near = {
+            roles: set[tuple[int, ...]]().union(*(one.sizes(best) for one in several))
+            for roles, several in plain.near_sequence_parallel(best).items()
+            if roles not in tried
+        }
+        near = {roles: sizes for roles, sizes in near.items() if sizes}
+        if not (every or asked):
+            most = MOST_PART_SPLITS if self.request.is_part else FIRST_SPLITS
+            left = max(0, most - len(tried))
+            near = dict(itertools.islice(near.items(), left))
+        tried.update(near)
+        if asked:
             plain.scored = []  # Nor do they bound those that are asked for.
         found = []
-        for split in splits:
+        for split in splits_between(analysed.graph, analysed.dims, near):
             apart = Search(
                 split.graph,
                 analysed.dims,
@@ -441,59 +485,48 @@ class _Searches:
                 best=self.best_seconds(),
                 slack=1 + TIE,
                 grids=self.known.grids,
+                sizes=near[split.shared],
             )
             apart.search_layouts()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
             found.append(apart)
         return found
 
+    def on_paper(self, best: float) -> Scored | None:
+        """The fastest plan that keeps more in host memory than an executor does.
+
+        Args:
+            best: Seconds of a step that it may not exceed.
+        """
+        if self.request.estimate or self.request.offload is not None:
+            return None
+        found = [one for _, search in self.found for one in search.on_paper(best)]
+        return min(found, key=lambda one: one.time.step_seconds, default=None)
+
+    def least_left_out(self) -> float:
+        """Least seconds of a step in any layout that was not evaluated."""
+        best = self.best_seconds()
+        found = [search.least_skipped for _, search in self.found]
+        if self.request.sequence_parallel is False:
+            return min(found)
+        for _, plain in self.searched.values():
+            tried = self.tried.get(id(plain), {})
+            if plain.options.sequence:
+                found += [
+                    one.least_of_others(tried.get(roles, ()))
+                    for roles, several in plain.near_sequence_parallel(best).items()
+                    for one in several
+                ]
+        return min(found)
+
 
 HOPELESS = 0.1
 """Part of a device's memory that the leanest program may lack before others are tried:
 what is computed again, in blocks or in parts takes some room of its own."""
 
-SLACK = 1.25
-"""How much slower than the best a plan may be for its sequence-parallel twin to be
-weighed: what stands between products is no larger part of a step."""
-
-MOST_SPLITS = 3
-"""Sets of sharded dimensions, those of the fastest plans, beside which the sequence is
-sharded too."""
-
-
-def _splits(
-    analysed: Analysed, plain: Search, tried: set[frozenset[int]], best: float
-) -> Iterator[Split]:
-    """Ways to set apart what stands between products, beside the best plans without.
-
-    Args:
-        analysed, plain: the program, and its search.
-        tried: sets of sharded dimensions that were; new ones are added.
-        best: step time above which layouts that lack memory are not worth it.
-    """
-    options = plain.options
-    if plain.request.sequence_parallel is False or not options.sequence:
-        return
-    asked = plain.request.sequence_parallel
-    # What stands between products in parts takes less memory.
-    several = [
-        (seconds, tables)
-        for seconds, tables in plain.lacking_tables()
-        if asked or seconds <= best
-    ]
-    several += [
-        (s.time.step_seconds, s.tables)
-        for s in plain.scored
-        if s.fits and s.mesh["tensor"] > 1
-    ]
-    several.sort(key=lambda pair: pair[0])
-    sets = dict.fromkeys(shared_roles(t, options.batch) for _, t in several)
-    found = [*sets][: None if asked else MOST_SPLITS]
-    fresh = [roles for roles in found if roles and roles not in tried]
-    if not asked:
-        fresh = fresh[: max(0, MOST_SPLITS - len(tried))]
-    tried.update(fresh)
-    yield from splits_between(analysed.graph, analysed.dims, fresh)
+FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
+"""Sets of sharded dimensions beside which the sequence is sharded, too: before the best
+plan of each program is known, and at all in a stage or a replica."""
 
 
 def _no_sequence(search: Search) -> str:

@@ -67,7 +67,7 @@ def laid_out(
         PlanError: there is none.
     """
     roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
-    pairs = searches(graph, roomy, request, None, known)
+    pairs = searches(graph, roomy, request, None, known).found
     found = [
         StageLayout(analysed=analysed, search=search, scored=scored)
         for analysed, search in pairs

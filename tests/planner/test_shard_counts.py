@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from whalejax.planner.sharding.leaf_shard_counts import (
     leaf_shard_counts,
 )
 from whalejax.planner.sharding.parameter_layout import lay_out
+from whalejax.planner.sharding.sequence_parallel import shared_roles, splits_between
 from whalejax.planner.sharding.shard_counts import (
     ShardCounts,
     spec_shard_counts,
@@ -195,7 +196,7 @@ def test_times_of_many_layouts_are_those_of_each(
     )
     many = search.evaluator.times(cases)
     bound = float(np.median(many.step))
-    near, times = search.evaluator.near(cases, bound)
+    near, times = search.evaluator.near(cases, bound, sequence_parallel=False)
     assert {*np.flatnonzero(many.step <= bound)} <= {*near.tolist()}
     np.testing.assert_allclose(times.step, many.step[near], rtol=1e-12)
     for at in draw.sample(range(len(rows)), k=12):
@@ -223,3 +224,56 @@ def test_times_of_many_layouts_are_those_of_each(
         assert many.wire[at] == sum(
             c.payload_bytes * c.times(rows[at][3]) for c in one.collectives
         )
+
+
+@pytest.mark.parametrize("text", ["h100:8", "v5e:4x4"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_sharding_the_sequence_takes_no_less_than_its_bound(
+    name: str, text: str
+) -> None:
+    """Every layout with a tensor axis, at every number of micro-batches."""
+    plain = _search(name, text, "none")
+    allowed = {plain.request.num_devices: range(1, 33)}
+    cases = plain.at_every_count(allowed)
+    _, least = plain.evaluator.times(cases).sequence_parallel(cases.mesh["tensor"])
+    bounds: dict[object, float] = {}
+    shared: dict[frozenset[int], None] = {}
+    for place in np.flatnonzero(cases.mesh["tensor"] > 1).tolist():
+        bounds[_layout_key(cases, place, ())] = float(least[place])
+        roles = shared_roles(cases.tables_at(place), plain.options.batch)
+        shared.setdefault(roles)
+    shared.pop(frozenset(), None)
+    compared = 0
+    for split in splits_between(plain.graph, plain.dims, shared):
+        apart = Search(
+            split.graph,
+            plain.dims,
+            plain.cluster,
+            plain.request,
+            beside=plain,
+            split=split,
+        )
+        twins = apart.at_every_count(allowed)
+        steps = apart.evaluator.times(twins).step
+        for place, seconds in enumerate(steps.tolist()):
+            key = _layout_key(twins, place, split.parents)
+            if key in bounds:
+                assert seconds >= bounds[key] * (1 - 1e-9), twins.mesh_at(place)
+                compared += 1
+    assert compared > 30
+
+
+def _layout_key(cases: LayoutCases, place: int, without: Container[int]) -> object:
+    """Mesh, tables, ZeRO level and micro-batches of a case.
+
+    Args:
+        cases, place: The case.
+        without: TaskGraphs that are left out.
+    """
+    tables = sorted(
+        (home, tuple(sorted(table.items())))
+        for home, table in cases.tables_at(place).items()
+        if home not in without
+    )
+    mesh = tuple(cases.mesh_at(place).items())
+    return mesh, tuple(tables), int(cases.zero[place]), int(cases.count[place])

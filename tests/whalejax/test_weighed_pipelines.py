@@ -88,7 +88,9 @@ def test_no_stages_are_faster_than_their_bound(
         found.update(bound(*given, **options))
         return {}
 
-    monkeypatch.setattr("whalejax.api.executor_choice.least_stage_steps", kept)
+    choice = "whalejax.api.executor_choice"
+    monkeypatch.setattr(f"{choice}.least_stage_steps", kept)
+    monkeypatch.setattr(f"{choice}._stages_may_gain", lambda plan: True)
     planned(name, batch, text, scanned=scanned, runnable=False)
     plans = {}
     for stages in found:
@@ -143,3 +145,38 @@ def test_replicas_take_what_is_estimated(
         assert plan.time.step_seconds == pytest.approx(one.seconds, rel=exact)
         compared += not case.zero
     assert compared
+
+
+def test_a_plan_says_what_a_faster_one_that_nothing_runs_would_gain() -> None:
+    machine = wh.cluster("gh200:1").with_memory(1_600_000_000)
+    given = asked("gpt-small", 8, True)
+    ask = functools.partial(
+        wh.plan,
+        *given,
+        optimizer=optax.adafactor(1e-3),
+        cluster=machine,
+        precision="bf16",
+    )
+    plan = ask()
+    (note,) = (text for text in plan.notes if text.startswith("on paper "))
+    assert plan.runnable and "this optimizer does not update parameters" in note
+    paper = ask(runnable=False)
+    layout = next(c.layout for c in paper.candidates if c.verdict == "chosen")
+    assert not paper.runnable and f"on paper {layout} takes" in note
+    less = 1 - paper.time.step_seconds / plan.time.step_seconds
+    assert f", {less:.0%} less; it does not run because: " in note and less > 0.1
+    roomy = ask(cluster="gh200:1")
+    assert not any(text.startswith("on paper ") for text in roomy.notes)
+
+
+def test_a_plan_says_by_how_much_another_can_be_faster() -> None:
+    plan = planned("gpt-small", 64, "h100:8")
+    assert plan.gap is not None
+    fastest = min(c.time.step_seconds for c in plan.candidates if c.fits)
+    assert plan.time.step_seconds * (1 - plan.gap) <= fastest * (1 + 1e-12)
+    words = f"be more than {plan.gap:.2%} faster" if plan.gap >= 5e-5 else "is faster"
+    assert words in str(plan) and words in plan.explain()
+    data = plan.document()
+    assert wh.Plan.from_document(data).gap == plan.gap
+    with pytest.raises(wh.PlanError, match="gap is 2"):
+        dataclasses.replace(plan, gap=2.0)

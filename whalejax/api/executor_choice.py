@@ -23,13 +23,18 @@ from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import Problems, warn
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.errors import NotFaster, NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.repeated_layers import stacked_loop
+from whalejax.planner.model.repeated_layers import stacked_loop, stacked_loops
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import FlowsBackwards
 from whalejax.planner.plan.build import KEPT_CANDIDATES
-from whalejax.planner.plan.estimates import as_estimate, gain_notes, why_not
+from whalejax.planner.plan.estimates import (
+    as_estimate,
+    gain_notes,
+    paper_note,
+    why_not,
+)
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
@@ -45,7 +50,7 @@ from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
 from whalejax.planner.search.least_paces import least_stage_steps
-from whalejax.planner.search.ranking import TIE
+from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.search.spmd import Known, check_marks
 from whalejax.planner.search.stage_models import TooFewParts, Whole
@@ -218,7 +223,9 @@ def _estimates(
         yield functools.partial(decide, *given, wanted, known=programs.known, **options)
     known = math.inf if best is None else _seconds(best)
     bounds = {stages: 0.0} if stages is not None and stages > 1 else {}
-    if stages is None:
+    more = 1.0
+    if stages is None and (best is None or _stages_may_gain(best)):
+        more = 1 + SURE
         bounds = least_stage_steps(
             *given,
             wanted,
@@ -228,7 +235,7 @@ def _estimates(
         )
     staging = _Staging(programs, asked, uneven=False)
     for count, bound in bounds.items():
-        if bound * (1 + TIE) < known:
+        if bound * more < known:
             search = functools.partial(staging.of(count, known).alone, *given)
             yield functools.partial(_with_host_memory, search, wanted, **options)
 
@@ -254,6 +261,15 @@ def _busy_seconds(plan: Plan) -> float:
     """Seconds for which devices compute what they would compute in stages, too."""
     time = plan.time
     return (time.compute_seconds + time.launch_seconds) * _first_time(plan)
+
+
+def _stages_may_gain(plan: Plan) -> bool:
+    """Whether stages may be clearly faster than one program.
+
+    What launches take is no reason for more programs.
+    """
+    launches = plan.time.launch_seconds > SURE * _seconds(plan)
+    return not launches and _busy_seconds(plan) * (1 + SURE) < _seconds(plan)
 
 
 def _without_stages(
@@ -282,11 +298,6 @@ def _without_stages(
 
 MOST_STAGES = 16
 """That are weighed where nobody asks for any."""
-
-SURE = 0.1
-"""By which part of its time a pipeline has to be faster than replicas, where nobody
-asks for one: predictions of the two are no closer to each other."""
-
 
 FIRST_TIME = {"none": 1.0, "dots": 0.9, "full": 0.75}
 """The least part of a step's work that is left where nothing is computed again: the
@@ -353,10 +364,9 @@ class _Staging:
             graph: Graph, cluster: Cluster, request: Request, **options: Any
         ) -> Plan:
             plan = one_program(graph, cluster, request, **options)
+            if not (cluster.is_uniform and _stages_may_gain(plan)):
+                return plan
             known = _seconds(plan) / (1 + SURE)
-            launches = plan.time.launch_seconds > SURE * _seconds(plan)
-            if launches or _busy_seconds(plan) >= known or not cluster.is_uniform:
-                return plan  # What launches take is no reason for more programs.
             given = graph, cluster, request
             bounds = least_stage_steps(
                 *given,
@@ -366,16 +376,61 @@ class _Staging:
             )
             # Of cuts between layers the bound leaves out waiting and uneven stages.
             more = 1.0 if stacked_loop(graph) else 1 + SURE
-            each = [
-                functools.partial(self.of(n, known).alone, *given, **options)
-                for n, bound in bounds.items()
-                if bound * more < known
-            ]
-            staged, _ = _made(*each)
-            faster = [one for one in staged if _seconds(one) < known]
-            return _fastest([plan, *staged], None) if faster else plan
+            near = [n for n, bound in bounds.items() if bound * more < known]
+            staged: dict[int, list[Plan]] = {}
+            for n in near:
+                alone = functools.partial(self.of(n, known).alone, *given, **options)
+                staged[n], problem = _made(alone)
+                if isinstance(problem, NotFaster):
+                    staged.pop(n)
+            plans = [one for several in staged.values() for one in several]
+            if any(_seconds(one) < known for one in plans):
+                plan = _fastest([plan, *plans], None)
+            left = [n for n, several in staged.items() if not several]
+            if len(stacked_loops(graph)) > 1:
+                left = near  # Of which lockstep stages share out one that run.
+            return self._with_paper_note(plan, left, *given, **options)
 
         return found
+
+    def _with_paper_note(
+        self,
+        plan: Plan,
+        stages: Sequence[int],
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        **options: Any,
+    ) -> Plan:
+        """The plan, which says what stages that no executor runs would gain.
+
+        Args:
+            plan: The plan that runs.
+            stages: Numbers of stages that may be faster.
+            graph, cluster, request, options: as of any search.
+        """
+        known = _seconds(plan) / (1 + SURE)
+        wanted = dataclasses.replace(request, estimate=True)
+        given = graph, cluster
+        made, _ = _made(
+            *(
+                functools.partial(
+                    _with_host_memory,
+                    functools.partial(self.of(n, known).alone, *given),
+                    wanted,
+                    **options,
+                )
+                for n in stages
+            )
+        )
+        found = {id(one): why_not(graph, wanted, one) for one in made}
+        papers = [one for one in made if found[id(one)] and _seconds(one) < known]
+        if not papers:
+            return plan
+        best = min(papers, key=_seconds)
+        layout = next(c.layout for c in best.candidates if c.verdict == "chosen")
+        note = paper_note(layout, _seconds(best), found[id(best)], plan)
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
         """Replicas, or pipelines where these are clearly faster or all that fits.

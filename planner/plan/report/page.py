@@ -25,6 +25,7 @@ from whalejax.planner.plan.report.text_layout import (
 )
 from whalejax.planner.plan.report.traffic import INSIDE, mesh_of, traffic
 from whalejax.planner.plan.report.why import (
+    gap_words,
     layout_text,
     mesh_words,
     pipeline_words,
@@ -341,8 +342,8 @@ def other_notes(plan: PlanData) -> list[str]:
 
 
 def _next(plan: PlanData, width: int | None) -> list[Line]:
-    """The plan that was weighed behind this one."""
+    """The plan that was weighed behind this one, and how much faster any can be."""
     others = [c for c in plan.candidates if c.verdict != "chosen"]
-    if not others:
-        return []
-    return paragraph("next", [str(others[0])], width)
+    lines = paragraph("next", [str(others[0])], width) if others else []
+    words = gap_words(plan)
+    return [*lines, *(paragraph("gap", [words], width) if words else ())]

@@ -279,12 +279,22 @@ def explain(plan: PlanData) -> str:
         )
     else:
         lines += _against(plan, other)
+    lines += filter(None, [gap_words(plan)])
     refused = [c for c in plan.candidates if not c.fits]
     for c in refused[:3]:
         lines.append(f"too large: {c.layout}: {c.verdict}")
     lines += _held_whole(plan)
     lines += [f"note: {text}" for text in plan.notes]
     return "\n".join(lines)
+
+
+def gap_words(plan: PlanData) -> str:
+    """By how much another plan can be faster; empty where that is not known."""
+    if plan.gap is None:
+        return ""
+    if plan.gap < 5e-5:
+        return "no other plan of one program is faster"
+    return f"no other plan of one program can be more than {plan.gap:.2%} faster"
 
 
 def _against(plan: PlanData, other: Candidate) -> list[str]:
