@@ -283,6 +283,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "default": ("empty text", "any words"),
             "batch_tree": ("empty text", "any words"),
             "product_flops": ("zero huge", "estimates count none; large models many"),
+            "gap": ("none zero", "not known, or none"),
             "optimizer_bytes": ("none zero huge", "not known, none, or any number"),
             "stages": NONE,
             "runnable": SWITCH,

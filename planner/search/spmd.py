@@ -341,10 +341,12 @@ class ProgramSearches:
         """Some plan that lacks memory would be the fastest if it had enough.
 
         What gives memory takes time: else nothing that does can be faster than what
-        fits. Nor does it serve layouts that nothing else serves.
+        fits. Nor does it serve layouts that nothing else serves: where there is no
+        layout, other programs have none.
         """
         best = self.best_seconds() * (1 + TIE)
-        return bool(search.hosting.nothing) or search.least_lacking <= best
+        lacks = search.least_lacking < math.inf and search.least_lacking <= best
+        return bool(search.hosting.nothing) or lacks
 
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
@@ -456,6 +458,7 @@ class ProgramSearches:
         """
         options, asked = plain.options, self.request.sequence_parallel
         if asked is False or not options.sequence:
+            plain.scored = [] if asked else plain.scored
             return []
         tried = self.tried.setdefault(id(plain), {})
         best = self.best_seconds() * (1 if every else 1 + TIE)

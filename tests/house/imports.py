@@ -45,6 +45,7 @@ ORDERS: Final = {
         "jobs",
         "equality",
         "estimates",
+        "scheduler",
         "elastic",
         "swarm_runtime",
         "cli",

@@ -1,0 +1,1 @@
+"""Jobs on one cluster: who gets how many devices, as jobs come and end."""

@@ -1,0 +1,260 @@
+"""Who gets how many devices: an exact dynamic program, or an integer program.
+
+On devices of one kind the value of ``j`` jobs on ``k`` devices is the best sum of the
+value of job ``j`` on ``g`` of them and that of the others on ``k - g`` (Saxena et al.,
+"Effective Elastic Scaling of Deep Learning Workloads", 2020). On several kinds it is an
+integer program over jobs and places (as in Jayaram Subramanya et al., "Sia", 2023).
+What a change costs is inside the values, so that a job keeps its devices unless others
+win more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
+
+
+Objective = Literal["throughput", "completion", "fairness", "sia"]
+"""What is most: the sum of throughputs over each job's on its fewest devices; of the
+parts of what is left that each does in a second, which ends short jobs first; or, with
+the powers of Pollux and Sia, a fair sum of speeds over each job's fair share."""
+
+OBJECTIVES: Final = get_args(Objective)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """A job that waits or runs.
+
+    Attributes:
+        job: The job.
+        left: Samples that are left.
+        place: Where it runs now.
+    """
+
+    job: ScheduledJob
+    left: float
+    place: Place = NOWHERE
+
+
+def admitted_jobs(
+    states: Sequence[JobState], devices: Mapping[str, int]
+) -> list[JobState]:
+    """Jobs that get devices: by priority, then in the order in which they came.
+
+    A job that finds no room is waited for, so that none that came later starts before
+    it.
+
+    Args:
+        states: Jobs that wait or run.
+        devices: Number of devices by kind.
+    """
+    order = sorted(
+        states,
+        key=lambda one: (-one.job.priority, one.job.arrival, one.job.name),
+    )
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _hold(order[:middle], devices):
+            low = middle
+        else:
+            high = middle - 1
+    return order[:low]
+
+
+def _hold(states: Sequence[JobState], devices: Mapping[str, int]) -> bool:
+    """Whether all can run at once, on the fewest devices of each."""
+    if len(devices) == 1:
+        (count,) = devices.values()
+        return sum(one.job.least for one in states) <= count
+    # Most jobs run on one device of any kind, of which there are enough.
+    if sum(one.job.least for one in states) > sum(devices.values()):
+        return False
+    values = [{place: 0.0 for place in one.job.places} for one in states]
+    return _by_integer_program(values, devices, feasible=True) is not None
+
+
+def allocate(
+    states: Sequence[JobState],
+    devices: Mapping[str, int],
+    *,
+    objective: Objective = "throughput",
+    horizon: float = 600.0,
+) -> dict[str, Place]:
+    """Decide where every job runs.
+
+    Args:
+        states: Jobs that wait or run, in any order.
+        devices: Number of devices by kind; the kind is empty where all are alike.
+        objective: What is to be most.
+        horizon: Seconds for which a decision is likely to hold: a change has to win in
+            them what it costs.
+
+    Returns:
+        Place of each job by its name; ``NOWHERE`` of those that wait.
+
+    Raises:
+        JobError: No number of devices holds a job, or two have one name.
+    """
+    _check(states, devices)
+    found = dict.fromkeys((one.job.name for one in states), NOWHERE)
+    chosen = admitted_jobs(states, devices)
+    if not chosen:
+        return found
+    value = _values(objective, len(chosen), devices, horizon)
+    values = [{p: value(one, p) for p in one.job.places} for one in chosen]
+    if len(devices) == 1:
+        ((kind, count),) = devices.items()
+        numbers = most_value(
+            [{n: v for (k, n), v in each.items() if k == kind} for each in values],
+            count,
+        )
+        places: Sequence[Place] = [(kind, n) for n in numbers]
+    else:
+        solved = _by_integer_program(values, devices)
+        assert solved is not None, "admitted jobs hold"
+        places = solved
+    found.update((one.job.name, p) for one, p in zip(chosen, places, strict=True))
+    return found
+
+
+def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
+    for name, number in Counter(one.job.name for one in states).items():
+        if number > 1:
+            raise JobError(f"{number} jobs are named {name!r}. Give them other names")
+    for one in states:
+        least = min(
+            (n for kind, n in one.job.places if n <= devices.get(kind, 0)), default=None
+        )
+        if least is None:
+            there = ", ".join(
+                f"{n}{f' {kind}' if kind else ''}" for kind, n in devices.items()
+            )
+            raise JobError(
+                f"job {one.job.name!r} needs at least {one.job.least} devices, and the "
+                f"cluster has {there}. Take a larger cluster, or a smaller job"
+            )
+
+
+def _values(
+    objective: Objective, jobs: int, devices: Mapping[str, int], horizon: float
+) -> Callable[[JobState, Place], float]:
+    """What a job's place is worth, with what a change costs."""
+    share = max(1, sum(devices.values()) // jobs)
+
+    def fair_progress(job: ScheduledJob) -> float:
+        """Progress on a fair share of the devices."""
+        within = [p for p in job.places if p[1] <= share] or job.places[:1]
+        return max(job.progress(p) for p in within)
+
+    def value(one: JobState, place: Place) -> float:
+        job = one.job
+        progress = job.progress(place)
+        if place != one.place and progress:
+            holds = min(horizon, one.left / progress + job.resize_seconds)
+            progress *= max(0.0, 1 - job.resize_seconds / max(holds, 1e-9))
+        weight = 1 + job.priority
+        if objective == "completion":
+            return weight * progress / max(one.left, 1e-9)
+        if objective == "throughput":
+            return weight * progress / job.least_progress
+        power = -1.0 if objective == "fairness" else -0.5
+        speed = max(progress / fair_progress(job), 1e-6)
+        return -weight * float(speed**power)
+
+    return value
+
+
+def most_value(values: Sequence[Mapping[int, float]], devices: int) -> list[int]:
+    """Numbers of devices with the most value in sum; each job gets one of its own.
+
+    Args:
+        values: Value of each number of devices, by job.
+        devices: Number of devices.
+
+    Returns:
+        Number of devices of each job; of equal sums the one with fewer devices for the
+        jobs behind.
+
+    Raises:
+        JobError: The devices do not hold all jobs at once.
+
+    >>> most_value([{1: 1.0, 2: 1.8, 4: 3.0}, {1: 1.0, 2: 1.9}], 4)
+    [2, 2]
+    """
+    best = np.zeros(devices + 1)
+    choices: list[tuple[np.ndarray, np.ndarray]] = []
+    for each in values:
+        numbers = np.array(sorted(n for n in each if n <= devices), dtype=np.int64)
+        sums = np.full((len(numbers), devices + 1), -np.inf)
+        for row, number in enumerate(numbers.tolist()):
+            sums[row, number:] = best[: devices + 1 - number] + each[number]
+        if not len(numbers):
+            raise JobError(f"no number of {devices} devices holds a job")
+        chosen = sums.argmax(axis=0)
+        choices.append((numbers, chosen))
+        best = sums[chosen, np.arange(devices + 1)]
+    if best[devices] == -math.inf:
+        raise JobError(
+            f"{devices} devices do not hold {len(values)} jobs at once. Admit fewer"
+        )
+    left, found = devices, []
+    for numbers, chosen in reversed(choices):
+        number = int(numbers[chosen[left]])
+        found.append(number)
+        left -= number
+    return found[::-1]
+
+
+def _by_integer_program(
+    values: Sequence[Mapping[Place, float]],
+    devices: Mapping[str, int],
+    *,
+    feasible: bool = False,
+) -> list[Place] | None:
+    """Places with the most value in sum, one for each job; None where there are none.
+
+    Args:
+        values: Value of each place, by job.
+        devices: Number of devices by kind.
+        feasible: Any places will do.
+    """
+    columns = [
+        (job, place)
+        for job, each in enumerate(values)
+        for place in each
+        if place[1] <= devices.get(place[0], 0)
+    ]
+    if {job for job, _ in columns} != {*range(len(values))}:
+        return None
+    kinds = {kind: row for row, kind in enumerate(devices, start=len(values))}
+    index = np.arange(len(columns))
+    jobs = np.array([job for job, _ in columns])
+    row = np.concatenate([jobs, [kinds[place[0]] for _, place in columns]])
+    entry = np.concatenate([np.ones(len(columns)), [p[1] for _, p in columns]])
+    shape = len(values) + len(devices), len(columns)
+    matrix = csr_array((entry, (row, np.concatenate([index, index]))), shape=shape)
+    least = np.concatenate([np.ones(len(values)), np.zeros(len(devices))])
+    most = np.concatenate([np.ones(len(values)), [*devices.values()]])
+    worth = np.array([values[job][place] for job, place in columns])
+    largest = float(np.abs(worth).max(initial=0.0)) or 1.0
+    solved = milp(
+        np.zeros(len(columns)) if feasible else -worth / largest,
+        constraints=LinearConstraint(matrix, least, most),
+        integrality=np.ones(len(columns)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0 if len(columns) < 2000 else 1e-3},
+    )
+    if solved.x is None:
+        return None
+    return [columns[i][1] for i in np.flatnonzero(solved.x > 0.5).tolist()]

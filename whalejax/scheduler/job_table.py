@@ -1,0 +1,173 @@
+"""What a job does on each number of devices: the table for its allocation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.meshes.checks import Arguments, is_number
+from whalejax.meshes.errors import WhaleError
+
+
+class JobError(WhaleError):
+    """A job that cannot be scheduled; the message says by how much and what helps."""
+
+
+Place = tuple[str, int]
+"""Device kind and number of devices; the kind is empty where all are alike."""
+
+NOWHERE: Final[Place] = ("", 0)
+"""No device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOption:
+    """What a job does on some devices.
+
+    Attributes:
+        place: Device kind and number of devices.
+        samples_per_second: Throughput of the plan, predicted or measured.
+        efficiency: Progress of a sample over that at the job's own batch, 1 at most.
+        batch: Samples of a global batch.
+        layout: Plan in words.
+    """
+
+    place: Place
+    samples_per_second: float
+    efficiency: float = 1.0
+    batch: int = 0
+    layout: str = ""
+
+    @property
+    def progress(self) -> float:
+        """Samples of the job's own batch that a second is worth."""
+        return self.samples_per_second * self.efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledJob:
+    """A job and its table.
+
+    Attributes:
+        name: Unlike that of any other job.
+        options: What it does on the devices that it can take, by place.
+        samples: Samples of the job's own batch until it ends.
+        arrival: Seconds from the beginning at which it is added.
+        priority: Jobs of a higher one are admitted first, and weigh as much more.
+        resize_seconds: Time without progress when it starts, or its devices change.
+        asked: Number of devices that its user would have asked for.
+    """
+
+    name: str
+    options: Mapping[Place, JobOption]
+    samples: float
+    arrival: float = 0.0
+    priority: int = 0
+    resize_seconds: float = 0.0
+    asked: Place = NOWHERE
+
+    def __post_init__(self) -> None:
+        problems = Arguments(f"job {self.name!r}", JobError)
+        problems.words("name", self.name)
+        problems.of("options", self.options, Mapping, "a table of JobOption by place")
+        for name in ("samples", "arrival", "resize_seconds"):
+            value = getattr(self, name)
+            if not (is_number(value) and value >= 0):
+                problems.refuse(name, value, "0 or more")
+        problems.whole("priority", self.priority, least=0, most=100)
+        problems.raise_if_any()
+        if not self.options:
+            raise JobError(
+                f"job {self.name!r}: no number of devices holds it. Give it more "
+                "devices, devices with more memory, or a smaller batch"
+            )
+
+    def progress(self, place: Place) -> float:
+        """Progress in samples a second; 0 where it cannot run there."""
+        option = self.options.get(place)
+        return 0.0 if option is None else option.progress
+
+    @property
+    def places(self) -> list[Place]:
+        """Places at which it can run, by kind and the fewest devices first."""
+        return sorted(self.options)
+
+    @property
+    def least(self) -> int:
+        """The fewest devices on which it can run."""
+        return min(count for _, count in self.options)
+
+    @property
+    def least_progress(self) -> float:
+        """Progress on the fewest devices, at the slowest of kinds that have so few."""
+        return min(
+            one.progress
+            for place, one in self.options.items()
+            if place[1] == self.least
+        )
+
+
+def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
+    """The options that no fewer devices of the same kind make useless, by place.
+
+    Args:
+        options: Of one job, with as many batches as there may be at a place.
+
+    Returns:
+        At each place the option of most progress; left out where fewer devices make as
+        much.
+    """
+    found: dict[Place, JobOption] = {}
+    for one in sorted(options, key=lambda one: (one.place, -one.progress)):
+        kind, _ = one.place
+        fewer = [o.progress for (k, _), o in found.items() if k == kind]
+        if one.progress > max(fewer, default=0.0):
+            found[one.place] = one
+    return found
+
+
+def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:
+    """Progress of a sample in a larger batch over that in the job's own.
+
+    The gradient's noise scale is the batch at which noise and gradient weigh alike;
+    progress a sample falls as ``1 / (noise_scale + batch)`` (McCandlish et al., "An
+    Empirical Model of Large-Batch Training", 2018; Qiao et al., "Pollux", 2021).
+
+    Args:
+        batch: Samples of the larger batch.
+        own_batch: Samples of the job's own batch.
+        noise_scale: Samples; 0 or more.
+
+    >>> batch_efficiency(128, 128, 1000.0)
+    1.0
+    >>> round(batch_efficiency(1128, 128, 1000.0), 2)
+    0.53
+    """
+    return (noise_scale + own_batch) / (noise_scale + batch)
+
+
+def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> ScheduledJob:
+    """The job with throughputs that were measured in place of predictions.
+
+    Other places are scaled by the mean ratio of what was measured to predictions.
+
+    Args:
+        job: The job.
+        measured: Samples a second, by place.
+    """
+    ratios = [
+        seconds / job.options[place].samples_per_second
+        for place, seconds in measured.items()
+        if place in job.options
+    ]
+    ratio = sum(ratios) / len(ratios) if ratios else 1.0
+    options = {
+        place: dataclasses.replace(
+            one,
+            samples_per_second=measured.get(place, one.samples_per_second * ratio),
+        )
+        for place, one in job.options.items()
+    }
+    return dataclasses.replace(job, options=options)

@@ -1,0 +1,138 @@
+"""The table of a job from the planner: its best plan on each number of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from whalejax import jobs
+from whalejax.api.plan import plan as make_plan
+from whalejax.meshes import Cluster
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.search.uneven_replicas import devices_of_kind
+from whalejax.planner.step_options import options_of
+from whalejax.scheduler.job_table import JobOption, batch_efficiency
+from whalejax.user_code.losses import Job
+
+
+def planned_options(
+    job: Job,
+    cluster: Cluster,
+    numbers: Iterable[int],
+    *,
+    batches: Sequence[int] = (),
+    noise_scale: float = 0.0,
+    **settings: Any,
+) -> list[JobOption]:
+    """What a job does on so many devices of each kind, by its best plan there.
+
+    Args:
+        job: Makes the model, its batches and its optimizer.
+        cluster: Devices on which it may run.
+        numbers: Numbers of devices.
+        batches: Samples of a global batch, the job's own first; that alone if left out.
+        noise_scale: Samples of the gradient's noise scale, for larger batches.
+        settings: Of ``wh.plan``, such as ``precision``.
+
+    Returns:
+        An option for each kind, number and batch for which there is a plan.
+    """
+    found = []
+    own = batches[0] if batches else job.batch_size
+    for kind in {node.kind.name: node.kind for node in cluster.nodes}.values():
+        name = kind.name if len(cluster.kinds) > 1 else ""
+        there = sum(n.count for n in cluster.nodes if n.kind.name == kind.name)
+        for batch in batches or (own,):
+            best: Plan | None = None
+            for number in sorted({n for n in numbers if n <= there}):
+                part = devices_of_kind(cluster, kind, number)
+                best = _plan_on(job, part, batch, best, settings)
+                if best is not None:
+                    efficiency = batch_efficiency(batch or 1, own or 1, noise_scale)
+                    found.append(option_of(best, name, number, batch, efficiency))
+    return found
+
+
+def option_of(
+    plan: Plan,
+    kind: str,
+    number: int,
+    batch: int | None = None,
+    efficiency: float = 1.0,
+) -> JobOption:
+    """A plan as an option of a job.
+
+    Args:
+        plan: The plan.
+        kind: Device kind; empty where all are alike.
+        number: Number of devices that it is given.
+        batch: Samples of a global batch.
+        efficiency: Progress of a sample over that at the job's own batch.
+    """
+    size = batch or plan.roles[0].size
+    return JobOption(
+        place=(kind, number),
+        samples_per_second=size / plan.time.step_seconds,
+        efficiency=efficiency,
+        batch=size,
+        layout=layout_text(plan),
+    )
+
+
+def _plan_on(
+    job: Job, part: Cluster, batch: int | None, fewer: Plan | None, settings: Any
+) -> Plan | None:
+    """The best plan on some devices; that of fewer where it is no slower."""
+    if fewer is not None and fewer.question is not None:
+        try:
+            plan = fewer.what_if(cluster=part, allow_idle=True)
+        except PlanError:
+            return fewer
+    else:
+        shapes = jax.eval_shape(lambda: jobs.first_batch(job, batch))
+        try:
+            plan = make_plan(
+                job.loss_fn,
+                jobs.abstract_model(job),
+                shapes,
+                optimizer=job.optimizer,
+                cluster=part,
+                allow_idle=True,
+                **settings,
+            )
+        except PlanError:
+            return fewer
+    if fewer is not None and fewer.time.step_seconds <= plan.time.step_seconds:
+        return fewer
+    return plan
+
+
+def fixed_plan_options(
+    plan: Plan, cluster: Cluster, numbers: Iterable[int]
+) -> Iterator[JobOption]:
+    """What a job does where its plan is kept, and more devices share its batch.
+
+    Args:
+        plan: The plan, on some devices of one kind.
+        cluster: Devices on which it may run, of the same kind.
+        numbers: Numbers of devices.
+
+    Yields:
+        An option for each multiple of the plan's model axes that divides the batch.
+    """
+    kept = {axis: size for axis, size in plan.axes if axis != "data"}
+    size = plan.num_devices // plan.axis_sizes.get("data", 1)
+    for number in sorted({n for n in numbers if n % size == 0}):
+        part = devices_of_kind(cluster, cluster.kinds[0], number)
+        mesh = {**kept, "data": number // size}
+        fixed = options_of(plan)
+        try:
+            other = plan.what_if(cluster=part, mesh=mesh, zero=plan.zero, **fixed)
+        except PlanError:
+            continue
+        yield dataclasses.replace(option_of(other, "", number))

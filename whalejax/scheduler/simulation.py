@@ -1,0 +1,260 @@
+"""Jobs under a virtual clock: the decisions of a scheduler, played through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whalejax.scheduler.allocation import JobState, Objective, allocate
+from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
+
+
+Decide = Callable[[Sequence[JobState]], Mapping[str, Place]]
+"""Places of all jobs that wait or run, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A time in which a job had the same devices.
+
+    Attributes:
+        place: Device kind and number of devices.
+        begin, end: Seconds from the beginning.
+    """
+
+    place: Place
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What became of a job.
+
+    Attributes:
+        job: The job.
+        intervals: Times in which it had devices, in order.
+        end: Seconds from the beginning at which it ended.
+    """
+
+    job: ScheduledJob
+    intervals: tuple[Interval, ...]
+    end: float
+
+    @property
+    def completion(self) -> float:
+        """Seconds from its arrival to its end."""
+        return self.end - self.job.arrival
+
+    @property
+    def waited(self) -> float:
+        """Seconds from its arrival to its first device."""
+        return self.intervals[0].begin - self.job.arrival
+
+    @property
+    def resizes(self) -> int:
+        """How often its devices changed after its start."""
+        return len(self.intervals) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What a scheduler made of some jobs.
+
+    Attributes:
+        records: One of each job, in the order of their arrivals.
+        devices: Number of devices of the cluster.
+    """
+
+    records: tuple[JobRecord, ...]
+    devices: int
+
+    @property
+    def mean_completion(self) -> float:
+        """Mean seconds from a job's arrival to its end."""
+        return sum(one.completion for one in self.records) / len(self.records)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first arrival to the last end."""
+        first = min(one.job.arrival for one in self.records)
+        return max(one.end for one in self.records) - first
+
+    @property
+    def utilisation(self) -> float:
+        """Part of the devices' time in which some job held them."""
+        intervals = (i for one in self.records for i in one.intervals)
+        held = sum((i.end - i.begin) * i.place[1] for i in intervals)
+        return held / max(self.makespan * self.devices, 1e-9)
+
+    @property
+    def starved(self) -> int:
+        """Jobs that waited longer than all jobs ahead of them and one more may take.
+
+        Ahead of a job are those that were there when it came, and those of a higher
+        priority that came while it waited; each takes at most as long as the longest
+        held devices.
+        """
+        longest = max(o.end - o.intervals[0].begin for o in self.records)
+        found = 0
+        for one in self.records:
+            arrival, start = one.job.arrival, one.intervals[0].begin
+            ahead = sum(
+                1
+                for other in self.records
+                if other is not one
+                and other.end > arrival
+                and (
+                    other.job.arrival <= arrival
+                    or (
+                        other.job.priority > one.job.priority
+                        and other.job.arrival < start
+                    )
+                )
+            )
+            found += start - arrival > (ahead + 1) * longest
+        return found
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job while it is played through."""
+
+    job: ScheduledJob
+    left: float
+    place: Place = NOWHERE
+    since: float = 0.0
+    ready: float = 0.0
+    intervals: list[Interval] = field(default_factory=list)
+
+    def end(self, now: float) -> float:
+        """Seconds at which it ends where it is."""
+        progress = self.job.progress(self.place)
+        start = max(now, self.ready)
+        return start + self.left / progress if progress else math.inf
+
+    def advance(self, before: float, now: float) -> None:
+        """Do what it does between two moments."""
+        seconds = max(0.0, now - max(before, self.ready))
+        self.left = max(0.0, self.left - seconds * self.job.progress(self.place))
+
+    def move(self, place: Place, now: float) -> None:
+        """Give it other devices."""
+        if place == self.place:
+            return
+        self.leave(now)
+        self.place, self.since = place, now
+        self.ready = now + self.job.resize_seconds
+
+    def leave(self, now: float) -> None:
+        """Take its devices."""
+        if self.place != NOWHERE and now > self.since:
+            held = Interval(place=self.place, begin=self.since, end=now)
+            self.intervals.append(held)
+        self.place = NOWHERE
+
+
+def simulate(
+    jobs: Sequence[ScheduledJob],
+    devices: Mapping[str, int],
+    decide: Decide,
+    *,
+    every: float = 60.0,
+) -> Simulated:
+    """Play jobs through until all have ended.
+
+    It is decided at each arrival and end, and every so many seconds while jobs run.
+
+    Args:
+        jobs: The jobs, with their arrivals.
+        devices: Number of devices by kind.
+        decide: Places of all jobs that wait or run.
+        every: Seconds between decisions without an arrival or an end.
+
+    Raises:
+        JobError: A decision takes more devices than there are, or nothing ever runs.
+    """
+    coming = sorted(jobs, key=lambda job: (job.arrival, job.name))
+    running: list[_Running] = []
+    ended: dict[str, JobRecord] = {}
+    now, tick = 0.0, 0.0
+    while coming or running:
+        if not running:
+            now = tick = max(now, coming[0].arrival)
+        while coming and coming[0].arrival <= now:
+            job = coming.pop(0)
+            running.append(_Running(job=job, left=job.samples))
+        states = [JobState(job=r.job, left=r.left, place=r.place) for r in running]
+        places = decide(states)
+        _check_places(places, devices)
+        for one in running:
+            one.move(places.get(one.job.name, NOWHERE), now)
+        if all(one.place == NOWHERE for one in running) and not coming:
+            names = ", ".join(one.job.name for one in running)
+            raise JobError(f"no job gets devices, and none will end: {names}")
+        if now >= tick:
+            tick = now + every
+        following = min(one.end(now) for one in running)
+        if coming:
+            following = min(following, coming[0].arrival)
+        after = min(following, tick)
+        for one in running:
+            one.advance(now, after)
+        now = after
+        for one in [r for r in running if r.left <= 1e-9 * r.job.samples]:
+            running.remove(one)
+            one.leave(now)
+            ended[one.job.name] = JobRecord(
+                job=one.job, intervals=tuple(one.intervals), end=now
+            )
+    order = sorted(jobs, key=lambda job: (job.arrival, job.name))
+    records = tuple(ended[job.name] for job in order)
+    return Simulated(records=records, devices=sum(devices.values()))
+
+
+def _check_places(places: Mapping[str, Place], devices: Mapping[str, int]) -> None:
+    for kind, count in devices.items():
+        taken = sum(n for k, n in places.values() if k == kind)
+        if taken > count:
+            there = f"{count} devices {kind}".strip()
+            raise JobError(f"a decision takes {taken} of {there}")
+
+
+def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) -> Decide:
+    """Devices follow the jobs that are there.
+
+    Args:
+        devices: Number of devices by kind.
+        objective, horizon: As for ``allocate``.
+    """
+
+    def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
+        return allocate(states, devices, objective=objective, horizon=horizon)
+
+    return decide
+
+
+def first_come_first_served(devices: Mapping[str, int]) -> Decide:
+    """Every job gets the devices that its user asked for, until it ends.
+
+    Args:
+        devices: Number of devices by kind.
+    """
+
+    def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
+        found = {one.job.name: one.place for one in states}
+        free = dict(devices)
+        for kind, count in found.values():
+            if count:
+                free[kind] -= count
+        waiting = [one for one in states if one.place == NOWHERE]
+        for one in sorted(waiting, key=lambda one: (one.job.arrival, one.job.name)):
+            kind, count = one.job.asked
+            if count > free.get(kind, 0):
+                break
+            free[kind] -= count
+            found[one.job.name] = one.job.asked
+        return found
+
+    return decide
