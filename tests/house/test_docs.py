@@ -180,7 +180,7 @@ def unknown_in(words: list[str], help_of: HelpOf) -> Iterator[str]:
         if not re.search(rf"^\W*{subcommand}\b", help_of(""), re.MULTILINE):
             yield f"whalejax has no subcommand {subcommand!r}"
             return
-        if subcommand == "swarm":  # it has subcommands of its own
+        if subcommand in ("swarm", "jobs"):  # they have subcommands of their own
             subcommand = " ".join(rest[:2])
         known = help_of(subcommand)
     elif (ROOT / program).is_file() and program.removeprefix("./").startswith(

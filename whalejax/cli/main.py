@@ -1,7 +1,7 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
 ``diff``, ``verify``, ``check``, ``estimate``, ``calibrate``, ``launch``, ``agent``,
 ``status``, ``goodput``, ``doctor``, ``completion``; and ``whalejax swarm`` with
-commands of its own.
+commands of its own, as ``whalejax jobs``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -27,6 +27,7 @@ from tyro import conf
 
 from whalejax._version import __version__
 from whalejax.api.named_jobs import find_job, is_file, lasting_name, named_values
+from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
@@ -73,7 +74,10 @@ _DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX
 how to spread it, says why in numbers, and runs it.
 
 swarm serve, swarm join and swarm show train over peers that come and go; see whalejax
-swarm --help."""
+swarm --help.
+
+jobs simulate plays a trace of jobs that share a cluster through; see whalejax jobs
+--help."""
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -120,6 +124,10 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
     try:
         if argv[:1] == ["swarm"]:
             return _swarm(parse_swarm(argv))
+        if argv[:1] == ["jobs"]:
+            from whalejax.cli.jobs import play_trace
+
+            return play_trace.simulated(parse_jobs(argv), find_job)
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
@@ -159,6 +167,29 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
         prog="whalejax swarm",
         description="Train a model in stages that peers serve which may come and go.",
         args=list(argv[1:]),
+        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+    )
+    return parsed
+
+
+def parse_jobs(argv: Sequence[str]) -> JobsSimulateCommand:
+    """The command that follows ``whalejax jobs``.
+
+    Args:
+        argv: the words after the program's name.
+    """
+    words = list(argv[1:])
+    if words[:1] != ["simulate"] and not {"-h", "--help"} & {*words}:
+        given = f", not {words[0]!r}" if words else ""
+        raise WhaleError(
+            f"jobs takes the command simulate{given}: whalejax jobs simulate TRACE.csv "
+            "--cluster CLUSTER"
+        )
+    check_words(argv)
+    parsed: JobsSimulateCommand = tyro.cli(
+        JobsSimulateCommand,
+        prog="whalejax jobs simulate",
+        args=words[1:] if words[:1] == ["simulate"] else words,
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
     )
     return parsed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 
 from whalejax import jobs
 from whalejax.api.plan import plan as make_plan
-from whalejax.meshes import Cluster
+from whalejax.meshes import Cluster, DeviceKind
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import layout_text
@@ -46,16 +46,50 @@ def planned_options(
     own = batches[0] if batches else job.batch_size
     for kind in {node.kind.name: node.kind for node in cluster.nodes}.values():
         name = kind.name if len(cluster.kinds) > 1 else ""
-        there = sum(n.count for n in cluster.nodes if n.kind.name == kind.name)
+        part = devices_of_kind(cluster, kind, _count(cluster, kind))
         for batch in batches or (own,):
-            best: Plan | None = None
-            for number in sorted({n for n in numbers if n <= there}):
-                part = devices_of_kind(cluster, kind, number)
-                best = _plan_on(job, part, batch, best, settings)
-                if best is not None:
-                    efficiency = batch_efficiency(batch or 1, own or 1, noise_scale)
-                    found.append(option_of(best, name, number, batch, efficiency))
+            efficiency = batch_efficiency(batch or 1, own or 1, noise_scale)
+            plans = plans_by_number(job, part, numbers, batch=batch, **settings)
+            found += [
+                option_of(plan, name, number, batch, efficiency)
+                for number, plan in plans.items()
+            ]
     return found
+
+
+def plans_by_number(
+    job: Job,
+    cluster: Cluster,
+    numbers: Iterable[int],
+    *,
+    batch: int | None = None,
+    **settings: Any,
+) -> dict[int, Plan]:
+    """The best plan of a job on each number of devices, or that of fewer.
+
+    Args:
+        job: Makes the model, its batches and its optimizer.
+        cluster: Devices of one kind.
+        numbers: Numbers of devices.
+        batch: Samples of a global batch; the job's own number if left out.
+        settings: Of ``wh.plan``.
+
+    Returns:
+        Plans by number of devices; none where nothing fits on so few.
+    """
+    found: dict[int, Plan] = {}
+    best: Plan | None = None
+    (kind,) = cluster.kinds
+    for number in sorted({n for n in numbers if n <= cluster.num_devices}):
+        part = devices_of_kind(cluster, kind, number)
+        best = _plan_on(job, part, batch, best, settings)
+        if best is not None:
+            found[number] = best
+    return found
+
+
+def _count(cluster: Cluster, kind: DeviceKind) -> int:
+    return sum(n.count for n in cluster.nodes if n.kind.name == kind.name)
 
 
 def option_of(
@@ -115,7 +149,7 @@ def _plan_on(
 def fixed_plan_options(
     plan: Plan, cluster: Cluster, numbers: Iterable[int]
 ) -> Iterator[JobOption]:
-    """What a job does where its plan is kept, and more devices share its batch.
+    """What a job does where its plan is kept, and more or fewer share its batch.
 
     Args:
         plan: The plan, on some devices of one kind.
@@ -123,16 +157,46 @@ def fixed_plan_options(
         numbers: Numbers of devices.
 
     Yields:
-        An option for each multiple of the plan's model axes that divides the batch.
+        An option for each multiple of the plan's other axes that divides the batch.
     """
-    kept = {axis: size for axis, size in plan.axes if axis != "data"}
-    size = plan.num_devices // plan.axis_sizes.get("data", 1)
+    sizes = plan.axis_sizes
+    spread = "fsdp" if "fsdp" in sizes else "data"
+    kept = {axis: size for axis, size in sizes.items() if axis != spread}
+    size = math.prod(kept.values())
+    fixed = {"zero": plan.zero, "num_micro_batches": None, **options_of(plan)}
     for number in sorted({n for n in numbers if n % size == 0}):
         part = devices_of_kind(cluster, cluster.kinds[0], number)
-        mesh = {**kept, "data": number // size}
-        fixed = options_of(plan)
+        mesh = {**kept, spread: number // size}
         try:
-            other = plan.what_if(cluster=part, mesh=mesh, zero=plan.zero, **fixed)
+            other = plan.what_if(cluster=part, mesh=mesh, **fixed)
         except PlanError:
             continue
-        yield dataclasses.replace(option_of(other, "", number))
+        yield option_of(other, "", number)
+
+
+def tried_numbers(least: int, most: int) -> list[int]:
+    """Numbers of devices that are planned: both ends, and 1, 1.5, 2, 3, 4, 6, 8 …
+
+    Args:
+        least, most: The fewest and the most devices.
+
+    >>> tried_numbers(1, 20)
+    [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    """
+    steps = (base << shift for shift in range(most.bit_length()) for base in (1, 3))
+    return sorted({least, most, *(n for n in steps if least <= n <= most)})
+
+
+def larger_batches(least: int, most: int) -> list[int]:
+    """Batches that a job may have: its own, doubled while it may be so large.
+
+    Args:
+        least, most: Samples of its own batch, and of the largest.
+
+    >>> larger_batches(64, 400)
+    [64, 128, 256]
+    """
+    found = [least]
+    while 2 * found[-1] <= most:
+        found.append(2 * found[-1])
+    return found

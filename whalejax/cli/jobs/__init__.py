@@ -1,0 +1,1 @@
+"""``whalejax jobs``: its options and what it prints."""

@@ -1,0 +1,139 @@
+"""Traces of jobs: CSV files of when jobs came, what they train and on what devices."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.formats.cluster_text import MAX_DEVICES
+from whalejax.meshes.read_file import Unreadable, read_text
+from whalejax.scheduler.job_table import JobError
+
+
+COLUMNS: Final = ("name", "arrival", "model", "batch", "steps", "devices")
+"""Columns that every trace has; ``priority`` and ``noise_scale`` may stand beside."""
+
+_MOST_SECONDS: Final = 1e12
+_MOST_SAMPLES: Final = 2**36
+_MOST_STEPS: Final = 10**12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedJob:
+    """A row of a trace.
+
+    Attributes:
+        name: Unlike that of any other job.
+        arrival: Seconds from the beginning.
+        model: A reference model, or ``file.py:function``.
+        batch: Samples of a global batch, and the largest batch that it may become.
+        steps: Steps with its own batch.
+        devices: The fewest and the most devices.
+        priority: Jobs of a higher one are admitted first.
+        noise_scale: Samples of the gradient's noise scale.
+    """
+
+    name: str
+    arrival: float
+    model: str
+    batch: tuple[int, int]
+    steps: int
+    devices: tuple[int, int]
+    priority: int = 0
+    noise_scale: float = 0.0
+
+
+def read_job_trace(path: Path) -> list[TracedJob]:
+    """The jobs of a CSV file, in the order of their arrivals.
+
+    Args:
+        path: A file with the columns of ``COLUMNS``: ``arrival`` in seconds, ``batch``
+            as ``64`` or ``64:1024`` where it may grow, ``devices`` as ``4`` or ``1:8``.
+
+    Raises:
+        JobError: It cannot be read; every line that is wrong is named.
+    """
+    try:
+        text = read_text(path)
+    except (Unreadable, OSError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise JobError(f"trace {path}: it cannot be read ({said})") from error
+    reader = csv.DictReader(text.splitlines())
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise JobError(
+            f"trace {path} has no column {', '.join(missing)}; expected "
+            f"{', '.join(COLUMNS)} in its first line"
+        )
+    found: list[TracedJob] = []
+    with Problems(f"trace {path}", JobError) as problems:
+        for number, row in enumerate(reader, start=2):
+            cells = _Cells(row, number, problems)
+            before = len(problems)
+            job = TracedJob(
+                name=cells.word("name"),
+                arrival=cells.number("arrival", _MOST_SECONDS),
+                model=cells.word("model"),
+                batch=cells.span("batch", _MOST_SAMPLES),
+                steps=int(cells.number("steps", _MOST_STEPS)),
+                devices=cells.span("devices", MAX_DEVICES),
+                priority=int(cells.number("priority", 100, default=0)),
+                noise_scale=cells.number("noise_scale", _MOST_SAMPLES, default=0),
+            )
+            if len(problems) == before:
+                found.append(job)
+        for name, times in Counter(job.name for job in found).items():
+            if times > 1:
+                problems.add(f"{times} jobs are named {name!r}")
+        if not found and not problems:
+            problems.add("it holds no job")
+    return sorted(found, key=lambda job: (job.arrival, job.name))
+
+
+class _Cells:
+    """Cells of one row; what is wrong with one is said with its line."""
+
+    def __init__(
+        self, row: dict[str, str | None], line: int, problems: Problems
+    ) -> None:
+        self.row, self.line, self.problems = row, line, problems
+
+    def _refuse(self, name: str, expected: str) -> None:
+        given = str(self.row.get(name))[:40]
+        self.problems.add(f"line {self.line}: {name} is {given!r}; expected {expected}")
+
+    def word(self, name: str) -> str:
+        """A cell that is not empty."""
+        text = (self.row.get(name) or "").strip()
+        if not text:
+            self._refuse(name, "a name")
+        return text
+
+    def number(self, name: str, most: float, default: float | None = None) -> float:
+        """A number from 0; the default where the cell is empty or not there."""
+        text = (self.row.get(name) or "").strip()
+        if not text and default is not None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= most:
+            self._refuse(name, f"a number from 0 to {most:g}")
+            return 0.0
+        return value
+
+    def span(self, name: str, most: int) -> tuple[int, int]:
+        """``N``, or ``MIN:MAX``."""
+        low, _, high = (self.row.get(name) or "").strip().partition(":")
+        pair = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
+        least, largest = pair if high else (pair[0], pair[0])
+        if not 1 <= least <= largest <= most:
+            self._refuse(name, f"N or MIN:MAX, whole numbers from 1 to {most}")
+            return 1, 1
+        return least, largest
