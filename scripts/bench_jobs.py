@@ -114,7 +114,7 @@ CLASSES: Final = (
     JobClass(model="resnet50", batch=(256, 2048), devices=(1, 16), noise_scale=4000),
     JobClass(model="bert-large", batch=(64, 512), devices=(1, 16), noise_scale=2000),
     JobClass(model="gpt-xl", batch=(64, 512), devices=(1, 40), noise_scale=1000),
-    JobClass(model="llama-3b", batch=(64, 512), devices=(2, 40), noise_scale=1000),
+    JobClass(model="llama-7b", batch=(64, 512), devices=(2, 40), noise_scale=1000),
 )
 
 

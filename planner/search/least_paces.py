@@ -91,6 +91,8 @@ def least_stage_steps(
             continue
         held = search.evaluator.least_memory(cases, ()) * cases.devices / devices
         cases = cases.take(np.flatnonzero(held <= cluster.memory_bytes))
+        if not len(cases):
+            continue
         number = devices // cases.devices
         pace, ahead = _paces(search, cases)
         turns = cases.count + (number - 1 if scanned else 0)

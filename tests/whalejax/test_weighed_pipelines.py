@@ -180,3 +180,10 @@ def test_a_plan_says_by_how_much_another_can_be_faster() -> None:
     assert wh.Plan.from_document(data).gap == plan.gap
     with pytest.raises(wh.PlanError, match="gap is 2"):
         dataclasses.replace(plan, gap=2.0)
+
+
+def test_stages_that_no_device_holds_are_not_weighed() -> None:
+    machine = wh.cluster("a100-40:2").with_memory(700_000_000)
+    plan = planned("gpt-small", 8, machine)
+    assert plan.stages is None and "params" in plan.offload
+    assert plan.memory.total_bytes <= machine.memory_bytes

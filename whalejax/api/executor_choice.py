@@ -386,9 +386,11 @@ class _Staging:
             plans = [one for several in staged.values() for one in several]
             if any(_seconds(one) < known for one in plans):
                 plan = _fastest([plan, *plans], None)
+            scans = len(stacked_loops(graph))
             left = [n for n, several in staged.items() if not several]
-            if len(stacked_loops(graph)) > 1:
-                left = near  # Of which lockstep stages share out one that run.
+            # Of several scans lockstep stages share out one that run; without any there
+            # are programs of stages, which run.
+            left = near if scans > 1 else left if scans else []
             return self._with_paper_note(plan, left, *given, **options)
 
         return found
