@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from whalejax.meshes.errors import Problems, WhaleError
@@ -20,11 +19,8 @@ COORDINATOR: Final = "WHALEJAX_COORDINATOR"
 NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
 PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
 
-KEY: Final = "WHALEJAX_KEY"
-"""A secret that the processes of one run share, by which they know each other."""
-
 KEY_FILE: Final = "WHALEJAX_KEY_FILE"
-"""A file that holds it, for hosts to which no launcher can hand it."""
+"""The file of the key by which the processes of a run know each other."""
 
 EXIT: Final = "WHALEJAX_EXIT_SECONDS"
 """How long a process waits at its end for the others to come to theirs."""
@@ -88,36 +84,6 @@ def launched(
         numbers[name] = int(text)
     problems.raise_if_any()
     return environment[COORDINATOR], numbers[NUM_PROCESSES], numbers[PROCESS_ID]
-
-
-def shared_key(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The secret that the processes of this run share; empty where there is none.
-
-    Raises:
-        WhaleError: its file cannot be read, or is empty.
-
-    >>> shared_key({}), shared_key({KEY: "abc"})
-    (b'', b'abc')
-    """
-    if environment.get(KEY):
-        return environment[KEY].encode()
-    name = environment.get(KEY_FILE)
-    if not name:
-        return b""
-    try:
-        with Path(name).open("rb") as file:
-            found = file.read(4096).strip()
-    except OSError as error:
-        raise WhaleError(
-            f"{KEY_FILE} is {name}, which cannot be read ({error.strerror}). Put the "
-            "same file on every host, or unset it"
-        ) from error
-    if not found:
-        raise WhaleError(
-            f"{KEY_FILE} is {name}, which is empty; expected a secret, such as what "
-            "openssl rand -hex 32 prints"
-        )
-    return found
 
 
 def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, int]:

@@ -7,7 +7,6 @@ known before.
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import shutil
 import socket
@@ -22,7 +21,6 @@ from whalejax.distributed.cgroup_quota import check_quota
 from whalejax.distributed.launch_env import (
     COORDINATOR,
     EXIT,
-    KEY,
     KEY_FILE,
     NUM_PROCESSES,
     PORT,
@@ -49,7 +47,7 @@ PASSED_ON: Final = (
     "JAX_MTLS_PEER_URI_PREFIX",
     "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
 )
-"""Variables of the launcher that other hosts get too: names of files, no secrets."""
+"""Variables of the launcher that other hosts get too: names of files, no keys."""
 
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -232,15 +230,8 @@ class Launch:
         )
 
     def shared_environment(self) -> dict[str, str]:
-        """What all processes get alike: the secret by which they know each other.
-
-        Other hosts get it only as a file that is there: on a command line, which a
-        remote shell is given, everyone could read it.
-        """
-        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        own = self.is_local() and KEY_FILE not in passed
-        # Where a file has it, one that this process was given must not stand before.
-        return {**passed, KEY: secrets.token_hex(32) if own else ""}
+        """Variables of this process that other hosts get too."""
+        return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
         """The command that starts a rank, from here.

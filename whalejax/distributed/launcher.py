@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from whalejax.distributed.launch_env import split_address
+from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.distributed.launch_spec import Launch as Launch
 from whalejax.distributed.launch_spec import is_here as is_here
 from whalejax.distributed.process_group import ProcessGroup
 from whalejax.distributed.reserved_port import release_port
 from whalejax.distributed.standard_streams import hold_standard_streams
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.keys import make_key
 
 
 def run(launch: Launch) -> int:
@@ -53,6 +56,12 @@ def run(launch: Launch) -> int:
     coordinator = launch.coordinator()
     with _terminated(), contextlib.ExitStack() as stack:
         stack.callback(release_port, split_address(coordinator)[1])
+        if launch.is_local() and KEY_FILE not in given:
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="whalejax-key-")
+            )
+            given[KEY_FILE] = str(Path(folder) / "key")
+            make_key(Path(given[KEY_FILE]))
         group = ProcessGroup(launch, stack)
         try:
             group.start(coordinator, given)

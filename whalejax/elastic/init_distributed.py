@@ -26,9 +26,9 @@ from whalejax.distributed.launch_env import (
     joined_address,
     joining,
     launched,
-    shared_key,
     split_address,
 )
+from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.placing import placed
