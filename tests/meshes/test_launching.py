@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.distributed import launch_spec as launch
-from whalejax.distributed import launcher, process_group
-from whalejax.distributed.launcher import Launch
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launch_spec as launch
+from whalejax.processes import launcher
+from whalejax.processes.launcher import Launch
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -284,7 +284,7 @@ def test_without_control_groups_it_runs_and_says_so(
     def refuse(_: float) -> None:
         raise WhaleError("no control group can be made here")
 
-    monkeypatch.setattr(process_group, "Quota", refuse)
+    monkeypatch.setattr(launcher, "Quota", refuse)
     command = (sys.executable, "-c", "print('ran')")
     made = Launch(command=command, processes=1, quotas=(50,), logs=tmp_path)
     assert launcher.run(made) == 0

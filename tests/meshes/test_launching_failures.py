@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.distributed import launcher, process_group
 from whalejax.distributed.launch_env import MARK, Blamed, Introduced
-from whalejax.distributed.launcher import Launch
-from whalejax.distributed.process_output import TAIL_BYTES, Log, Pump, TerminalOutput
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launcher
+from whalejax.processes.launcher import Launch
+from whalejax.processes.local_processes import GRACE_SECONDS
+from whalejax.processes.process_output import TAIL_BYTES, Log, Pump, TerminalOutput
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -296,7 +297,7 @@ def test_a_terminal_that_takes_no_more_stops_nobody(
     said: list[str] = []
     with os.fdopen(target, "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
-        patch.setattr("whalejax.distributed.process_output.PATIENCE_SECONDS", 0.01)
+        patch.setattr("whalejax.processes.process_output.PATIENCE_SECONDS", 0.01)
         shown = TerminalOutput(said.append)
         for _ in range(40):
             shown.write(b"x" * 8191 + b"\n")
@@ -352,7 +353,7 @@ def test_one_that_ends_well_while_others_wait_for_it_to_join(
 def test_one_that_a_signal_has_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.02)
     program = (
         "import os, signal, time\n"
         "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
@@ -363,32 +364,48 @@ def test_one_that_a_signal_has_stopped(
     assert "rank 1 on localhost is stopped by a signal" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings(FORKS)
+def test_systems_that_watch_processes_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1': sys.exit(3)\n"
+        "time.sleep(600)"
+    )
+    assert within(tmp_path, program) == 3
+    assert "rank 1 on localhost failed first" in capsys.readouterr().err
+
+
 class Stubborn:
-    """Stands for a process that nothing ends before it is killed."""
+    """Stands for processes that nothing ends before they are killed."""
 
-    def __init__(self, clock: list[float]) -> None:
-        self.pid = 2**22 + 1  # no process has this number
-        self._clock = clock
+    names = tuple(map(str, range(8)))
 
-    def poll(self) -> None:
-        return None
+    def terminate(self, name: str, *, group: bool) -> None:
+        assert name in self.names and group
 
-    def wait(self, timeout: float) -> int:
-        self._clock[0] += timeout
-        raise subprocess.TimeoutExpired("stubborn", timeout)
+    def kill(self, name: str) -> None:
+        assert name in self.names
 
 
 def test_stopping_has_one_deadline_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(process_group.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
     launch = Launch(command=("true",), processes=8, logs=tmp_path)
     with contextlib.ExitStack() as stack:
-        made = process_group.ProcessGroup(launch, stack)
-        made._running = [Stubborn(clock) for _ in range(8)]  # type: ignore[misc]
+        made = launcher._Launched(launch, stack)
+        monkeypatch.setattr(made, "_processes", Stubborn())
+
+        def turn(seconds: float) -> None:
+            clock[0] += seconds
+
+        monkeypatch.setattr(made, "_turn", turn)
         made.stop()
-    assert clock[0] <= 1.5 * process_group.GRACE_SECONDS
+    assert clock[0] <= 1.5 * GRACE_SECONDS
     said = capsys.readouterr().err
     assert "stopping rank 0, 1, 2, 3, 4, 5, 6, 7 by SIGTERM" in said
     assert "in 10 s is killed" in said

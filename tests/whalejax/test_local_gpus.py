@@ -9,7 +9,6 @@ import pytest
 
 from whalejax.cli.main import main
 from whalejax.distributed import local_gpus
-from whalejax.distributed.launch_spec import Launch
 from whalejax.distributed.local_gpus import (
     VISIBLE,
     own_gpus,
@@ -18,6 +17,7 @@ from whalejax.distributed.local_gpus import (
     visible_gpus,
 )
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.launch_spec import Launch
 
 
 @pytest.fixture

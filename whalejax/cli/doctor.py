@@ -18,12 +18,12 @@ from rich.text import Text
 from whalejax._version import __version__
 from whalejax.cli.options import DoctorCommand
 from whalejax.cli.progress import make_console
-from whalejax.distributed import launcher
 from whalejax.distributed.host_checks import Check, report
 from whalejax.distributed.host_comparison import Met, meet
 from whalejax.distributed.launch_env import launched, split_address
 from whalejax.distributed.meeting import shared_key
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launcher
 
 
 _SLURM_TASKS: Final = "SLURM_NTASKS"

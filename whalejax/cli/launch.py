@@ -1,4 +1,4 @@
-"""``whalejax launch``: its options, read into what ``distributed.launcher`` starts."""
+"""``whalejax launch``: its options, read into what ``processes.launcher`` starts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 import sys
 
 from whalejax.cli.options import LaunchCommand
-from whalejax.distributed import launcher
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launcher
 
 
 def launch(command: LaunchCommand) -> int:

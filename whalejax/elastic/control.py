@@ -21,8 +21,8 @@ import msgspec
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
-from whalejax.elastic.supervisor.processes import machine
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import machine
 from whalejax.runtime.folder_lock import is_free
 from whalejax.wire.connection import (
     Channel,

@@ -11,7 +11,6 @@ import pytest
 
 from tests.whalejax.elastic.test_supervisor import live
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.distributed.launch_spec import Launch
 from whalejax.distributed.meeting import listen_at
 from whalejax.distributed.reserved_port import (
     HELD_PORT,
@@ -24,6 +23,7 @@ from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.launch_spec import Launch
 from whalejax.wire.connection import listen
 
 

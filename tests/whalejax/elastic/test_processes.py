@@ -24,7 +24,6 @@ from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
-from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.journals import journal
@@ -32,6 +31,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Event, Tick
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import Processes, _Process, began_at
 
 
 SLEEPS = ("sleep", "1000")

@@ -7,7 +7,6 @@ system ends its processes with the thread that started them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from whalejax._version import __version__
 from whalejax.distributed.launch_env import KEY_FILE, split_address
@@ -31,11 +30,15 @@ from whalejax.elastic.environment import (
     local_host,
 )
 from whalejax.elastic.supervisor.memory_folder import remove_copies
-from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.membership.run import counted
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.processes.local_processes import (
+    Processes,
+    handled_signals,
+    machine,
+)
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
@@ -187,7 +190,7 @@ class Agent:
         Raises:
             WhaleError: the supervisor refuses it, has another key, or is away.
         """
-        with self._selector, self._signals():
+        with self._selector, handled_signals(self._handle, signal.SIGINT):
             try:
                 while self._status is None:
                     self._turn()
@@ -200,22 +203,9 @@ class Agent:
                 self._waker.close()
         return self._status
 
-    @contextlib.contextmanager
-    def _signals(self) -> Any:
-        def told(number: int, _: object) -> None:
-            self._told += 1
-
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {
-            n: signal.signal(n, told)
-            for n in numbers
-            if signal.getsignal(n) != signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _handle(self, number: int, _: object) -> None:
+        del number
+        self._told += 1
 
     # One turn.
 

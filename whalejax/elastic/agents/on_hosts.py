@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
 import subprocess
 import sys
 import threading
@@ -13,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from whalejax.distributed.launch_spec import is_here
 from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.membership.endings import exit_text
+from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.wire.keys import make_key
 
 
@@ -107,8 +105,7 @@ class HostAgents:
         ]
         if is_here(host):
             return agent
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(agent)}"
-        return [*self._remote_shell, host, there]
+        return words_there(self._remote_shell, host, agent)
 
     def _keep(self, host: str) -> None:
         """Start an agent, again where it fails, after a growing while."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from whalejax.distributed.process_group import die_with_parent
 from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.agents.on_hosts import KEY
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import die_with_parent
 from whalejax.wire.keys import make_key
 
 

@@ -17,9 +17,8 @@ import secrets
 import selectors
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -34,7 +33,6 @@ from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor.memory_folder import remove_copies
-from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.run_folder import (
     COMPILED,
     compilation_cache,
@@ -53,6 +51,12 @@ from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import (
+    Processes,
+    began_at,
+    handled_signals,
+    machine,
+)
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, Closed, listen
@@ -177,7 +181,7 @@ class Supervisor:
         Raises:
             WhaleError: another supervisor runs there, or it cannot be written.
         """
-        with self._held, self._signals():
+        with self._held, handled_signals(self._handle, signal.SIGINT, AT_ONCE):
             try:
                 self._open_folder()
                 self._loop()
@@ -312,29 +316,11 @@ class Supervisor:
                     log = self._processes.said(name)
                     self._take(now, ev.Exited(name, None, log))
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _handle(self, number: int, _: object) -> None:
         """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved;
         ``AT_ONCE`` ends it without waiting for that."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def told(number: int, _: object) -> None:
-            self._terminated = True
-            self._at_once = self._at_once or number == AT_ONCE
-
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE)
-        before = {
-            number: signal.signal(number, told)
-            for number in numbers
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self._terminated = True
+        self._at_once = self._at_once or number == AT_ONCE
 
     # The loop.
 

@@ -1,7 +1,6 @@
 """What is launched: one program as several processes, where, and what each is told.
 
-Apart from starting them (``launcher``, ``process_group``), because all of it is
-known before.
+Apart from starting them (``launcher``), because all of it is known before.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import shlex
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -248,9 +247,19 @@ class Launch:
         if is_here(host):
             return list(self.command)
         given = [f"{name}={value}" for name, value in environment.items()]
-        there = f"cd {shlex.quote(os.getcwd())} && exec "
-        there += shlex.join(["env", *given, *self.command])
-        return [*self.remote_shell, host, there]
+        return words_there(self.remote_shell, host, ["env", *given, *self.command])
+
+
+def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+    """The command that starts a program on another host, from here.
+
+    Args:
+        shell: the words before a host's name and the command for it.
+        host: its name.
+        command: words of the program, which begins in the folder of this process.
+    """
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+    return [*shell, host, there]
 
 
 def is_here(host: str) -> bool:
