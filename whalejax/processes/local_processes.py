@@ -82,6 +82,7 @@ class Processes:
         *,
         command: Sequence[str] = (),
         output: int | None = None,
+        errors: int | None = None,
     ) -> tuple[int, str]:
         """Start a process, which waits for ``release``; its number and when it began.
 
@@ -90,6 +91,7 @@ class Processes:
             own: further variables, of this process alone.
             command: words of the program, where it is another one.
             output: descriptor that it writes to; None for its log.
+            errors: that of its errors; None for the same.
 
         Raises:
             WhaleError: there is no such program.
@@ -112,7 +114,7 @@ class Processes:
                     env={**os.environ, **self.environment, **own},
                     stdin=read,
                     stdout=output,
-                    stderr=subprocess.STDOUT,
+                    stderr=subprocess.STDOUT if errors is None else errors,
                     start_new_session=True,
                     preexec_fn=self._prepare,  # noqa: PLW1509
                 )
