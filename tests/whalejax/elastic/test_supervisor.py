@@ -32,7 +32,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
-from whalejax.wire.connection import Channel, dial
+from whalejax.wire.connection import Channel, Closed, dial
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import TO_MEMBER, Heard, Ready, Saved
@@ -130,6 +130,37 @@ def test_members_that_others_start_are_taken(tmp_path: Path) -> None:
         assert begin.members == [("x1", "127.0.0.1", 1)]
         assert begin.first == {"x1": [(0, 8)]}
         one.close()
+
+
+def test_a_report_without_a_number_is_refused(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, _ = there.join()
+        one.send(received("ready", {}))
+        with pytest.raises(Closed):
+            until(one, "prepare")
+
+
+def test_a_run_whose_journal_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
+    """Its members may be there, and would have others beside them."""
+    folder = tmp_path / FOLDER
+    with live(tmp_path) as there:
+        there.join()
+        pointer = (folder / ADDRESS).read_text()
+        assert there.events("opened")
+    assert not (folder / ADDRESS).exists(), "it was ended"
+    (folder / ADDRESS).write_text(pointer)  # As where it was killed.
+    (folder / journal.EVENTS).write_text("")
+    run = Supervised(
+        command=("true",),
+        folder=tmp_path,
+        settings=SupervisorSettings(least=1, most=1),
+        again=True,
+    )
+    for _ in range(2):
+        with pytest.raises(WhaleError, match="tells of a run that was not ended"):
+            Supervisor(run).run()
+        (folder / journal.EVENTS).unlink(missing_ok=True)
+    assert not journal.read(folder / journal.EVENTS)
 
 
 def test_members_that_differ_are_refused(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ from whalejax.wire.run_messages import (
     Refusal,
     Refused,
     Register,
+    Report,
     Way,
     Welcome,
 )
@@ -213,6 +214,13 @@ class Supervisor:
         self._count = sum(said["event"] == "started" for said in events)
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
+        if not run and (self._folder / ADDRESS).exists():
+            raise WhaleError(
+                f"{self._folder / ADDRESS} tells of a run that was not ended, and "
+                f"{journal.EVENTS} beside it, which lists its processes, is gone or "
+                "empty. They end by themselves some minutes after their supervisor; "
+                f"see that none is there, remove {ADDRESS}, and start again"
+            )
         before = run[0] if run and self._goes_on(run) else None
         self._name = secrets.token_hex(8) if before is None else before.get("run", "")
         if before is not None:
@@ -248,6 +256,9 @@ class Supervisor:
             self._journal.write("opened", told)
             if self._run.command:
                 self._take(time.monotonic(), ev.Begin())
+        # Behind the journal, so that none is without one.
+        address = {"address": joined_address(*self._address)}
+        write_pointer(self._folder / ADDRESS, address)
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
@@ -291,8 +302,6 @@ class Supervisor:
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
-        address = {"address": joined_address(*self._address)}
-        write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Go on where a supervisor that was killed has left its members."""
@@ -420,6 +429,8 @@ class Supervisor:
         """In the wire's own loop: messages become events of this one."""
         try:
             while (said := channel.next(TO_SUPERVISOR)) is not None:
+                if isinstance(said, Report) and not said.number:
+                    raise WireError("a report has no number")
                 self._tell(channel, said)
         except Closed:
             self._tell(channel, None)
