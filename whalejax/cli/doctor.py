@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from whalejax.distributed.launch_env import launched, split_address
 from whalejax.distributed.meeting import shared_key
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes import launcher
+from whalejax.processes.launch_spec import shell_words
 
 
 _SLURM_TASKS: Final = "SLURM_NTASKS"
@@ -90,7 +90,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
             processes=len(hosts),
             hosts=hosts,
             logs=Path(logs),
-            remote_shell=tuple(shlex.split(command.remote_shell)),
+            remote_shell=shell_words(command.remote_shell),
             tells=False,
             stops=False,  # hosts that are there say who is missing
         )

@@ -495,6 +495,11 @@ def _check(
             "processes": (command.processes, 0, 1024),
             "seed": (command.seed, -(2**31), 2**31 - 1),
         }
+        if not command.processes and command.hosts != "localhost":
+            problems.add(
+                f"--hosts is {command.hosts} without --processes, how many peers are "
+                "started there. Give it"
+            )
         waits = {
             "call-timeout": command.call_timeout,
             "patience": command.patience,

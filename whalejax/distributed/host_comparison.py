@@ -212,11 +212,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> 
 
 
 def compared(reports: Sequence[HostReport]) -> list[Check]:
-    """What hosts have otherwise than the first of them.
-
-    Args:
-        reports: of all hosts.
-    """
+    """What hosts have otherwise than the first of them."""
     checks = []
     for name, first in reports[0].facts.items():
         others = [r for r in reports[1:] if r.facts.get(name) != first]

@@ -189,12 +189,7 @@ def introduce(kind: str, devices: int) -> None:
 
 
 def blame(rank: int, why: str) -> None:
-    """Tell the launcher, if there is one, because of whom this process ends.
-
-    Args:
-        rank: the other one.
-        why: words that follow its name.
-    """
+    """Tell the launcher, if there is one, because of whom this process ends."""
     _tell({"blames": rank, "why": why[:MOST_WORDS]})
 
 

@@ -67,11 +67,7 @@ def visible_gpus(
 def may_use_gpus(
     environment: Mapping[str, str] | None = None, *, has_plugin: bool | None = None
 ) -> bool:
-    """Whether processes with this environment use NVIDIA's GPUs, where there are some.
-
-    Args:
-        environment, has_plugin: as for ``visible_gpus``.
-    """
+    """Whether processes with this environment use NVIDIA's GPUs, if there are any."""
     known = os.environ if environment is None else environment
     platforms = known.get(_PLATFORMS, "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):

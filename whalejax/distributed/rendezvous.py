@@ -476,12 +476,7 @@ class Guest:
 
 
 def end_process(said: str, rank: int) -> None:
-    """End this process, which JAX holds, because of another one.
-
-    Args:
-        said: of the other one.
-        rank: of this one.
-    """
+    """End this process, which JAX holds, because of another one."""
     text = (
         f"whalejax: {said}. Process {rank} ends for it. Look for its first error, and "
         "start all processes anew\n"

@@ -58,11 +58,7 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
-    """Take SIGTERM as a notice within the block; only the main thread can.
-
-    Args:
-        leave: is called when it comes.
-    """
+    """Take SIGTERM as a notice within the block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

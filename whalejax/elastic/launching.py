@@ -171,11 +171,7 @@ class _Ends:
 
 
 def main(words: Sequence[str]) -> int:
-    """The supervisor's own process.
-
-    Args:
-        words: one, what ``supervise`` gives it.
-    """
+    """The supervisor's own process."""
     from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 
     given: dict[str, Any] = json.loads(words[0])

@@ -517,10 +517,6 @@ def begun(
 
 
 def failed(why: str) -> None:
-    """Tell the others, where there are beats, that this process ends.
-
-    Args:
-        why: its error.
-    """
+    """Tell the others, where there are beats, that this process ends."""
     for beats in _begun:
         beats.fail(why)

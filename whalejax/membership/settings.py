@@ -82,9 +82,6 @@ class SupervisorSettings:
 def least_and_most(text: str) -> tuple[int, int]:
     """MIN and MAX of ``MIN:MAX``; one number is both.
 
-    Args:
-        text: of the command line.
-
     Raises:
         WhaleError: it is not of that form.
 

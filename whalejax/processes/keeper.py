@@ -1,8 +1,8 @@
-"""A run of a process that leads and of others that serve it, all of this machine.
+"""A run of a process that leads and of others that serve it, started from here.
 
 The policy of ``whalejax swarm serve --processes``. Each that is killed, or a server
 that fails, is started again; the run is over when the leader ends by itself. What goes
-wrong again and again, or twice by the same error, ends it.
+wrong again and again, or twice by the same error, ends it, unless others serve it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ FRUITFUL_SECONDS: Final = 60.0
 
 _TICK_SECONDS: Final = 0.2
 _FAILED: Final = 1
+_SHELL_FAILED: Final = 255
+"""Status of ssh itself, of a host that is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +155,20 @@ class Keeper:
             return  # It was asked to leave, or has heard that the run is over.
         now, since = time.monotonic(), self._started_at[name]
         log = "" if name == self._leader else self._processes.said(name)
-        error = self._failures.error_of(name, log) if status > 0 else ""
+        is_own = 0 < status != _SHELL_FAILED
+        error = self._failures.error_of(name, log) if is_own else ""
         why = f"ended {exit_text(status)}"
         if now - since > FRUITFUL_SECONDS:
             self._failures.progressed()
         failure = Failure(at=now, since=since, name=name, why=why, error=error)
         self._failures.count(failure, log)
-        if given_up := self._failures.exceeded(now):
+        others = self._processes.names
+        since = min(
+            (self._started_at[n] for n in others if n != self._leader), default=now
+        )
+        # Where others serve for long, one of them may fail as often as it will.
+        passed = name != self._leader and now - since > FRUITFUL_SECONDS
+        if given_up := self._failures.exceeded(now, passed=passed):
             self._say(f"the run is given up: {given_up}")
             self._status = _FAILED
             return

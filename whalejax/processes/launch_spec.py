@@ -90,26 +90,12 @@ class Launch:
     def _check(self, problems: Problems) -> None:
         if self.processes < 1:
             problems.add(f"--processes is {self.processes}; expected at least 1")
-        if not self.hosts or not all(self.hosts):
-            problems.add("--hosts has an empty name; expected one or more, as in a,b")
-        elif len(set(self.hosts)) < len(self.hosts):
-            problems.add(f"--hosts {','.join(self.hosts)} has a host twice")
-        elif self.processes < len(self.hosts):
-            problems.add(
-                f"--processes is {self.processes} on {len(self.hosts)} hosts; expected "
-                f"at least one on each. Raise it to {len(self.hosts)}, or leave hosts "
-                "out"
-            )
+        check_hosts(problems, self.hosts, self.processes, self.remote_shell)
         away = [host for host in self.hosts if not is_here(host)]
         if away and self.hosts[0] in _HERE:
             problems.add(
                 f"--hosts begins with {self.hosts[0]}, which {', '.join(away)} cannot "
                 f"reach under that name. Give it as {socket.gethostname()}"
-            )
-        if away and not shutil.which(self.remote_shell[0]):
-            problems.add(
-                f"--remote-shell: there is no program {self.remote_shell[0]!r} here, "
-                f"and {', '.join(away)} are other hosts. Install it, or name another"
             )
         if self.port is not None and not 0 < self.port < 65536:
             problems.add(f"--port is {self.port}; expected 1 to 65535")
@@ -248,6 +234,46 @@ class Launch:
             return list(self.command)
         given = [f"{name}={value}" for name, value in environment.items()]
         return words_there(self.remote_shell, host, ["env", *given, *self.command])
+
+
+def check_hosts(
+    problems: Problems, hosts: Sequence[str], processes: int, shell: Sequence[str]
+) -> None:
+    """Record what is wrong with hosts on which processes are to run.
+
+    Args:
+        problems: of the command.
+        hosts: their names.
+        processes: over all of them, at most.
+        shell: the words before a host's name and the command for it.
+    """
+    if not hosts or not all(hosts):
+        problems.add("--hosts has an empty name; expected one or more, as in a,b")
+    elif len(set(hosts)) < len(hosts):
+        problems.add(f"--hosts {','.join(hosts)} has a host twice")
+    elif processes < len(hosts):
+        problems.add(
+            f"--processes is {processes} on {len(hosts)} hosts; expected at least one "
+            f"on each. Raise it to {len(hosts)}, or leave hosts out"
+        )
+    away = [host for host in hosts if not is_here(host)]
+    if away and not (shell and shutil.which(shell[0])):
+        problems.add(
+            f"--remote-shell: there is no program {(*shell, '')[0]!r} here, and "
+            f"{', '.join(away)} are other hosts. Install it, or name another"
+        )
+
+
+def shell_words(text: str) -> tuple[str, ...]:
+    """The words of ``--remote-shell``.
+
+    Raises:
+        WhaleError: a quotation in it does not end.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise WhaleError(f"--remote-shell is {text!r} ({error})") from None
 
 
 def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:

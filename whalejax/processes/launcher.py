@@ -63,9 +63,6 @@ def run(launch: Launch) -> int:
     ``host``, ``kind`` and ``devices`` (null where it said nothing of them),
     ``cpu_quota_percent`` (null without one) and ``log``.
 
-    Args:
-        launch: what and where.
-
     Returns:
         0 if all ended well; else the status of the first that did not, 128 and its
         number where a signal ended it; 2 if all ended well and what is printed of them
@@ -104,10 +101,6 @@ class _Launched:
 
     def __init__(self, launch: Launch, stack: contextlib.ExitStack) -> None:
         """Make the logs; start nothing yet.
-
-        Args:
-            launch: what is started.
-            stack: closes what is opened here.
 
         Raises:
             WhaleError: a log cannot be made.

@@ -264,10 +264,6 @@ def handled_signals(
     """SIGTERM and SIGHUP are told a function in the block, if they are not ignored.
 
     ``nohup`` ignores SIGHUP for what it starts.
-
-    Args:
-        handler: is called with the number.
-        more: further signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

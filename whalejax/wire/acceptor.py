@@ -178,11 +178,7 @@ class Acceptor:
         loop().call(self._watch)
 
     def refused(self, now: float) -> RefusedConnections | None:
-        """What was refused and not yet told; at most once a second.
-
-        Args:
-            now: the time.
-        """
+        """What was refused and not yet told; at most once a second."""
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:
                 return None

@@ -294,9 +294,6 @@ class Channel:
     def next(self, takes: Messages[M]) -> M | None:
         """What has come and was not taken yet; None where that is nothing.
 
-        Args:
-            takes: what may come.
-
         Raises:
             Closed: there is nothing, and the other side is gone.
             MalformedError: it is none of those.

@@ -359,7 +359,6 @@ ToPeer: TypeAlias = Part | Total | State
 TO_SUPERVISOR: Final = Messages[OfMember | OfAgent](
     *get_args(OfMember), *get_args(OfAgent)
 )
-OF_AGENTS: Final = Messages[OfAgent](*get_args(OfAgent))
 TO_MEMBER: Final = Messages[ToMember](*get_args(ToMember))
 TO_AGENT: Final = Messages[ToAgent](*get_args(ToAgent))
 HELLO: Final = Messages(Hello)

@@ -20,6 +20,9 @@ from whalejax.cli.swarm_processes import _words
 from whalejax.processes.keeper import Keeper, Program
 
 
+# JAX may be there; nothing is shared.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
+
 SECONDS = 240
 STEPS = 120
 
@@ -83,6 +86,32 @@ def test_options_are_given_on() -> None:
     ]
 
 
+def test_peers_of_other_hosts_are_started_by_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs: list[Program] = []
+
+    class Seen(Keeper):
+        def __init__(self, given: Any, *_: Any) -> None:
+            programs.extend(given)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whalejax.cli.swarm_processes.Keeper", Seen)
+    words = "swarm serve gpt-test --stages 2 --save s --processes 3 --host 10.0.0.1"
+    words += " --hosts localhost,node-b --remote-shell sh --port 7"
+    assert main.main(words.split()) == 0
+    registry, *peers = programs
+    assert "--hosts" not in registry.command and "--processes" not in registry.command
+    join = "swarm join 10.0.0.1:7 gpt-test --host"
+    assert [f"{join} 10.0.0.1" in " ".join(p.command) for p in peers] == [1, 0, 1]
+    assert [*peers[1].command[:2]] == ["sh", "node-b"]
+    assert peers[1].command[2].startswith(f"cd {tmp_path} && exec ")
+    assert peers[1].command[2].endswith(f"{join} node-b")
+
+
 def test_what_cannot_be_kept_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +121,26 @@ def test_what_cannot_be_kept_is_refused(
     said = " ".join(capsys.readouterr().err.split())
     assert "--processes was given without --save DIR" in said
     assert "--port is 0 with --processes" in said
+    words = "swarm serve gpt-test --stages 2 --hosts a,b,c --remote-shell sh".split()
+    assert main.main(words) == 2
+    assert "--hosts is a,b,c without --processes" in capsys.readouterr().err
+    assert main.main([*words, "--processes", "2", "--save", "s"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--processes is 2 on 3 hosts; expected at least one on each" in said
+    assert "--host is 127.0.0.1, which other machines of --hosts a,b,c cannot" in said
+
+
+def test_one_that_always_fails_beside_others_that_serve_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whalejax.processes.keeper.FRUITFUL_SECONDS", 0.5)
+    monkeypatch.setattr("whalejax.membership.failures.Failures.hold", lambda *_: 0.0)
+    fails = f"sleep 1; echo 'WhaleError: no'; echo x >> {tmp_path}/fails; exit 2"
+    leader = f"while [ $(cat {tmp_path}/fails | wc -l) -lt 3 ]; do sleep 0.1; done"
+    (tmp_path / "fails").touch()
+    found, said = keeper(tmp_path, leader, "sleep 1000", fails)
+    assert found.run() == 0
+    assert len(said) >= 2 and not any("given up" in text for text in said)
 
 
 @pytest.mark.full

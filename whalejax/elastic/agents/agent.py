@@ -140,9 +140,6 @@ class Agent:
     def __init__(self, options: AgentOptions) -> None:
         """Connect to nothing yet.
 
-        Args:
-            options: what it is started with.
-
         Raises:
             WhaleError: the address is none, or the folder of logs cannot be made.
         """

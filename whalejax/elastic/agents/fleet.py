@@ -97,11 +97,7 @@ class AgentFleet(Generic[Link]):
     # What agents say.
 
     def refusal(self, fields: Mapping[str, Any]) -> str:
-        """Why an agent is not taken, or nothing.
-
-        Args:
-            fields: of a checked ``"enlist"``.
-        """
+        """Why an agent is not taken, or nothing."""
         name, known = fields["agent"], self._agents.get(fields["agent"])
         if fields["version"] != __version__:
             return (
@@ -261,13 +257,7 @@ class AgentFleet(Generic[Link]):
     # What agents are told.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Have a process started where there is most room; whether there is any.
-
-        Args:
-            now: the time.
-            slot: that it fills.
-            name: of its member.
-        """
+        """Have a process started where there is most room; whether there is any."""
         found = [r for r in self._agents.values() if r.free > 0]
         if not found:
             members = self._run.members
@@ -342,11 +332,6 @@ def program(
     command: Sequence[str], environment: Mapping[str, str], python: str
 ) -> dict[str, Any]:
     """What agents start: each by its own Python where that is the first word.
-
-    Args:
-        command: words of the program.
-        environment: variables for it.
-        python: path of this machine's Python.
 
     >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
     ['', 'a.py']

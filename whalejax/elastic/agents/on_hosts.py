@@ -88,9 +88,6 @@ class HostAgents:
     def words(self, host: str) -> list[str]:
         """The command that starts the agent of a host, from here.
 
-        Args:
-            host: its name.
-
         >>> agents = HostAgents(
         ...     ["b"], "a:1", Path("logs"), processes=2, remote_shell=["ssh"]
         ... )

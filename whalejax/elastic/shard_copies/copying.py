@@ -239,12 +239,7 @@ class Copying:
         return self._copies is not None and self._copies.busy
 
     def copy(self, state: TrainState, done: int) -> None:
-        """Copy a state, beside the steps that follow; all processes call this.
-
-        Args:
-            state: is kept.
-            done: its step.
-        """
+        """Copy a state, beside the steps that follow; all processes call this."""
         if self._copies is None:
             return
         began = time.monotonic()

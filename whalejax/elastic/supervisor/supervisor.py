@@ -137,11 +137,7 @@ class Supervisor:
     """Runs until all members have done their steps, or the run cannot go on."""
 
     def __init__(self, run: Supervised) -> None:
-        """Nothing is started yet.
-
-        Args:
-            run: what it runs.
-        """
+        """Nothing is started yet."""
         self._run = run
         self._folder = run.folder / FOLDER
         self._state = Run(settings=run.settings)
