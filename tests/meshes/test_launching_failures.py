@@ -98,14 +98,14 @@ STRANGE: Final = (
     b"\xff\xfe\n",
     b"[1, 2]\n",
     b"null\n",
-    b'{"kind": "cpu", "devices": "many"}\n',
-    b'{"kind": ["cpu"], "devices": 1}\n',
-    b'{"kind": "cpu", "devices": true}\n',
-    b'{"kind": "cpu", "devices": 1, "more": 2}\n',
-    b'{"blames": 99, "why": "no such rank"}\n',
-    b'{"blames": -1, "why": "no such rank"}\n',
-    b'{"blames": 1, "why": "itself"}\n',
-    b'{"blames": 1.5, "why": 3}\n',
+    b'{"type": "introduced", "kind": "cpu", "devices": "many"}\n',
+    b'{"type": "introduced", "kind": ["cpu"], "devices": 1}\n',
+    b'{"type": "introduced", "kind": "cpu", "devices": true}\n',
+    b'{"type": "introduced", "kind": "cpu", "devices": 1, "more": 2}\n',
+    b'{"type": "blamed", "rank": 99, "why": "no such rank"}\n',
+    b'{"type": "blamed", "rank": -1, "why": "no such rank"}\n',
+    b'{"type": "blamed", "rank": 1, "why": "itself"}\n',
+    b'{"type": "blamed", "rank": 1.5, "why": 3}\n',
     b"[" * 100_000 + b"\n",
     b"9" * 5_000 + b"\n",
     b"without an end of its line",
@@ -147,9 +147,9 @@ def test_what_is_for_the_launcher_is_taken_out(size: int) -> None:
     text = (
         b"epoch 1\n"
         + MARK.encode()
-        + b'{"kind": "cpu\\u001b[2J", "devices": 2}\n10%\r20%\r'
+        + b'{"type": "introduced", "kind": "cpu\\u001b[2J", "devices": 2}\n10%\r20%\r'
         + MARK.encode()
-        + b'{"blames": 1, "why": "is gone"}\nwhalejax is a name\n'
+        + b'{"type": "blamed", "rank": 1, "why": "is gone"}\nwhalejax is a name\n'
     )
     found: list[Any] = []
     one, kept = pump(lambda said: not found.append(said))
@@ -331,9 +331,9 @@ def test_one_that_stands_still_at_its_exit(
 
 ABSENT: Final = """
 import os, time
-from whalejax.distributed.launch_env import joining
+from whalejax.distributed.launch_env import Joining, tell_launcher
 if os.environ["WHALEJAX_PROCESS_ID"] == "0":
-    joining()
+    tell_launcher(Joining())
     time.sleep(600)
 """
 

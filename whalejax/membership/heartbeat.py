@@ -46,9 +46,6 @@ BEATS_IN_SILENCE: Final = 15
 MISSED: Final = 4
 """Beats missed by one that, after a connection broke, is taken for gone."""
 
-EXIT_SECONDS: Final = 300.0
-"""Processes end together; JAX waits so long for the last of them, too."""
-
 GRACE_LOOKS: Final = 2
 """So often one that failed is seen, each half a beat apart, before others end."""
 
@@ -476,7 +473,7 @@ class Beats:
         """
         self._ended = True
         self._stirred.set()
-        seconds = exit_seconds(EXIT_SECONDS)
+        seconds = exit_seconds()
         end = time.monotonic() + seconds
         while not self._over.wait(self._pause / 100):
             with self._lock:

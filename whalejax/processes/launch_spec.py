@@ -20,6 +20,7 @@ from whalejax.distributed.cgroup_quota import check_quota
 from whalejax.distributed.launch_env import (
     COORDINATOR,
     EXIT,
+    EXIT_SECONDS,
     KEY_FILE,
     NUM_PROCESSES,
     PORT,
@@ -34,9 +35,6 @@ from whalejax.meshes.errors import Problems, WhaleError
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
 """What a host and a command are handed to. ``-tt``: they end with the connection."""
-
-EXIT_SECONDS: Final = 300.0
-"""A rank that is silent for so long when another one has ended stands still."""
 
 PASSED_ON: Final = (
     KEY_FILE,

@@ -24,6 +24,15 @@ _MOST_HOLD_SECONDS: Final = 60.0
 _END_SECONDS: Final = 30.0
 
 
+def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[str]:
+    """The words behind a Python that start an agent of a run with these logs."""
+    return [
+        *("-m", "whalejax", "agent", supervisor, "--name", name),
+        *("--key", str((logs / FOLDER / KEY).absolute()), "--logs", str(logs)),
+        *("--processes", str(processes)),
+    ]
+
+
 class HostAgents:
     """One agent on each host while a block runs; one that fails is started again."""
 
@@ -94,12 +103,8 @@ class HostAgents:
         >>> agents.words("b")[:2]
         ['ssh', 'b']
         """
-        agent = [
-            *(sys.executable, "-m", "whalejax", "agent", self._supervisor),
-            *("--key", str((self._logs / FOLDER / KEY).absolute())),
-            *("--processes", str(self._processes), "--name", host),
-            *("--logs", str(self._logs)),
-        ]
+        words = agent_words(self._supervisor, self._logs, host, self._processes)
+        agent = [sys.executable, *words]
         if is_here(host):
             return agent
         return words_there(self._remote_shell, host, agent)
