@@ -252,6 +252,23 @@ def test_a_pipe_for_a_log_that_somebody_reads(tmp_path: Path) -> None:
         os.close(reader)
 
 
+def test_more_ranks_than_the_shell_allows_files_for(tmp_path: Path) -> None:
+    shell = 'ulimit -Sn 40; exec "$@"'
+    status, _, errors = ended(start(tmp_path, "", "--processes", "16", shell=shell))
+    assert status == 0, errors
+
+
+def test_a_key_of_an_earlier_version_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("5e" * 32)
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("WHALEJAX_KEY_FILE", str(tmp_path / "key"))
+    status, _, errors = ended(start(tmp_path, ""))
+    assert status == 2 and errors.count("holds no certificate") == 1
+    assert not (tmp_path / "rank-0.log").exists()
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -165,9 +165,8 @@ class Joining(_Said, frozen=True):
     """A process has called ``init_distributed``, and waits there for the others."""
 
 
-_DECODER: msgspec.json.Decoder[Introduced | Blamed | Joining] = msgspec.json.Decoder(
-    Introduced | Blamed | Joining
-)
+_Line: TypeAlias = Introduced | Blamed | Joining
+_DECODER: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Line)
 
 
 def exit_seconds() -> float:
@@ -179,7 +178,7 @@ def exit_seconds() -> float:
     return found if found > 0 else EXIT_SECONDS
 
 
-def tell_launcher(said: Introduced | Blamed | Joining) -> None:
+def tell_launcher(said: _Line) -> None:
     """Tell the launcher something, if there is one."""
     if PROCESS_ID in os.environ:
         print(f"{MARK}{msgspec.json.encode(said).decode()}", flush=True)
@@ -190,7 +189,7 @@ def blame(rank: int, why: str) -> None:
     tell_launcher(Blamed(rank=rank, why=why[:MOST_WORDS]))
 
 
-def heard(line: bytes) -> Introduced | Blamed | Joining | None:
+def heard(line: bytes) -> _Line | None:
     """What a line that begins with the mark says; None if a process did not write it.
 
     A script may print anything, so that every part is checked.

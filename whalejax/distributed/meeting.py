@@ -51,8 +51,8 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
         return load_key(Path(name))
     except WhaleError as error:
         raise WhaleError(
-            f"{KEY_FILE} is {name}: {error}. Keys are made by python -m "
-            "whalejax.wire.keys new FILE; put the same file on every host, or unset it"
+            f"{KEY_FILE}: {error}. Or unset it, or make a key for all hosts: python -m "
+            "whalejax.wire.keys new FILE"
         ) from error
 
 

@@ -417,7 +417,8 @@ class Guest:
             ) from error
         except TooLate as error:
             raise self._lost_host(
-                f"does not answer at {place.coordinator} ({error})"
+                f"does not answer at {place.coordinator} ({error}; is that its "
+                "machine, and the port open?)"
             ) from error
         except WireError as error:
             blame(0, f"has not come in {place.seconds:.0f} s")

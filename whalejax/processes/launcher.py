@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import selectors
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from whalejax.distributed.launch_env import (
     Joining,
     split_address,
 )
+from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.reserved_port import release_port
 from whalejax.distributed.standard_streams import (
     drop_stdout,
@@ -49,6 +51,11 @@ from whalejax.wire.keys import make_key
 
 TAIL_LINES: Final = 20
 """So much of what it said is shown of the process that failed first."""
+
+_FILES_EACH: Final = 4
+"""Of a rank: its log, its pipe, what tells of its end, and what it waits for."""
+
+_OTHER_FILES: Final = 64
 
 UNPRINTED: Final = 2
 """Status where all ended well, and how they did cannot be printed."""
@@ -72,7 +79,10 @@ def run(launch: Launch) -> int:
         WhaleError: a log or a process cannot be made, or the port is in use.
     """
     hold_standard_streams()
+    _allow_files(_FILES_EACH * launch.processes + _OTHER_FILES)
     given = launch.shared_environment()
+    if launch.is_local():
+        shared_key(given)  # Once here, not by every rank.
     try:
         launch.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +92,7 @@ def run(launch: Launch) -> int:
     coordinator = launch.coordinator()
     with handled_signals(_interrupt), contextlib.ExitStack() as stack:
         stack.callback(release_port, split_address(coordinator)[1])
-        if launch.is_local() and KEY_FILE not in given:
+        if launch.is_local() and not given.get(KEY_FILE):
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="whalejax-key-")
             )
@@ -118,7 +128,7 @@ class _Launched:
         )
         self._pumps: list[Pump] = []
         self._threads: list[threading.Thread] = []
-        self._shown = False
+        self._shown = self._lacks_quotas = False
         self._terminal = TerminalOutput(say)
         self._lock = threading.Lock()
         self._logs = [Log(self.log(rank), say) for rank in range(launch.processes)]
@@ -137,17 +147,14 @@ class _Launched:
             say(f"whalejax: {launch.listens(coordinator)}")
             if warning := launch.gpus_shared():
                 say(f"whalejax: {warning}")
-        pids = []
         for rank in range(launch.processes):
             own = {**launch.environment_of(rank, coordinator), **given}
             words = launch.words(rank, own)
             read, write = os.pipe()
             self._stack.callback(os.close, read)
             try:
-                pids.append(
-                    self._processes.start(str(rank), own, command=words, output=write)[
-                        0
-                    ]
+                pid, _ = self._processes.start(
+                    str(rank), own, command=words, output=write
                 )
             except OSError as error:
                 raise WhaleError(
@@ -155,13 +162,13 @@ class _Launched:
                 ) from error
             finally:
                 os.close(write)
+            self._slow_down(rank, pid)
+            self._processes.release(str(rank))
             shows = rank == 0 and not launch.json
             outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
             told = functools.partial(self._told, rank)
             self._pumps.append(Pump(read, outputs, told))
-        self._slow_down(pids)
-        for rank, pump in enumerate(self._pumps):
-            self._processes.release(str(rank))
+        for pump in self._pumps:
             thread = threading.Thread(target=pump.run, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -181,13 +188,15 @@ class _Launched:
                 self._shown = True
                 say(self.table())
 
-    def _slow_down(self, pids: Sequence[int]) -> None:
-        """Set the quotas, or say in one line why there are none."""
-        try:
-            for percent, pid in zip(self._launch.quotas, pids, strict=False):
-                self._stack.enter_context(Quota(percent)).add(pid)
-        except WhaleError as error:
-            say(f"whalejax: running without CPU quotas: {error}")
+    def _slow_down(self, rank: int, pid: int) -> None:
+        """Set its quota before it runs, or say in one line why there are none."""
+        if self._launch.quotas and not self._lacks_quotas:
+            try:
+                quota = Quota(self._launch.quotas[rank])
+                self._stack.enter_context(quota).add(pid)
+            except WhaleError as error:
+                self._lacks_quotas = True
+                say(f"whalejax: running without CPU quotas: {error}")
 
     def log(self, rank: int) -> Path:
         """Where a rank's output goes."""
@@ -323,6 +332,14 @@ class _Launched:
         end = time.monotonic() + seconds
         while self._processes.names and (left := end - time.monotonic()) > 0:
             self._turn(left)
+
+
+def _allow_files(count: int) -> None:
+    """Allow this process to open so many files at once, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _interrupt(number: int, _: object) -> None:
