@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.distributed.launch_env import PORT, joined_address
-from whalejax.distributed.local_gpus import refusal, visible_gpus
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.launching import LOOPBACK, ProcessPlaces
 from whalejax.meshes.errors import Problems
 from whalejax.processes.launch_spec import check_hosts, is_here, shell_words
+from whalejax.processes.local_gpus import refusal, visible_gpus
 
 
 if TYPE_CHECKING:

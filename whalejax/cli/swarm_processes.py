@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import is_loopback, joined_address, reached_host
-from whalejax.distributed.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
 from whalejax.processes.keeper import Keeper, Program
@@ -20,6 +19,7 @@ from whalejax.processes.launch_spec import (
     shell_words,
     words_there,
 )
+from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.wire.keys import make_key
 
 

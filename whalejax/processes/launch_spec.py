@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from whalejax.distributed import local_gpus
 from whalejax.distributed.cgroup_quota import check_quota
 from whalejax.distributed.launch_env import (
     COORDINATOR,
@@ -31,6 +30,7 @@ from whalejax.distributed.launch_env import (
 )
 from whalejax.distributed.reserved_port import HELD_PORT, is_held, reserve_port
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.processes import local_gpus
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")

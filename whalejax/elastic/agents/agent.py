@@ -21,7 +21,6 @@ from typing import Final
 
 from whalejax._version import __version__
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.distributed.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.elastic.environment import (
     HELD_BY,
     MEMBER_HOST,
@@ -34,6 +33,7 @@ from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.membership.run import counted
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import (
     Processes,
     handled_signals,

@@ -39,7 +39,6 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
-from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
@@ -51,6 +50,7 @@ from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
 from whalejax.processes.local_processes import (
     Processes,
     began_at,
