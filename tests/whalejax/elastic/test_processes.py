@@ -319,7 +319,9 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
     )
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
-    status = launching._run_once({"again": True}, _Ends(), 10.0)
+    settings = SupervisorSettings(least=1, most=1)
+    run = Supervised(command=(), folder=Path(), settings=settings, again=True)
+    status = launching._run_once(run, _Ends())
     assert status == -signal.SIGKILL
 
 

@@ -19,7 +19,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -48,7 +47,7 @@ from whalejax.membership.members import refusal
 from whalejax.membership.react import react
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
 from whalejax.membership.run_ends import saves_last
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
 from whalejax.processes.local_processes import (
@@ -97,40 +96,6 @@ _MOST_EVENTS: Final = 4096
 _FULL_SECONDS: Final = 1.0
 _FAREWELL_SECONDS: Final = 5.0
 """In which each agent should hear that the run is over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supervised:
-    """What a supervisor runs.
-
-    Attributes:
-        command: words of the program; none waits for members that others start.
-        folder: of the run.
-        settings: how it decides.
-        host, port: where it listens; a free port if 0.
-        exit_seconds: for processes to end after the run has.
-        environment: variables for the processes.
-        pulse: a file that is written to while the supervisor is not frozen, or None.
-        again: an earlier supervisor of this run was ended by a signal: go on from its
-            journal, also where the run is over or nobody is left.
-        quiet: say what goes wrong, and no progress.
-        places: processes are placed on agents, which join at ``host`` and ``port``;
-            else they are started on this machine.
-        awaited: names of agents that are started for this run.
-    """
-
-    command: tuple[str, ...]
-    folder: Path
-    settings: SupervisorSettings
-    host: str = "127.0.0.1"
-    port: int = 0
-    exit_seconds: float = 300.0
-    environment: Mapping[str, str] | None = None
-    pulse: int | None = None
-    again: bool = False
-    quiet: bool = False
-    places: bool = False
-    awaited: tuple[str, ...] = ()
 
 
 class Supervisor:
