@@ -136,10 +136,6 @@ class Messages(Generic[M]):
         }
         self._union: Any = functools.reduce(operator.or_, types)
 
-    def make(self, kind: str, **fields: Any) -> M:
-        """A message of a kind that is named."""
-        return self.kinds[kind](**fields)
-
     def decode(
         self, text: bytes | memoryview, data: bytes | bytearray | memoryview = b""
     ) -> M:

@@ -467,7 +467,7 @@ class Supervisor:
                 self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Register) -> None:
-        name, slot = self._named(message.fields)
+        name, slot = self._named(message)
         # Only the folder of a member that is one is held.
         why = self._other_run(message.run)
         why = why or refusal(self._state, name, message)
@@ -493,31 +493,30 @@ class Supervisor:
 
     def _refused(self, now: float, channel: Channel, message: Refusal) -> None:
         """A process says that it cannot be run, before it joins."""
-        member = self._starting_member(message.fields)
+        member = self._starting_member(message.machine, message.pid)
         if member is not None:
             self._take(now, ev.Unrunnable(member.name, message.why))
         self._send(channel, Over(why="it cannot be run", well=False))
 
-    def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
+    def _starting_member(self, where: str, pid: int) -> Member | None:
         """The member that a process is which was started and has not joined yet."""
         for member in self._state.members.values():
-            where = member.machine or machine()
-            if member.status == "starting" and fields["machine"] == where:
-                if member.pid == fields["pid"]:
-                    return member
+            is_there = where == (member.machine or machine()) and pid == member.pid
+            if member.status == "starting" and is_there:
+                return member
         return None
 
-    def _named(self, fields: Mapping[str, Any]) -> tuple[str, int | None]:
+    def _named(self, message: Register) -> tuple[str, int | None]:
         """The name under which a member goes, and its slot if it was started here."""
         members = self._state.members
-        if fields["name"]:
-            known = members.get(fields["name"])
-            return fields["name"], None if known is None else known.slot
+        if message.name:
+            known = members.get(message.name)
+            return message.name, None if known is None else known.slot
         for member in members.values():
             # It may not have heard its name before its connection ended.
-            if member.token and member.token == fields["token"] and member.is_there:
+            if member.token and member.token == message.token and member.is_there:
                 return member.name, member.slot
-        started = self._starting_member(fields)
+        started = self._starting_member(message.machine, message.pid)
         if started is not None:
             return started.name, started.slot
         self._count += 1
@@ -575,18 +574,17 @@ class Supervisor:
         self._answers.append((channel, decision))
 
     def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
-        fields = message.fields
-        why = self._fleet.refusal(fields)
+        why = self._fleet.refusal(message)
         if not self._run.places:
             why = (
                 "the processes of this run are started on its own machine. Give "
                 "whalejax launch --host"
             )
         if why:
-            self._record("agent_refused", agent=fields["agent"], why=why)
+            self._record("agent_refused", agent=message.agent, why=why)
             self._answers.append((channel, Refused(why=why)))
             return
-        self._fleet.enlist(now, channel, fields)
+        self._fleet.enlist(now, channel, message)
 
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         self._fleet.heard(now, channel, message)
