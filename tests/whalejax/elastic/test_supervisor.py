@@ -9,6 +9,7 @@ import os
 import random
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ import pytest
 
 from tests.whalejax.keys import OTHER
 from tests.whalejax.messages import Loose, received
-from whalejax.distributed.launch_env import split_address
+from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.control import Control, NoSupervisorError, RunStopped
+from whalejax.elastic.environment import RUN
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
     KEY,
@@ -140,27 +142,30 @@ def test_a_report_without_a_number_is_refused(tmp_path: Path) -> None:
             until(one, "prepare")
 
 
-def test_a_run_whose_journal_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
-    """Its members may be there, and would have others beside them."""
+def test_a_run_whose_journal_is_gone_is_not_begun_beside_its_processes(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / FOLDER
-    with live(tmp_path) as there:
-        there.join()
-        pointer = (folder / ADDRESS).read_text()
-        assert there.events("opened")
-    assert not (folder / ADDRESS).exists(), "it was ended"
-    (folder / ADDRESS).write_text(pointer)  # As where it was killed.
-    (folder / journal.EVENTS).write_text("")
+    with live(tmp_path):
+        pass
+    (folder / journal.EVENTS).unlink()
+    given = {KEY_FILE: str((folder / KEY).absolute()), RUN: "one"}
+    left = subprocess.Popen(["sleep", "1000"], env={**os.environ, **given})
     run = Supervised(
-        command=("true",),
+        command=("sleep", "1000"),
         folder=tmp_path,
         settings=SupervisorSettings(least=1, most=1),
         again=True,
     )
-    for _ in range(2):
-        with pytest.raises(WhaleError, match="tells of a run that was not ended"):
+    try:
+        with pytest.raises(WhaleError, match=f"processes {left.pid} are of a run in"):
             Supervisor(run).run()
-        (folder / journal.EVENTS).unlink(missing_ok=True)
+    finally:
+        left.kill()
+        left.wait()
     assert not journal.read(folder / journal.EVENTS)
+    with live(tmp_path) as there:
+        assert there.events("opened")
 
 
 def test_members_that_differ_are_refused(tmp_path: Path) -> None:

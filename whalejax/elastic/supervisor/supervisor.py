@@ -35,6 +35,7 @@ from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import (
     COMPILED,
     compilation_cache,
+    processes_of,
     remove_unfinished,
     write_pointer,
 )
@@ -175,12 +176,11 @@ class Supervisor:
         self._count = sum(said["event"] == "started" for said in events)
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
-        if not run and (self._folder / ADDRESS).exists():
+        if not run and (there := processes_of(self._folder / KEY)):
             raise WhaleError(
-                f"{self._folder / ADDRESS} tells of a run that was not ended, and "
-                f"{journal.EVENTS} beside it, which lists its processes, is gone or "
-                "empty. They end by themselves some minutes after their supervisor; "
-                f"see that none is there, remove {ADDRESS}, and start again"
+                f"processes {', '.join(map(str, there))} are of a run in "
+                f"{self._folder} whose list of processes, {journal.EVENTS}, is gone or "
+                "empty: others would be started beside them. End them, and start again"
             )
         before = run[0] if run and self._goes_on(run) else None
         self._name = secrets.token_hex(8) if before is None else before.get("run", "")
@@ -217,9 +217,6 @@ class Supervisor:
             self._journal.write("opened", told)
             if self._run.command:
                 self._take(time.monotonic(), ev.Begin())
-        # Behind the journal, so that none is without one.
-        address = {"address": joined_address(*self._address)}
-        write_pointer(self._folder / ADDRESS, address)
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
@@ -263,6 +260,8 @@ class Supervisor:
         self._held.callback(self._close_channels)
         name = self._listening.getsockname()
         self._address = (name[0], name[1])
+        address = {"address": joined_address(*self._address)}
+        write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Go on where a supervisor that was killed has left its members."""
